@@ -1,0 +1,97 @@
+# Paceline's two commands are `make quickstart` and `make test`; `make help` lists the others.
+# Everything is installed into .venv, pinned; a second run installs nothing.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# An activated environment or a PYTHONPATH of the caller must not leak in.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+PYTEST := $(BIN)/python -m pytest -p tests.plugins.ci_skips -p tests.plugins.gpu
+
+.PHONY: help
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: quickstart
+quickstart: install ## Install, get the data, train Fashion-MNIST on two processes, show the result
+	@scripts/apt-install dataset-fashion-mnist
+	@$(BIN)/python scripts/quickstart.py
+
+.PHONY: test
+test: install-dev test-packages ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+.PHONY: test-all
+test-all: install-dev test-packages ## Run all tests
+	@$(PYTEST) $(ARGS)
+
+.PHONY: check
+check: install-dev ## Check style, formatting, types and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: install-dev ## Format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: install-dev ## Measure Paceline beside a hand-written DDP loop, Accelerate and Lightning
+	@scripts/apt-install dataset-fashion-mnist
+	@$(BIN)/paceline bench train $(ARGS)
+
+.PHONY: docs
+docs: install-dev ## Build the documentation into site/ (ARGS=serve shows it while you write)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)
+
+.PHONY: lock
+lock: ## Renew requirements/*.lock from pyproject.toml
+	@python=$$(scripts/find-python $(PYTHON)) && PYTHON="$$python" scripts/lock
+
+.PHONY: clean
+clean: ## Remove .venv and everything that the tools made; runs/ is kept
+	rm -rf $(VENV) site dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- installing: each stamp is newer than what it was installed from ---------------------------
+
+.PHONY: install install-dev test-packages
+install: $(VENV)/.paceline ## Install Paceline into .venv
+install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
+
+# Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without.
+test-packages:
+	@scripts/apt-install dataset-fashion-mnist g++ $$($(BIN)/python scripts/python_headers.py)
+
+$(VENV)/.created:
+	@python=$$(scripts/find-python $(PYTHON)) && echo "creating $(VENV) with $$python" && \
+		rm -rf $(VENV) && "$$python" -m venv $(VENV)
+	@touch $@
+
+# torch comes first and alone: the machine's package index decides which wheel of it is right.
+$(VENV)/.torch: requirements/torch.txt | $(VENV)/.created
+	@echo "installing $$(cat requirements/torch.txt)"
+	@$(PIP) install -r requirements/torch.txt
+	@touch $@
+
+$(VENV)/.paceline: pyproject.toml requirements/run.lock $(VENV)/.torch
+	@echo "installing paceline"
+	@$(PIP) install --no-deps --require-hashes -r requirements/run.lock
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip --disable-pip-version-check check
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.lock $(VENV)/.paceline
+	@echo "installing what the tests and checks need"
+	@$(PIP) install --no-deps --require-hashes -r requirements/dev.lock
+	@$(BIN)/python -m pip --disable-pip-version-check check
+	@touch $@

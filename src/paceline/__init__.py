@@ -1,0 +1,71 @@
+"""Paceline: exact, reproducible distributed training on PyTorch.
+
+A task is written once and runs on one process or on many, under any launcher; the model that
+comes out is the same, bit for bit. Everything here is loaded when it is first used, so that
+``import paceline`` costs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.api import Result, fit
+    from paceline.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        LaunchError,
+        NonFiniteLossError,
+        PacelineError,
+        PeerLostError,
+        RunDirectoryError,
+        StopRequested,
+        TaskError,
+        UserError,
+    )
+    from paceline.task import Defaults, Loss, Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Defaults",
+    "LaunchError",
+    "Loss",
+    "NonFiniteLossError",
+    "PacelineError",
+    "PeerLostError",
+    "Result",
+    "RunDirectoryError",
+    "StopRequested",
+    "Task",
+    "TaskError",
+    "UserError",
+    "__version__",
+    "fit",
+]
+
+_HOME = {
+    "paceline.api": ("Result", "fit"),
+    "paceline.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
+    "paceline.task": ("Defaults", "Loss", "Task"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an exported name when it is first used."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the exported names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,315 @@
+"""Checkpoints on disk: committed whole, never overwritten, found by checking.
+
+A writer's files go into a hidden directory beside the checkpoints; renaming it is the commit. The
+order of the steps is what makes a power cut harmless: data, then manifest, then the directory
+(each fsynced), then the rename, then the parent. What is read is never in doubt: a directory either
+has its final name and everything in it, or is not looked at.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointInfo,
+    FileRecord,
+    Manifest,
+    read_manifest,
+    verify,
+)
+from paceline.errors import CheckpointError
+from paceline.run_directory import fsync_directory
+
+LATEST = "LATEST"
+
+_NAME = re.compile(r"step-(\d{8,19})-v(\d{8,19})")
+_TEMPORARY = ".tmp-"
+_DAMAGED = ".damaged-"
+_CHUNK_BYTES = 4 * 2**20  # hashed while it is still in the cache, then written
+
+Buffer = bytes | memoryview
+
+
+def checkpoint_name(info: CheckpointInfo) -> str:
+    """The directory name of a checkpoint: ``step-00000050-v00000051``."""
+    return f"step-{info.step:08d}-v{info.state_version:08d}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`newest_verified` came back with.
+
+    Attributes:
+        path: the newest checkpoint that verifies, or None.
+        manifest: its manifest, or None.
+        skipped: for each newer one, why it cannot be used; newest first.
+    """
+
+    path: Path | None
+    manifest: Manifest | None
+    skipped: tuple[str, ...]
+
+
+def newest_verified(directory: Path, excluding: Collection[str] = ()) -> Found:
+    """Find the checkpoint of the highest state_version, every byte of which verifies.
+
+    Those named in ``excluding`` are passed over: another rank could not read them.
+
+    ``LATEST`` is not believed; where it names a checkpoint that is gone, ``skipped`` says so.
+    """
+    skipped = []
+    hint = _read_hint(directory)
+    candidates = _candidates(directory)
+    if hint is not None and hint not in (path.name for path in candidates):
+        skipped.append(f"{LATEST} names {hint}, which is not there")
+    for path in candidates:
+        if path.name in excluding:
+            continue
+        try:
+            return Found(path, _verify_named(path), tuple(skipped))
+        except CheckpointError as error:
+            skipped.append(str(error))
+    return Found(None, None, tuple(skipped))
+
+
+def find_version(directory: Path, state_version: int) -> Path:
+    """The checkpoint of one state version; not verified yet.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for path in _candidates(directory):
+        if path.name.endswith(f"-v{state_version:08d}"):
+            return path
+    raise CheckpointError(f"{directory} holds no checkpoint of state version {state_version}.")
+
+
+def commit(
+    directory: Path,
+    info: CheckpointInfo,
+    contents: Iterable[tuple[str, Iterable[Buffer]]],
+    before_manifest: Callable[[], None] | None = None,
+) -> Path:
+    """Write a checkpoint into ``directory``, whole or not at all, and return its path.
+
+    Args:
+        directory: where the checkpoints are; made where it is missing.
+        info: what the checkpoint is of; its name follows from it.
+        contents: each file's name and the buffers that make it up.
+        before_manifest: called when the files are on disk and the manifest is not: what a
+            checkpoint vouches for (the ledger) is made durable here.
+
+    A checkpoint of this name that verifies is left as it is, because a state_version determines its
+    bits; one that does not is moved aside.
+
+    Raises:
+        CheckpointError: the disk is full, read-only or broken. What was there before is untouched.
+    """
+    target = directory / checkpoint_name(info)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if _is_good(target):
+            if before_manifest is not None:
+                before_manifest()
+            return target
+        with _temporary_directory(directory) as temporary:
+            records = {name: _write_file(temporary / name, buffers) for name, buffers in contents}
+            if before_manifest is not None:
+                before_manifest()
+            _write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
+            fsync_directory(temporary)
+            _publish(temporary, target)
+        fsync_directory(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save the checkpoint of step {info.step} in {directory}: {error.strerror or error}. "
+            "Earlier checkpoints are untouched. Free space or make the directory writable, then resume."
+        ) from error
+    _write_hint(directory, target.name)
+    return target
+
+
+def retain(directory: Path, keep: int, newest: Path) -> None:
+    """Delete all checkpoints but ``newest``, the last ``keep``, and the best one of each of these.
+
+    One whose manifest cannot be read is neither counted nor deleted.
+
+    Raises:
+        CheckpointError: a directory cannot be deleted.
+    """
+    readable: dict[Path, CheckpointInfo] = {}
+    for path in _candidates(directory):
+        with suppress(CheckpointError, OSError):
+            readable[path] = _info_of(path, (path / MANIFEST).lstat().st_ctime_ns)
+    kept = {*list(readable)[:keep], newest}
+    best = {readable[path].best_version for path in kept if path in readable}
+    for path, info in readable.items():
+        if path not in kept and info.state_version not in best:
+            _delete(path)
+
+
+@lru_cache(maxsize=256)
+def _info_of(path: Path, changed_ns: int) -> CheckpointInfo:
+    """A checkpoint does not change, so its manifest is read once, and again only if it was touched."""
+    return read_manifest(path).info
+
+
+def remove_stale(directory: Path) -> None:
+    """Delete what writers that no longer live have left behind.
+
+    A writer holds a lock on its directory for as long as it lives, also when it is killed.
+    """
+    for entry in _entries(directory):
+        if not entry.name.startswith(_TEMPORARY):
+            continue
+        if entry.is_symlink():  # a hint that was not put in place
+            entry.unlink(missing_ok=True)
+            continue
+        # Locked by a live writer, or just deleted by another clean-up: both are left alone.
+        with suppress(OSError):
+            descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(entry)
+            finally:
+                os.close(descriptor)
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """Directories that are named like checkpoints; the highest state_version first."""
+    found = []
+    for entry in _entries(directory):
+        match = _NAME.fullmatch(entry.name)
+        if match and entry.is_dir() and not entry.is_symlink():
+            found.append((int(match[2]), int(match[1]), entry))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # a save will make it, or say what is in the way
+        return []
+
+
+def _verify_named(path: Path) -> Manifest:
+    manifest = verify(path)
+    if checkpoint_name(manifest.info) != path.name:
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: its manifest is that of {checkpoint_name(manifest.info)}. "
+            "Give it that name back."
+        )
+    return manifest
+
+
+def _is_good(target: Path) -> bool:
+    try:
+        return not target.is_symlink() and _verify_named(target) is not None
+    except CheckpointError:
+        return False
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Give a finished directory its final name, unless a good one has it already."""
+    while True:
+        try:
+            temporary.rename(target)
+            return
+        except OSError:
+            # Somebody else's, committed since we looked; or what is left of a damaged one.
+            if _is_good(target):
+                return
+            if not os.path.lexists(target):
+                raise
+        with suppress(FileNotFoundError):
+            target.rename(target.with_name(f"{_DAMAGED}{target.name}-{secrets.token_hex(4)}"))
+
+
+@contextmanager
+def _temporary_directory(parent: Path) -> Iterator[Path]:
+    """A new directory, locked while in use and gone afterwards, unless it was renamed."""
+    while True:
+        path = parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        path.mkdir()
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # a clean-up took it for a dead writer's before it was locked
+        with suppress(OSError):  # some network file systems have no locks; clean-up then leaves it alone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink > 0 and path.exists():
+            break
+        os.close(descriptor)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        os.close(descriptor)
+
+
+def _write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
+    """Write a new file through to the disk; its hash is of what was handed to the system."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("xb", buffering=0) as file:
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                size += len(chunk)
+                while chunk:
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint so that half of one is never seen under its name."""
+    doomed = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"cannot delete the old checkpoint {path}: {error.strerror}") from error
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_hint(directory: Path, name: str) -> None:
+    """Point the link ``LATEST`` at ``name``. Failure is no error: nothing relies on it.
+
+    A link, because replacing a file by renaming makes ext4 write its data to the disk first.
+    """
+    temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    with suppress(OSError):
+        temporary.symlink_to(name)
+        temporary.replace(directory / LATEST)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)
+
+
+def _read_hint(directory: Path) -> str | None:
+    try:
+        name = os.readlink(directory / LATEST)
+    except OSError:
+        return None
+    return name if _NAME.fullmatch(name) else None

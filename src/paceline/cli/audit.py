@@ -1,0 +1,88 @@
+"""``paceline audit RUN``."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from paceline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.data.audit import AuditReport
+    from paceline.data.epoch_audit import Ranges
+
+
+def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Prove from a run's ledger that every sample was seen exactly once an epoch.
+
+    The sample numbers of every step are recomputed from the seed and compared with what was
+    really fetched. The run may be finished, crashed or still at work. The exit code is 0 only
+    where nothing is wrong.
+
+    Parameters
+    ----------
+    run
+        The run's directory.
+    json
+        Print the report as one line of JSON.
+    """
+    # Here, so that --help need not wait for numpy.
+    from paceline.data.audit import audit as audit_run
+
+    report = audit_run(RunDirectory(run))
+    if json:
+        print(json_module.dumps(report.to_json()))
+    else:
+        _print_report(report)
+    return 0 if report.clean else 1
+
+
+def _print_report(report: AuditReport) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if report.epochs:
+        console.print(_table(report))
+    if report.recomputed_steps:
+        plural = "s" if report.recomputed_steps > 1 else ""
+        console.print(
+            f"Not counted above: {report.recomputed_steps:,} step{plural} ({report.recomputed_samples:,} "
+            f"samples) undone by {'a restart' if report.generations == 2 else 'restarts'} and computed again."
+        )
+    console.print(report.verdict, style="green" if report.clean else "bold red", soft_wrap=True)
+
+
+def _table(report: AuditReport) -> Table:
+    from rich.table import Table
+
+    table = Table("epoch", "steps", "seen once", "twice or more", "never", "not yet", "wrong steps", "ranks")
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for epoch in report.epochs:
+        wrong = (
+            epoch.missing_steps,
+            epoch.repeated_steps,
+            epoch.misplaced_steps,
+            epoch.checksum_mismatches,
+        )
+        table.add_row(
+            str(epoch.epoch),
+            f"{epoch.steps:,}",
+            f"{epoch.once:,}",
+            f"{epoch.repeated:,}",
+            f"{epoch.never:,}",
+            f"{epoch.not_yet:,}",
+            f"{sum(map(_length, wrong)):,}",
+            ", ".join(map(str, epoch.world_sizes)),
+            style="red" if epoch.findings else None,
+        )
+    return table
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(last - first + 1 for first, last in ranges)

@@ -1,0 +1,135 @@
+"""``paceline bench``: Paceline measured beside a hand-written loop and its peers."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from cyclopts import App, Parameter
+
+if TYPE_CHECKING:
+    from paceline.bench.suites import BenchResult
+    from paceline.bench.workload import Workload
+
+app = App(name="bench", help="Measure Paceline beside a hand-written loop and its peers, on this machine.")
+
+PeerName = Literal["ddp", "accelerate", "lightning", "paceline-exact", "paceline-fast", "paceline-torch"]
+_ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
+
+Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
+Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]
+WorkloadName = Annotated[Literal["convnet", "mlp", "all"], Parameter(help="What to train.")]
+Json = Annotated[bool, Parameter(negative="", help="Print JSON, with every round, instead of tables.")]
+Markdown = Annotated[bool, Parameter(negative="", help="Print Markdown tables.")]
+
+
+@app.command
+def train(
+    *,
+    workload: WorkloadName = "all",
+    peers: Annotated[
+        tuple[PeerName, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Who trains; ratios are to the first. Default: all, in this order.",
+        ),
+    ] = _ALL_PEERS,
+    rounds: Rounds = 5,
+    steps: Steps = None,
+    warmup: Annotated[int | None, Parameter(help="Steps before those. Default: the workload's.")] = None,
+    shards: Annotated[int, Parameter(help="Paceline's --shards.")] = 2,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Steps a second of the same training by each peer: 2 CPU ranks, gloo, 64 samples a rank."""
+    from paceline.bench.suites import bench_train
+
+    result = bench_train(
+        workloads=_workloads(workload),
+        peers=peers,
+        rounds=rounds,
+        steps=steps,
+        warmup=warmup,
+        shards=shards,
+        progress=_progress,
+    )
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def checkpoint(
+    *, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False
+) -> int:
+    """What a checkpoint every 50 steps costs, on the ConvNet."""
+    from paceline.bench.suites import bench_checkpoint
+
+    return show(
+        bench_checkpoint(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown
+    )
+
+
+@app.command
+def memory(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False) -> int:
+    """Peak memory of a rank beyond the imports', on a 20-million-parameter MLP."""
+    from paceline.bench.suites import bench_memory
+
+    return show(bench_memory(rounds=rounds, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
+def shards(
+    *,
+    counts: Annotated[
+        tuple[int, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Numbers of shards; ratios are to the first. Default: 2 12.",
+        ),
+    ] = (2, 12),
+    workload: WorkloadName = "convnet",
+    rounds: Rounds = 5,
+    steps: Steps = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Time a step for several numbers of logical shards, with the exact reduction."""
+    from paceline.bench.suites import bench_shards
+
+    result = bench_shards(
+        workloads=_workloads(workload), shards=counts, rounds=rounds, steps=steps, progress=_progress
+    )
+    return show(result, json=json, markdown=markdown)
+
+
+def _workloads(name: str) -> list[Workload]:
+    from paceline.bench.workload import WORKLOADS
+
+    return list(WORKLOADS.values()) if name == "all" else [WORKLOADS[name]]
+
+
+def _progress(line: str) -> None:
+    # Not on the standard output, which is for the result.
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(result: BenchResult, *, json: bool = False, markdown: bool = False) -> int:
+    """Print a benchmark's result: tables, Markdown or JSON."""
+    if json:
+        print(json_module.dumps(result.as_json(), indent=2))
+    elif markdown:
+        print("\n".join(comparison.as_markdown() for comparison in result.comparisons))
+        print("\n".join(result.notes()))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        for comparison in result.comparisons:
+            console.print(comparison.as_table())
+        for note in result.notes():
+            console.print(note, style="dim", markup=False, highlight=False)
+    return 0

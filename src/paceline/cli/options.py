@@ -1,0 +1,41 @@
+"""The options of a run as command-line flags, made from :class:`~paceline.config.RunConfig`'s fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from paceline.config import RunConfig
+
+_NOT_FLAGS = ("task", "run")
+
+
+def _make_options() -> Any:
+    """A dataclass with a flag for each option; None says that it was not given."""
+    hints = typing.get_type_hints(RunConfig)
+    fields = []
+    for f in dataclasses.fields(RunConfig):
+        if f.name in _NOT_FLAGS:
+            continue
+        help_text = f.metadata["help"]
+        if f.default is not None and f.default is not False and f.default != ():
+            shown = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+            help_text += f" [default: {shown}]"
+        parameter = Parameter(help=help_text, group=f.metadata["group"], show_default=False, negative="")
+        fields.append((f.name, Annotated[hints[f.name] | None, parameter], dataclasses.field(default=None)))
+    namespace = {"__module__": __name__, "__doc__": "The options that were given; None where one was not."}
+    return dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True, namespace=namespace)
+
+
+Options = _make_options()
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The options that were given on the command line."""
+    if options is None:
+        return {}
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    return {name: value for name, value in values.items() if value is not None}

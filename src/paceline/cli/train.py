@@ -1,0 +1,120 @@
+"""``paceline train TASK`` and ``paceline resume RUN``."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from paceline.cli.options import Options, given
+from paceline.config import RunConfig, config_from_mapping, read_config_file
+from paceline.distributed.environment import detect_environment
+from paceline.errors import RunDirectoryError
+from paceline.job import Job
+from paceline.launchers.job import launch, prepare
+from paceline.run_directory import RunDirectory
+
+Flag = Annotated[bool, Parameter(negative="")]
+RunOptions = Annotated[Options | None, Parameter(name="*")]
+
+
+def train(
+    task: str = "",
+    *,
+    run: Annotated[str | None, Parameter(group="Run directory")] = None,
+    config: Annotated[Path | None, Parameter(group="Task")] = None,
+    options: RunOptions = None,
+    dry_run: Flag = False,
+    json: Flag = False,
+    quiet: Flag = False,
+) -> int:
+    """Train TASK, on one process or several; continue it where it stands if it exists.
+
+    Parameters
+    ----------
+    task
+        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+    run
+        The run's directory. Default: runs/TASK-TIME.
+    config
+        A TOML file with these options, such as a run.toml; the command line wins.
+    dry_run
+        Print what would be started, and start nothing.
+    json
+        Print the result as JSON, as the last line.
+    quiet
+        Show no progress.
+    """
+    values = read_config_file(config) if config is not None else {}
+    if config is not None and not task:
+        task = _task_of(config)
+    if run is not None:
+        values["run"] = run
+    values = {**values, **({"task": task} if task else {}), **given(options)}
+    return _start(config_from_mapping(values, "the command line"), dry_run=dry_run, json=json, quiet=quiet)
+
+
+def resume(
+    run: str,
+    *,
+    options: RunOptions = None,
+    dry_run: Flag = False,
+    json: Flag = False,
+    quiet: Flag = False,
+) -> int:
+    """Continue the run in directory RUN at its exact next sample, with as many processes as before.
+
+    Parameters
+    ----------
+    run
+        The run's directory.
+    dry_run
+        Print what would be started, and start nothing.
+    json
+        Print the result as JSON, as the last line.
+    quiet
+        Show no progress.
+    """
+    recorded = RunDirectory(Path(run)).read_manifest()["config"]
+    kept = {name: recorded[name] for name in _KEPT if name in recorded}
+    values = {**kept, **given(options), "run": run, "resume": "must"}
+    return _start(config_from_mapping(values, "the command line"), dry_run=dry_run, json=json, quiet=quiet)
+
+
+# Options that decide no bit of the model but that a continued run is expected to keep.
+_KEPT = ("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers")
+_KEPT += ("checkpoint_every", "keep", "log_every")
+
+
+def _start(config: RunConfig, *, dry_run: bool, json: bool, quiet: bool) -> int:
+    environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
+    if environment.source != "single" and not dry_run:
+        # Some launcher has made this process a rank: be one.
+        from paceline.worker import run_reported
+
+        code, result = run_reported(Job(config=config, quiet=quiet), environment)
+        if json and result is not None and environment.rank == 0:
+            print(json_module.dumps(result), flush=True)
+        return code
+    if dry_run:
+        _, rendered, job, directory = prepare(config, fields=None, quiet=quiet)
+        print(f"# {directory.path}/job.toml\n" + "".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
+        print(rendered.text, end="")
+        return 0
+    code, directory = launch(config, quiet=quiet)
+    if code == 0 and json:
+        print(json_module.dumps(directory.read_result()), flush=True)
+    elif code in (75, 130) and not quiet:
+        print(f"paceline: stopped and saved. Continue with: paceline resume {directory.path}", file=sys.stderr)
+    return code
+
+
+def _task_of(config_file: Path) -> str:
+    """The task that a ``run.toml`` names."""
+    try:
+        return str(RunDirectory(config_file.parent).read_manifest()["task"]["spec"])
+    except (RunDirectoryError, KeyError):
+        return ""

@@ -1,0 +1,324 @@
+"""The ledger: which samples each committed step saw, written down by the run itself.
+
+One JSONL file for each generation, ``ledger/gen-00000.jsonl``. Its first line is a header::
+
+    {"format":1,"generation":0,"parent_version":null,"order":{"num_samples":60000,...}}
+
+``parent_version`` is the state version that this generation continued from, null where it began
+from nothing. ``order`` holds the fields of :class:`~paceline.data.order.DataOrder`, and is null
+for a stream, whose order is the stream's own. Then one line for each committed step::
+
+    {"v":1,"e":0,"t":0,"a":0,"b":128,"w":2,"c":5138420}
+
+v: state version after the step; e: epoch; t: step in the epoch; a, b: its positions [a, b) in the
+epoch; w: the number of ranks where they share the shards evenly, else the list of each rank's
+first shard; c: the sum over the step's shards of the CRC-32 of the sample numbers (little-endian
+int64) that were really fetched.
+
+A generation continues from a state that an earlier one left, so what the earlier ones did after
+that state is not in the model: it was computed again. What remains is the final lineage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.config import Shuffle
+from paceline.data.order import DataOrder
+from paceline.errors import RunDirectoryError, UserError
+from paceline.run_directory import fsync_directory
+
+_FORMAT = 1
+_BUFFER_BYTES = 1 << 16
+_ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DataOrder))
+
+
+class LedgerEntry(NamedTuple):
+    """One committed step; the module's docstring explains the fields."""
+
+    version: int
+    epoch: int
+    step: int
+    start: int
+    stop: int
+    ranks: int | tuple[int, ...]
+    checksum: int
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks shared the step."""
+        return self.ranks if isinstance(self.ranks, int) else len(self.ranks)
+
+
+def ledger_path(directory: Path, generation: int) -> Path:
+    """The file of one generation."""
+    return directory / f"gen-{generation:05d}.jsonl"
+
+
+class LedgerWriter:
+    """Writes one generation's file; one process of a run has it.
+
+    Methods may be called from several threads: the checkpointer's flushes what the trainer
+    appends. A killed process leaves at most one line cut short, at the end.
+
+    Args:
+        directory: the run's ``ledger/``, made where it is missing.
+        order: the order of the data, None for a stream.
+        generation: 0 for a run's first start, one more at each restart.
+        parent_version: the state version that this generation continues from.
+
+    Raises:
+        RunDirectoryError: this generation or a later one has a file already, or none can be made.
+    """
+
+    def __init__(
+        self, directory: Path, order: DataOrder | None, *, generation: int, parent_version: int | None
+    ) -> None:
+        self.path = ledger_path(directory, generation)
+        header = {
+            "format": _FORMAT,
+            "generation": generation,
+            "parent_version": parent_version,
+            "order": None if order is None else {**dataclasses.asdict(order), "shuffle": order.shuffle.block},
+        }
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            latest = max(generations(directory), default=-1)
+            if latest >= generation:
+                raise RunDirectoryError(
+                    f"{ledger_path(directory, latest)} exists, so generation {generation} cannot be written: "
+                    "another process continued this run. End it if it is at work, then resume the run again."
+                )
+            self._file = self.path.open("xb", buffering=_BUFFER_BYTES)
+            self._write(json.dumps(header, separators=(",", ":")) + "\n")
+            self.flush(sync=True)
+            fsync_directory(directory)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def append(
+        self,
+        *,
+        version: int,
+        epoch: int,
+        step: int,
+        start: int,
+        stop: int,
+        ranks: int | Sequence[int],
+        checksum: int,
+    ) -> None:
+        """Add one committed step, buffered (about 2 us).
+
+        Raises:
+            RunDirectoryError: the disk is full or gone.
+        """
+        shared = ranks if isinstance(ranks, int) else "[" + ",".join(map(str, ranks)) + "]"
+        self._write(
+            f'{{"v":{version},"e":{epoch},"t":{step},"a":{start},"b":{stop},"w":{shared},"c":{checksum}}}\n'
+        )
+
+    def flush(self, *, sync: bool) -> None:
+        """Hand all entries to the system, which keeps them if this process dies.
+
+        ``sync`` waits for the disk too, so that they survive a power cut; call it so before a
+        checkpoint of these steps is committed.
+
+        Raises:
+            RunDirectoryError: the disk is full or gone.
+        """
+        try:
+            self._file.flush()
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Flush and close; a second call does nothing.
+
+        Raises:
+            RunDirectoryError: the last entries cannot be written.
+        """
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _write(self, line: str) -> None:
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> RunDirectoryError:
+        return RunDirectoryError(
+            f"cannot write the ledger {self.path}: {error.strerror}. "
+            "Make room or mend the disk, then resume the run."
+        )
+
+
+@dataclass(frozen=True)
+class LedgerFile:
+    """One generation's file and its header."""
+
+    path: Path
+    generation: int
+    parent_version: int | None
+    order: DataOrder | None
+
+    def entries(self) -> Iterator[LedgerEntry]:
+        """The committed steps, in the order of the file.
+
+        Raises:
+            RunDirectoryError: a line is malformed; one that a crash cut short at the end is not.
+        """
+        lines = _lines(self.path)
+        next(lines)  # the header
+        for number, line in enumerate(lines, start=2):
+            yield _parse_entry(line, self, number)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All generations of a run, oldest first."""
+
+    files: tuple[LedgerFile, ...]
+    order: DataOrder | None
+
+    def entries(self) -> Iterator[tuple[LedgerEntry, bool]]:
+        """Each committed step, and whether it is in the final lineage (else it was recomputed).
+
+        Raises:
+            RunDirectoryError: a line is malformed.
+        """
+        for number, file in enumerate(self.files):
+            # Every later generation cuts, not only the next: it may have gone further back.
+            parents = [later.parent_version or 0 for later in self.files[number + 1 :]]
+            cut = min(parents, default=None)
+            for entry in file.entries():
+                yield entry, cut is None or entry.version <= cut
+
+
+def read_ledger(directory: Path) -> Ledger:
+    """Open a run's ledger, also while the run is writing it.
+
+    Raises:
+        RunDirectoryError: there is none, a header is malformed, or two disagree about the order.
+    """
+    files = []
+    for generation in sorted(generations(directory)):
+        path = ledger_path(directory, generation)
+        header = next(_lines(path), None)
+        if header is not None:  # else a crash cut the header short: nothing was committed
+            files.append(_parse_header(header, path, generation))
+    if not files:
+        raise RunDirectoryError(f"{directory} holds no ledger: no step of this run was committed.")
+    first = files[0]
+    for file in files[1:]:
+        if file.order != first.order:
+            raise RunDirectoryError(
+                f"{file.path}, line 1: its order of the data is not that of {first.path.name}. "
+                "A run has one order; these files are of different runs."
+            )
+    return Ledger(tuple(files), first.order)
+
+
+def generations(directory: Path) -> list[int]:
+    """The generations that have a file."""
+    if not directory.is_dir():
+        return []
+    matches = (re.fullmatch(r"gen-(\d{5,})\.jsonl", path.name) for path in directory.iterdir())
+    return [int(match[1]) for match in matches if match]
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file; one without its end is what a crash, or a writer at work, left."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _parse_header(line: bytes, path: Path, generation: int) -> LedgerFile:
+    document = _parse_object(line, path, 1, ("format", "generation", "parent_version", "order"))
+    if document["format"] != _FORMAT:
+        raise _malformed(path, 1, f"format must be {_FORMAT}, but is {document['format']!r}")
+    if document["generation"] != generation:
+        raise _malformed(path, 1, f"generation must be the file name's, but is {document['generation']!r}")
+    parent = document["parent_version"]
+    if parent is not None and not _is_count(parent):
+        raise _malformed(path, 1, f"parent_version must be a number of at least 0 or null, but is {parent!r}")
+    return LedgerFile(path, generation, parent, _parse_order(document["order"], path))
+
+
+def _parse_order(values: Any, path: Path) -> DataOrder | None:
+    if values is None:
+        return None
+    if (
+        not isinstance(values, dict)
+        or set(values) != set(_ORDER_FIELDS)
+        or not all(map(_is_count, values.values()))
+    ):
+        raise _malformed(
+            path, 1, f"order must hold numbers for {', '.join(_ORDER_FIELDS)}, but is {values!r}"
+        )
+    try:
+        return DataOrder(**{**values, "shuffle": Shuffle(values["shuffle"])})
+    except UserError as error:
+        raise _malformed(path, 1, f"order is impossible: {error}") from error
+
+
+def _parse_entry(line: bytes, file: LedgerFile, number: int) -> LedgerEntry:
+    document = _parse_object(line, file.path, number, ("v", "e", "t", "a", "b", "w", "c"))
+    ranks = document.pop("w")
+    if not all(map(_is_count, document.values())):
+        raise _malformed(file.path, number, "v, e, t, a, b and c must be numbers of at least 0")
+    if document["a"] >= document["b"]:
+        raise _malformed(
+            file.path, number, f"a must be below b, but they are {document['a']} and {document['b']}"
+        )
+    if isinstance(ranks, list) and _are_first_shards(ranks, file.order):
+        ranks = tuple(ranks)
+    elif not _is_count(ranks) or ranks == 0:
+        raise _malformed(
+            file.path, number, f"w must be a number of ranks or their first shards, but is {ranks!r}"
+        )
+    return LedgerEntry(
+        document["v"], document["e"], document["t"], document["a"], document["b"], ranks, document["c"]
+    )
+
+
+def _are_first_shards(ranks: list[Any], order: DataOrder | None) -> bool:
+    if not ranks or not all(map(_is_count, ranks)) or ranks[0] != 0 or ranks != sorted(ranks):
+        return False
+    return order is None or ranks[-1] <= order.num_shards
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _parse_object(line: bytes, path: Path, number: int, keys: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, number, f"this is not JSON ({error})") from error
+    if not isinstance(document, Mapping) or set(document) != set(keys):
+        raise _malformed(path, number, f"expected an object with the keys {', '.join(keys)}")
+    return dict(document)
+
+
+def _malformed(path: Path, number: int, what: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path}, line {number}: {what}. The ledger was changed or damaged after it was written."
+    )

@@ -1,0 +1,294 @@
+"""Streaming datasets: S streams, one a shard, whose positions are saved and move with their shards."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from paceline.data.device import to_device
+from paceline.data.microbatch import Collate, MicroBatch
+from paceline.data.permutation import derive_key
+from paceline.data.samples import describe_ragged, seed_everything, undisturbed
+from paceline.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
+
+_ITEM = 17
+"""Domain of the keys, apart from those of ``paceline.data.order`` and ``samples``."""
+
+
+class StreamReader(Protocol):
+    """Reads one shard of one epoch."""
+
+    def __next__(self) -> Any:
+        """The next sample; ``StopIteration`` at the end of the shard, and ever after."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON types: what :meth:`load_state_dict` of a new reader continues from."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        ...
+
+
+@runtime_checkable
+class ShardedStream(Protocol):
+    """A dataset that is read as S independent streams, which together hold each sample once.
+
+    What a shard yields must be a function of these four arguments. Paceline seeds torch, ``random``
+    and numpy before each item, by (seed, epoch, shard, item), so randomness in a reader is one, too.
+    """
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> StreamReader:
+        """A reader at the beginning of a shard."""
+        ...
+
+
+class IterableShards:
+    """A torch ``IterableDataset`` as a :class:`ShardedStream`: shard k takes items k, k + S, k + 2 S, ...
+
+    Every shard iterates the whole dataset and drops what is not its own, and a resumed one iterates
+    again up to its position: right for any dataset whose ``__iter__`` yields the same items given the same
+    random state, at S times the reading. Where reading is dear, write a :class:`ShardedStream`.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset = dataset
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> StreamReader:
+        """See :class:`ShardedStream`.
+
+        Raises:
+            DataError: ``__iter__`` returns the dataset itself, so shards would share one position.
+        """
+        return _EveryNth(self._dataset, shard, num_shards, derive_key(seed, _ITEM, epoch))
+
+
+class _EveryNth:
+    """Items ``first``, ``first + step``, ... of an iterable; all items are drawn with keyed randomness."""
+
+    def __init__(self, dataset: IterableDataset[Any], first: int, step: int, key: int) -> None:
+        self._first, self._step, self._key = first, step, key
+        self._consumed = 0
+        self._drawn = 0
+        seed_everything(key)
+        self._items: Iterator[Any] = iter(dataset)
+        if id(self._items) == id(dataset):
+            raise DataError(
+                f"{type(dataset).__name__}.__iter__ returns the dataset itself, so it can be read only once "
+                "at a time. Write __iter__ as a generator (with yield)."
+            )
+
+    def __next__(self) -> Any:
+        item = self._advance_to(self._first + self._consumed * self._step)
+        self._consumed += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self._consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for _ in range(state["consumed"] - self._consumed):
+            next(self)
+
+    def _advance_to(self, index: int) -> Any:
+        """Draw items up to this one. The key of an item does not depend on the shard that draws it."""
+        for number in range(self._drawn, index + 1):
+            seed_everything(derive_key(self._key, number))
+            item = next(self._items)
+            self._drawn = number + 1
+        return item
+
+
+def as_stream(dataset: Any) -> ShardedStream | None:
+    """The dataset as a stream; None where it is map-style."""
+    if isinstance(dataset, IterableDataset):
+        return dataset if isinstance(dataset, ShardedStream) else IterableShards(dataset)
+    # A map-style dataset may have an open() of its own.
+    is_map_style = callable(getattr(type(dataset), "__getitem__", None))
+    return dataset if isinstance(dataset, ShardedStream) and not is_map_style else None
+
+
+@dataclass
+class _Shard:
+    """A shard's reader, which is one micro-batch ahead of what was handed out."""
+
+    epoch: int
+    step: int  # the step whose samples are in `ahead`
+    handed_out: int
+    reader: StreamReader
+    state: dict[str, Any]  # the reader's, before it read `ahead`
+    ahead: list[Any]
+
+
+class StreamLoader:
+    """Loads a stream: in each step every shard gives its G / S samples until it has no more.
+
+    Sizes differ by at most one, the larger ones first. A shard's last micro-batch is what is left; less
+    than ``min_shard`` joins the one before. A shard is absent from then on. Streams are read in this
+    process, one micro-batch ahead, so that the end of an epoch is known before the step after it.
+    """
+
+    def __init__(
+        self,
+        stream: ShardedStream,
+        *,
+        global_batch_size: int,
+        num_shards: int,
+        min_shard: int,
+        seed: int,
+        device: torch.device,
+        collate: Collate,
+        split: str = "train",
+    ) -> None:
+        """Take a stream.
+
+        Raises:
+            ConfigError: G is too small for S shards of ``min_shard`` samples.
+        """
+        if global_batch_size < num_shards * min_shard:
+            raise ConfigError(
+                f"--global-batch-size {global_batch_size} is too small for {num_shards} shards of at least "
+                f"{min_shard} samples. Use --global-batch-size {num_shards * min_shard} or more."
+            )
+        self._stream = stream
+        self._sizes = [
+            global_batch_size // num_shards + (k < global_batch_size % num_shards) for k in range(num_shards)
+        ]
+        self._min_shard = min_shard
+        self._seed = seed
+        self._device = device
+        self._collate = collate
+        self._split = split
+        self._shards: dict[int, _Shard] = {}
+        self._saved: dict[int, Mapping[str, Any]] = {}
+
+    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
+        """The micro-batches of those of ``shards`` that have samples left; steps in order.
+
+        A shard that was neither here in the step before nor loaded is read again from its beginning.
+
+        Raises:
+            DataError: the stream fails, its samples do not fit together, or a whole shard has fewer
+                than ``min_shard`` samples.
+        """
+        # Others moved away: were they to come back, their position here would be stale.
+        self._shards = {k: s for k, s in self._shards.items() if k in shards}
+        micro_batches = []
+        with undisturbed():
+            for k in shards:
+                shard = self._at(k, epoch, step)
+                first, samples = shard.handed_out, shard.ahead
+                if not samples:
+                    shard.step += 1
+                    continue
+                self._hand_out(k, shard)
+                numbers = np.array([k, first, len(samples)], dtype="<i8")
+                batch = to_device(self._collated(k, first, samples), self._device)
+                micro_batches.append(MicroBatch(k, batch, len(samples), zlib.crc32(numbers.tobytes())))
+        return micro_batches
+
+    def exhausted(self, shards: range) -> bool:
+        """Whether these shards, as of the last :meth:`fetch`, have no samples left in the epoch."""
+        return not any(self._shards[k].ahead for k in shards)
+
+    def state_dict(self, shards: range) -> dict[str, Any]:
+        """The positions after the last :meth:`fetch`, as JSON types: shard (as text) -> state.
+
+        A shard that was never read is left out: it is at its beginning.
+        """
+        states = {str(k): dict(self._saved[k]) for k in shards if k in self._saved}
+        for k in shards:
+            if k in self._shards:
+                s = self._shards[k]
+                states[str(k)] = {
+                    "epoch": s.epoch,
+                    "step": s.step,
+                    "handed_out": s.handed_out,
+                    "reader": s.state,
+                }
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Take positions, also of shards that this rank does not have (yet)."""
+        self._shards.clear()
+        self._saved = {int(k): state for k, state in states.items()}
+
+    def close(self) -> None:
+        """Drop all readers."""
+        self._shards.clear()
+
+    def _at(self, k: int, epoch: int, step: int) -> _Shard:
+        """Shard ``k``, with the samples of this step read."""
+        shard = self._shards.get(k)
+        if shard is None or (shard.epoch, shard.step) != (epoch, step):
+            reader = self._stream.open(k, len(self._sizes), epoch, self._seed)
+            saved = self._saved.pop(k, None)
+            if saved is not None and (saved["epoch"], saved["step"]) == (epoch, step):
+                reader.load_state_dict(saved["reader"])
+                shard = _Shard(epoch, step, saved["handed_out"], reader, saved["reader"], [])
+                self._read_ahead(k, shard)
+            else:
+                shard = _Shard(epoch, 0, 0, reader, reader.state_dict(), [])
+                self._read_ahead(k, shard)
+                if 0 < len(shard.ahead) < self._min_shard:
+                    raise DataError(
+                        f"{self._split} stream, shard {k} holds {len(shard.ahead)} samples in all, but a "
+                        f"shard needs at least {self._min_shard}. Give more data, use fewer --shards, or "
+                        "lower min_shard in the task."
+                    )
+                while shard.step < step:
+                    self._hand_out(k, shard)
+            self._shards[k] = shard
+        return shard
+
+    def _hand_out(self, k: int, shard: _Shard) -> None:
+        """Count the samples ahead as handed out; a remainder too small to stand alone joins them."""
+        samples = shard.ahead
+        shard.state = shard.reader.state_dict()
+        shard.handed_out += len(samples)
+        shard.step += 1
+        self._read_ahead(k, shard)
+        if len(shard.ahead) < self._min_shard:
+            samples += shard.ahead  # in place: this is the list that fetch() is about to collate
+            shard.handed_out += len(shard.ahead)
+            shard.state = shard.reader.state_dict()
+            shard.ahead = []
+
+    def _read_ahead(self, k: int, shard: _Shard) -> None:
+        shard.ahead = []
+        try:
+            for number in range(shard.handed_out, shard.handed_out + self._sizes[k]):
+                seed_everything(derive_key(self._seed, _ITEM, shard.epoch, k, number))
+                shard.ahead.append(next(shard.reader))
+        except StopIteration:
+            return
+        except DataError:
+            raise
+        except Exception as error:
+            where = f"{self._split} stream, shard {k}, item {number}"
+            message = f"{where} cannot be read: {type(error).__name__}: {error}"
+            _log.error("%s\n%s", message, traceback.format_exc())
+            raise DataError(message) from error
+
+    def _collated(self, k: int, first: int, samples: list[Any]) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            items = range(first, first + len(samples))
+            ragged = (
+                describe_ragged(items, samples) or f"items {items[0]} ... {items[-1]} cannot be collated:"
+            )
+            message = f"{self._split} stream, shard {k}: {ragged} {type(error).__name__}: {error}"
+            _log.error("%s\n%s", message, traceback.format_exc())
+            raise DataError(message) from error

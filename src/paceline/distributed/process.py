@@ -1,0 +1,119 @@
+"""What a worker process owes its launcher: a record of its end, and its stacks when asked. No torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.distributed.tether import die_with_parent as die_with_parent
+from paceline.errors import PacelineError, PeerLostError, UserError
+from paceline.run_directory import RunDirectory, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a rank ended.
+
+    Attributes:
+        time: seconds since the epoch when it was noticed.
+        type: the exception's class, or "Killed" or "Exited" where the process left no record.
+        traceback: the exception's, as Python prints it; "" where there is none.
+        victim: it only lost a peer; the cause is elsewhere.
+        user_error: the message says what to change, and needs no traceback.
+    """
+
+    rank: int
+    time: float
+    type: str
+    message: str
+    traceback: str
+    victim: bool
+    user_error: bool
+    exit_code: int
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "rank": int,
+    "time": (int, float),
+    "type": str,
+    "message": str,
+    "traceback": str,
+    "victim": bool,
+    "user_error": bool,
+    "exit_code": int,
+}
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Describe the error that ended a rank."""
+    return Failure(
+        rank=rank,
+        time=time.time(),
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        victim=isinstance(error, PeerLostError),
+        user_error=isinstance(error, UserError),
+        exit_code=exit_code_of(error),
+    )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process that ends with ``error`` exits with."""
+    if isinstance(error, PacelineError):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> int:
+    """Leave a rank's error where its launcher finds it; return the code to exit with."""
+    failure = failure_of(rank, error)
+    try:
+        directory.logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory.error_of(rank), json.dumps(asdict(failure), indent=2).encode())
+    except OSError as problem:
+        # A full disk may be the very error; it must not hide behind this one.
+        print(f"the error of rank {rank} could not be recorded: {problem}", file=sys.stderr)
+    return failure.exit_code
+
+
+def read_failure(path: Path) -> Failure | None:
+    """A recorded failure; None where there is none, or none that can be read."""
+    try:
+        document = json.loads(path.read_bytes())
+        failure = Failure(**document)
+        well_formed = all(isinstance(document[name], kind) for name, kind in _TYPES.items())
+    except (OSError, ValueError, TypeError):
+        return None
+    return failure if well_formed else None
+
+
+def describe(failure: Failure, directory: RunDirectory | None) -> str:
+    """The one message about a failed job: the rank that failed first, its error and its log."""
+    if failure.user_error:
+        # Every rank fails alike on a wrong option: whose message it is says nothing.
+        return failure.message
+    who = f"rank {failure.rank}" if failure.rank >= 0 else "torchrun"
+    if failure.type in ("Killed", "Exited"):
+        lines = [f"{who} {failure.message}."]
+    else:
+        lines = [f"{who} failed first: {failure.type}: {failure.message}"]
+        where = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
+        lines += [f"  {where[-1]}"] if where else []
+    if directory is not None and failure.rank >= 0:
+        lines.append(f"  log: {directory.log_of(failure.rank)}")
+    return "\n".join(lines)
+
+
+def dump_stacks_on_signal() -> None:
+    """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)

@@ -1,0 +1,312 @@
+"""One reducer: gradients, buffers, losses and the control word of a step, summed over all shards."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.distributed.buffers import ShardedBuffers
+from paceline.distributed.flat import FlatLayout
+from paceline.distributed.group_transport import GroupTransport
+from paceline.distributed.shared_memory import SharedMemoryTransport, supported
+from paceline.distributed.transport import LocalTransport, Slot, Transport, add_slot
+from paceline.distributed.tree import Accumulate, ReductionPlan
+from paceline.distributed.world import World
+from paceline.errors import TaskError
+
+_log = logging.getLogger(__name__)
+_NODE_FIELDS = 4  # samples, weight, loss sum, checksum
+_NO_SHARD = -1.0
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What a step's shards add up to, the same on every rank.
+
+    Attributes:
+        samples: number of samples.
+        weight: sum of the losses' weights; what gradients and loss were divided by.
+        loss: sum of losses over ``weight``.
+        checksum: sum of the shards' checksums of the sample numbers they fetched.
+        rows: each rank's own numbers, by rank.
+        bad_shard: the lowest shard whose loss was NaN or infinite, if any was.
+        finite: whether loss, weight and gradients hold no NaN and no infinity.
+    """
+
+    samples: int
+    weight: float
+    loss: float
+    checksum: int
+    rows: list[Sequence[float]]
+    bad_shard: int | None
+    finite: bool
+
+
+@dataclass(frozen=True)
+class _ShardSums:
+    """One shard's sums; the loss stays on its device until the step's end, to wait only once."""
+
+    shard: int
+    samples: int
+    weight: torch.Tensor | float
+    loss_sum: torch.Tensor
+    checksum: int
+
+
+class GradientReducer:
+    """Sums what the shards of a step contribute, in the plan's order.
+
+    Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. Where the
+    transport can overlap, hooks send a bucket as soon as the last shard's backward has filled it.
+    A parameter that no shard uses gets a gradient of zero, not ``None``, on every rank alike.
+
+    Buffers are summed beside them, as :class:`~paceline.distributed.buffers.ShardedBuffers` says.
+
+    Args:
+        module: whose parameters and buffers are summed.
+        plan: who sums what.
+        world: the ranks; all of them construct the reducer together.
+        row_length: float64 numbers that each rank gives every other rank in a step.
+        timeout_s: how long a rank may keep the others waiting.
+        with_gradients: False where somebody else sums the gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ReductionPlan,
+        world: World,
+        *,
+        row_length: int,
+        timeout_s: float,
+        with_gradients: bool = True,
+    ) -> None:
+        self.plan = plan
+        self._rank = world.rank
+        self._row_length = row_length
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad] if with_gradients else []
+        self._parameters = [parameter for _, parameter in named]
+        self._buffers = ShardedBuffers(module)
+        layout = FlatLayout(named, self._buffers.floats, self._buffers.integers, self._buffers.counts)
+        self._header_length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.nodes)
+        self._transport = _make_transport(world, plan, layout, self._header_length, timeout_s)
+        slots = self._transport.slots
+        self._gradients = [layout.gradient_views(slot) for slot in slots]
+        self._float_sums = [layout.float_buffer_views(slot) for slot in slots]
+        self._integer_sums = [layout.integer_buffer_views(slot) for slot in slots]
+        self._counts = [layout.counts_view(slot) for slot in slots]
+        self._gradient_lanes = [slots[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
+        self._buckets = layout.buckets
+        self._bucket_of = layout.bucket_of
+        self._bucket_sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
+        self._gradient_buckets = 1 + max(layout.bucket_of, default=-1)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            for index, parameter in enumerate(self._parameters)
+            if self._transport.overlaps
+        ]
+        self._shards: list[int] = []  # still to come in this step, the next one last
+        self._steps: list[Accumulate] = []
+        self._sums: list[_ShardSums] = []
+        self._slot = -1  # where the gradients point
+        self._missing: list[int] = []  # gradients each bucket waits for; empty before the last shard
+        self._next_bucket = 0
+
+    def begin(self, present: Sequence[int]) -> None:
+        """Start a step in which this rank computes the shards ``present``, in that order."""
+        self._shards = list(reversed(present))
+        self._steps = list(reversed(self.plan.accumulation(self._rank, present)))
+        self._sums = []
+        self._missing = []
+        self._next_bucket = 0
+        self._buffers.begin()
+        if not present:
+            for slot in self._transport.slots:
+                _zero(slot)
+
+    def begin_shard(self) -> None:
+        """Get ready for the next shard's forward and backward."""
+        step = self._steps[-1]
+        if step.fresh:
+            _zero(self._transport.slots[step.slot])
+        if step.slot != self._slot:
+            self._point_gradients_at(step.slot)
+        if len(self._steps) == 1 and self._transport.overlaps:
+            self._missing = self._bucket_sizes.copy()
+
+    def end_shard(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
+        """Take in what the shard left in the gradients and buffers, and its sums."""
+        step = self._steps[-1]
+        self._sums.append(_ShardSums(self._shards.pop(), samples, weight, loss_sum.detach(), checksum))
+        for index in range(len(self._parameters)):
+            self._collect_replaced_gradient(index, step.slot)
+        self._buffers.add_to(
+            self._float_sums[step.slot],
+            self._integer_sums[step.slot],
+            self._counts[step.slot],
+            samples,
+            reset=len(self._steps) > 1,
+        )
+        if self._missing:
+            while self._next_bucket < len(self._buckets):
+                self._send_next_bucket()
+            self._missing = []
+        else:
+            for into, other in step.merges:
+                add_slot(self._transport.slots[into], self._transport.slots[other])
+        self._steps.pop()
+
+    def finish(self, row: Sequence[float]) -> StepSums:
+        """Sum over all ranks; afterwards gradients and buffers hold the step's means.
+
+        Args:
+            row: this rank's numbers, which every rank gets to see.
+
+        Raises:
+            PeerLostError: a rank went away; gradients and buffers are undefined.
+        """
+        assert len(row) == self._row_length and not self._steps
+        headers = self._transport.exchange(self._header(row))
+        fields_at = 1 + self._row_length
+        sums = [
+            list(headers[rank][fields_at + _NODE_FIELDS * i :][:_NODE_FIELDS])
+            for rank, nodes in enumerate(self.plan.nodes)
+            for i in range(len(nodes))
+        ]
+        combine = self.plan.combination(tuple(fields[0] > 0 for fields in sums))
+        self._transport.reduce(combine)
+        for into, other in combine.additions:
+            sums[into] = _add(sums[into], sums[other])
+        samples, weight, loss_sum, checksum = sums[combine.root]
+        if self._slot != 0:
+            self._point_gradients_at(0)
+        self._buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
+        return StepSums(
+            samples=int(samples),
+            weight=weight,
+            loss=loss_sum / weight if weight else math.nan,
+            checksum=int(checksum),
+            rows=[header[1:fields_at] for header in headers],
+            bad_shard=min((int(h[0]) for h in headers if h[0] != _NO_SHARD), default=None),
+            finite=self._divide(weight) and math.isfinite(loss_sum),
+        )
+
+    def close(self) -> None:
+        """Let go of the gradients and of the transport's memory."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._gradients.clear()
+        self._transport.close()
+
+    def _header(self, row: Sequence[float]) -> list[float]:
+        """What every rank gets to know of this rank: its first bad shard, its row, its nodes' sums."""
+        nodes = self.plan.nodes[self._rank]
+        shards = [sums.shard for sums in self._sums]
+        weights = _to_host([sums.weight for sums in self._sums])
+        losses = _to_host([sums.loss_sum for sums in self._sums])
+        bad_shard = _NO_SHARD
+        slots = [[0.0] * _NODE_FIELDS for _ in self._transport.slots]
+        # The same additions in the same order as for the gradients, in float64.
+        for step, sums, weight, loss in zip(
+            self.plan.accumulation(self._rank, shards), self._sums, weights, losses, strict=True
+        ):
+            values = [sums.samples, weight, loss, sums.checksum]
+            slots[step.slot] = values if step.fresh else _add(slots[step.slot], values)
+            for into, other in step.merges:
+                slots[into] = _add(slots[into], slots[other])
+            if bad_shard == _NO_SHARD and not (math.isfinite(loss) and math.isfinite(weight)):
+                bad_shard = sums.shard
+        header = [bad_shard, *row]
+        for node, fields in zip(nodes, slots, strict=False):
+            holds_any = any(node.start <= shard < node.stop for shard in shards)
+            header += fields if holds_any else [0.0] * _NODE_FIELDS
+        return header + [0.0] * (self._header_length - len(header))
+
+    def _divide(self, weight: float) -> bool:
+        """Divide the summed gradients, once; return whether they are finite."""
+        if not (math.isfinite(weight) and weight > 0):
+            return False
+        finite = True
+        for gradients in self._gradient_lanes:
+            gradients.div_(weight)
+            # A sum is finite only if all its terms are.
+            finite = finite and math.isfinite(gradients.sum().item())
+        return finite
+
+    def _point_gradients_at(self, slot: int) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients[slot], strict=True):
+            parameter.grad = gradient
+        self._slot = slot
+
+    def _collect_replaced_gradient(self, index: int, slot: int) -> None:
+        """Autograd adds out of place under ``create_graph``: put such a gradient back into the slot."""
+        parameter, gradient = self._parameters[index], self._gradients[slot][index]
+        if parameter.grad is not gradient:
+            if parameter.grad is not None:
+                gradient.copy_(parameter.grad.detach())
+            parameter.grad = gradient
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        bucket = self._bucket_of[index]
+
+        def hook(parameter: torch.Tensor) -> None:
+            if not self._missing:
+                return  # not the rank's last shard of the step
+            if bucket < self._next_bucket:
+                raise TaskError(
+                    "a parameter received its gradient twice in one backward, after it had been sent. "
+                    "With activation checkpointing, pass use_reentrant=False."
+                )
+            self._collect_replaced_gradient(index, self._steps[-1].slot)
+            self._missing[bucket] -= 1
+            while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
+                self._send_next_bucket()
+
+        return hook
+
+    def _send_next_bucket(self) -> None:
+        bucket = self._buckets[self._next_bucket]
+        stretch = slice(bucket.start, bucket.stop)
+        for into, other in self._steps[-1].merges:
+            slots = self._transport.slots
+            slots[into][bucket.dtype][stretch].add_(slots[other][bucket.dtype][stretch])
+        self._transport.launch(self._next_bucket)
+        self._next_bucket += 1
+
+
+def _add(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(left, right, strict=True)]
+
+
+def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Numbers of zero-dimensional tensors, waiting once for a GPU instead of once for each."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
+        return [float(number) for number in torch.stack(tensors).tolist()]
+    return [float(value) for value in values]
+
+
+def _zero(slot: Slot) -> None:
+    for lane in slot.values():
+        lane.zero_()
+
+
+def _make_transport(
+    world: World, plan: ReductionPlan, layout: FlatLayout, header_length: int, timeout_s: float
+) -> Transport:
+    if world.world_size == 1:
+        return LocalTransport(plan.slots[0], layout.lanes, world.device)
+    if supported(world):
+        try:
+            return SharedMemoryTransport(world, plan, layout.lanes, header_length, timeout_s)
+        except OSError as error:
+            if world.rank == 0:
+                _log.warning("no %s; gradients go through %s instead", error, world.backend)
+    return GroupTransport(world, plan, layout.lanes, layout.buckets)

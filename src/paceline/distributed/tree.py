@@ -1,0 +1,180 @@
+"""The order in which gradients are summed: pure functions of shard numbers.
+
+``exact`` sums along one binary tree over the shards 0..P-1 (P the power of two at or above S),
+whose nodes are aligned: a node of size 2^k starts at a multiple of 2^k. A rank owns a range of
+shards; the largest whole nodes inside its range can be summed without anybody else, and what is
+left to do for the group is the upper part of the same tree. So the additions, and with them the
+bits, are the same for every number of ranks. A shard that a short batch lacks is absent from
+every sum.
+
+``fast`` adds a rank's shards from left to right, then the ranks from left to right.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A set of neighbouring shards that one rank sums by itself."""
+
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last shard."""
+        return self.start + self.size
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """What a rank does with one shard's gradient.
+
+    Attributes:
+        slot: the buffer that takes it.
+        fresh: whether the buffer starts from zero (else the gradient is added to what is there).
+        merges: ``(into, other)`` pairs of buffers added up afterwards, in order.
+    """
+
+    slot: int
+    fresh: bool
+    merges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Combine:
+    """How the group finishes the sum over all ranks' nodes, numbered in shard order.
+
+    Attributes:
+        additions: ``(into, other)`` pairs of node numbers, in order.
+        root: the node that ends up with the total.
+    """
+
+    additions: tuple[tuple[int, int], ...]
+    root: int
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """Who sums what: ``num_shards`` shards shared among ``world_size`` ranks."""
+
+    num_shards: int
+    world_size: int
+    kind: Kind = "exact"
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.world_size <= self.num_shards
+
+    def shards_of(self, rank: int) -> range:
+        """The shards that ``rank`` computes."""
+        return range(
+            rank * self.num_shards // self.world_size, (rank + 1) * self.num_shards // self.world_size
+        )
+
+    @functools.cached_property
+    def nodes(self) -> tuple[tuple[Node, ...], ...]:
+        """Each rank's nodes; a node lives in the slot of its position in this tuple."""
+        ranges = (self.shards_of(rank) for rank in range(self.world_size))
+        if self.kind == "fast":
+            return tuple((Node(shards.start, len(shards)),) for shards in ranges)
+        return tuple(whole_subtrees(shards) for shards in ranges)
+
+    @functools.cached_property
+    def slots(self) -> tuple[int, ...]:
+        """How many gradient buffers each rank needs at most."""
+        return tuple(
+            max(position + _depth(node, self.kind) for position, node in enumerate(nodes)) for nodes in self.nodes
+        )
+
+    def accumulation(self, rank: int, present: Sequence[int]) -> tuple[Accumulate, ...]:
+        """What ``rank`` does with each of its ``present`` shards, in that order."""
+        return _accumulation(self.nodes[rank], tuple(present), self.kind)
+
+    def combination(self, present: tuple[bool, ...]) -> Combine:
+        """How the nodes of all ranks are added up, given which of them hold anything."""
+        return _combination(tuple(n for nodes in self.nodes for n in nodes), present, self.kind)
+
+
+def whole_subtrees(shards: range) -> tuple[Node, ...]:
+    """Cut a range of shards into the fewest aligned nodes, from left to right."""
+    nodes = []
+    start = shards.start
+    while start < shards.stop:
+        alignment = start & -start if start else 1 << shards.stop.bit_length()
+        size = min(alignment, 1 << (shards.stop - start).bit_length() - 1)
+        nodes.append(Node(start, size))
+        start += size
+    return tuple(nodes)
+
+
+def _depth(node: Node, kind: Kind) -> int:
+    # Two neighbouring leaves share a buffer, so a node of 2^k leaves holds at most k open buffers.
+    return 1 if kind == "fast" else max(1, node.size.bit_length() - 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _accumulation(nodes: tuple[Node, ...], present: tuple[int, ...], kind: Kind) -> tuple[Accumulate, ...]:
+    steps: list[Accumulate] = []
+    for position, node in enumerate(nodes):
+        leaves = [shard for shard in present if node.start <= shard < node.stop]
+        if kind == "fast":
+            steps += [Accumulate(position, leaf == leaves[0], ()) for leaf in leaves]
+        else:
+            steps += _node_accumulation(position, leaves)
+    return tuple(steps)
+
+
+def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
+    """Sum one node's present leaves depth first, keeping open partial sums in a stack of buffers."""
+    steps: list[Accumulate] = []
+    stack: list[int] = []  # the shard at which each open partial sum starts
+    for index, leaf in enumerate(leaves):
+        fresh = not (stack and leaf % 2 == 1 and stack[-1] == leaf - 1)
+        if fresh:
+            stack.append(leaf)
+        slot = first_slot + len(stack) - 1
+        following = leaves[index + 1] if index + 1 < len(leaves) else None
+        merges = []
+        # Two open sums are added once no later leaf falls into the subtree of their common parent.
+        while len(stack) > 1:
+            parent_bits = (stack[-2] ^ stack[-1]).bit_length()
+            if following is not None and following >> (parent_bits - 1) == stack[-1] >> (parent_bits - 1):
+                break
+            stack.pop()
+            merges.append((first_slot + len(stack) - 1, first_slot + len(stack)))
+        steps.append(Accumulate(slot, fresh, tuple(merges)))
+    return steps
+
+
+@functools.lru_cache(maxsize=1024)
+def _combination(nodes: tuple[Node, ...], present: tuple[bool, ...], kind: Kind) -> Combine:
+    held = [number for number, there in enumerate(present) if there]
+    assert held, "a step without a single sample"
+    if kind == "fast":
+        return Combine(tuple((held[0], number) for number in held[1:]), held[0])
+    additions: list[tuple[int, int]] = []
+
+    def total(start: int, size: int, inside: list[int]) -> int:
+        if len(inside) == 1:
+            return inside[0]
+        half = size // 2
+        middle = start + half
+        left = [number for number in inside if nodes[number].start < middle]
+        right = [number for number in inside if nodes[number].start >= middle]
+        if not right:
+            return total(start, half, left)
+        if not left:
+            return total(middle, half, right)
+        into, other = total(start, half, left), total(middle, half, right)
+        additions.append((into, other))
+        return into
+
+    root = total(0, 1 << (nodes[-1].stop - 1).bit_length(), held)
+    return Combine(tuple(additions), root)

@@ -1,0 +1,85 @@
+"""Every error that Paceline raises on purpose.
+
+::
+
+    PacelineError                 exit code 1
+    ├── UserError                 exit code 2: the message says what to change
+    │   ├── ConfigError           an option, or a combination of options
+    │   ├── TaskError             the task's name, file, fields or methods
+    │   ├── DataError             a dataset, a sample or a download
+    │   └── RunDirectoryError     a run directory that is foreign, locked or unusable
+    ├── CheckpointError           a checkpoint that does not verify, or none that does
+    ├── NonFiniteLossError        the loss became NaN or infinite
+    ├── PeerLostError             another rank went away: a victim's error, never the cause
+    ├── LaunchError               a worker failed; carries the first failure
+    └── StopRequested             a signal asked for a stop; the state is saved (exit code 75 or 130)
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every deliberate error; ``exit_code`` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class UserError(PacelineError):
+    """Something the user can put right; shown without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """An option has a value that cannot work."""
+
+
+class TaskError(UserError):
+    """A task cannot be found, imported, built or given these fields."""
+
+
+class DataError(UserError):
+    """A dataset is missing, damaged, or yields what it should not."""
+
+
+class RunDirectoryError(UserError):
+    """A run directory is another task's, in use, or cannot be written."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint does not verify, or none that was asked for exists."""
+
+
+class NonFiniteLossError(PacelineError):
+    """The loss of a step is NaN or infinite; nothing of that step was applied."""
+
+
+class PeerLostError(PacelineError):
+    """A peer of this rank closed its connection or died.
+
+    Attributes:
+        rank: the peer's rank where it is known, else ``None``.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class LaunchError(PacelineError):
+    """At least one worker failed. The message names the first one, its error and its log."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class StopRequested(PacelineError):
+    """The run was asked to stop, saved its state and can be resumed.
+
+    ``exit_code`` is 75 ("run me again") after SIGTERM and 130 after SIGINT.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,64 @@
+"""A job: what every worker of a run is asked to do, as a file."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from paceline.config import RunConfig, checked_keys, non_defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker is asked to do; the content of a ``JOB.toml``.
+
+    Attributes:
+        config: the options.
+        fields: the task's fields, where a script gave them.
+        quiet: show nothing on the terminal.
+        supervised: a launcher of Paceline's tells the user about failures.
+    """
+
+    config: RunConfig
+    fields: Mapping[str, Any] | None = None
+    quiet: bool = False
+    supervised: bool = False
+
+    def to_toml(self) -> str:
+        """The job as text."""
+        document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
+        document["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()}
+        if self.fields is not None:
+            # As JSON: a field may be None, which TOML has no word for.
+            document["fields"] = json.dumps(dict(self.fields))
+        return tomli_w.dumps(document)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Job:
+        """Read a job.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = document.get("fields")
+        return cls(
+            config=RunConfig(**checked_keys(document["config"], str(path))),
+            fields=None if fields is None else json.loads(fields),
+            quiet=document["quiet"],
+            supervised=document["supervised"],
+        )
+
+
+def default_run_path(spec: str) -> str:
+    """``runs/TASK-TIME`` for a new run."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", spec.rpartition(":")[2] or spec).strip("-").lower()
+    return f"runs/{name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,0 +1,174 @@
+"""Describe a job, render it as text, submit it: the one interface of all launchers.
+
+Rendering is pure, and its text is what ``--dry-run`` prints; submitting does what the text says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from paceline.distributed.environment import Environment, default_threads
+from paceline.errors import ConfigError
+from paceline.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What is to run, and how often.
+
+    Attributes:
+        command: Python's arguments: ``("-m", "paceline.worker", "JOB.toml")``, or a script and its own.
+        nproc: processes on this machine.
+        nodes: machines; on each the same command is given.
+        node_rank: this machine's number.
+        rdzv_endpoint: HOST:PORT of machine 0, where several machines meet.
+        rdzv_id: a name that all machines of the job share.
+        threads: CPU threads a process; default: OMP_NUM_THREADS, else CPUs over ``nproc``.
+        env: environment variables, added to this process's own.
+        directory: where ranks above 0 print, and where failures are recorded; None: all print here.
+        grace_s: how long the others may take to end after one rank failed.
+        master_port: port of rank 0's store on one machine; default: a free one.
+        python: the interpreter.
+    """
+
+    command: tuple[str, ...]
+    nproc: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "paceline"
+    threads: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    directory: RunDirectory | None = None
+    grace_s: float = 10.0
+    master_port: int | None = None
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("there is no command to launch.")
+        for name in ("nproc", "nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
+        if self.nodes > 1 and self.rdzv_endpoint is None:
+            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
+            raise ConfigError(f"--node-rank must be between 0 and {self.nodes - 1}, but is {self.node_rank}.")
+
+    def thread_variables(self) -> dict[str, str]:
+        """OMP_NUM_THREADS as a worker must find it, so that it is the same under every launcher."""
+        if self.threads is None and "OMP_NUM_THREADS" in {**os.environ, **self.env}:
+            return {}
+        share = Environment(world_size=self.nproc, local_world_size=self.nproc)
+        return {"OMP_NUM_THREADS": str(default_threads(share, self.threads, {}))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedProcess:
+    """One process to start: ``env`` is added to the launcher's own; ``log`` takes its output."""
+
+    title: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    rank: int | None = None
+    log: Path | None = None
+
+    @property
+    def text(self) -> str:
+        """The process as a shell command that can be pasted."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        words.append(shlex.join(self.argv))
+        if self.log is not None:
+            words.append(f">>{shlex.quote(str(self.log))} 2>&1")
+        return f"# {self.title}\n" + " \\\n  ".join(words) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """What would run: everything that :meth:`Launcher.submit` needs."""
+
+    spec: JobSpec
+    processes: tuple[RenderedProcess, ...]
+
+    @property
+    def text(self) -> str:
+        """One shell command for each process, with the variables that it gets."""
+        return "\n".join(process.text for process in self.processes)
+
+
+class JobHandle(Protocol):
+    """A submitted job."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that the launcher started and that still run."""
+
+    def wait(self) -> int:
+        """Return the job's exit code: 0, the first culprit's, or 75 or 130 after a requested stop."""
+
+    def cancel(self) -> None:
+        """Ask the job to stop, and kill what remains after the grace period; :meth:`wait` then returns."""
+
+
+class Launcher(ABC):
+    """Starts the processes of a job."""
+
+    @abstractmethod
+    def render(self, spec: JobSpec) -> Rendered:
+        """Say what would run; starts and writes nothing.
+
+        Raises:
+            ConfigError: this launcher cannot run the job.
+        """
+
+    @abstractmethod
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Start it.
+
+        Raises:
+            LaunchError: a process could not be started; none is left.
+        """
+
+
+_LAUNCHERS = {
+    "inprocess": "paceline.launchers.inprocess:InProcessLauncher",
+    "spawn": "paceline.launchers.spawn:SpawnLauncher",
+    "torchrun": "paceline.launchers.torchrun:TorchrunLauncher",
+}
+LAUNCHER_NAMES = tuple(_LAUNCHERS)
+
+
+def get_launcher(name: str) -> Launcher:
+    """The launcher of that name; its module is imported now.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    if name not in _LAUNCHERS:
+        raise ConfigError(f"there is no launcher {name!r}. Choose one of: {', '.join(_LAUNCHERS)}.")
+    module, _, attribute = _LAUNCHERS[name].partition(":")
+    launcher = getattr(importlib.import_module(module), attribute)()
+    assert isinstance(launcher, Launcher)
+    return launcher
+
+
+def bound_loopback_socket(port: int = 0) -> socket.socket:
+    """A TCP socket bound to ``port`` on loopback (0: a free one), not listening yet."""
+    bound = socket.socket()
+    # With this, a script's own TCPStore can still listen on the port that the socket reserves for it.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("127.0.0.1", port))
+    except OSError:
+        bound.close()
+        raise
+    return bound

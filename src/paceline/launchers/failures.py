@@ -1,0 +1,102 @@
+"""Which rank failed first, and what to tell the user about it: one message, not one a rank. No torch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.distributed.process import Failure, read_failure
+from paceline.run_directory import RunDirectory
+
+STOPPED = (75, 130)
+"""Exit codes of a worker that saved its state because a signal asked it to stop."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A process that ended.
+
+    Attributes:
+        rank: None for an agent that has ranks below it.
+        code: its exit code; minus the signal's number where one killed it.
+        time: seconds since the epoch.
+        stopped: it ended after its launcher told it to.
+    """
+
+    rank: int | None
+    code: int
+    time: float
+    stopped: bool = False
+
+
+def first_failure(directory: RunDirectory | None, exits: Sequence[Exit]) -> Failure | None:
+    """The failure that brought the job down, or None where there was none.
+
+    A recorded error is believed, unless it only says that a peer was lost. A process killed by a
+    signal that its launcher did not send is a culprit. Among culprits the earliest wins; victims
+    only count where there are no culprits.
+    """
+    failures = []
+    for end in exits:
+        if end.code == 0 or end.code in STOPPED:
+            continue
+        recorded = None
+        if directory is not None and end.rank is not None:
+            recorded = read_failure(directory.error_of(end.rank))
+        if recorded is not None:
+            failures.append(recorded)
+        elif not end.stopped:
+            failures.append(_unrecorded(directory, end))
+    return min(failures, key=lambda failure: (failure.victim, failure.time, failure.rank), default=None)
+
+
+def expand(end: Exit, directory: RunDirectory | None) -> list[Exit]:
+    """The exits of the ranks below an agent, as they recorded them; its own code, always 1, says nothing."""
+    if end.rank is not None or end.code == 0 or directory is None:
+        return [end]
+    recorded = [read_failure(path) for path in sorted(directory.logs.glob("rank-*.error.json"))]
+    ranks = [Exit(f.rank, f.exit_code, f.time, end.stopped) for f in recorded if f is not None]
+    # A worker that was killed records nothing: then the agent's own exit stands for it.
+    return ranks if any(f is not None and not f.victim for f in recorded) else [*ranks, end]
+
+
+def _unrecorded(directory: RunDirectory | None, end: Exit) -> Failure:
+    if end.rank is None and end.code > 0:
+        kind, message = "Exited", "lost a worker that left no error; its report above names the worker"
+    elif end.code < 0:
+        name = (
+            signal.Signals(-end.code).name if -end.code in signal.valid_signals() else f"signal {-end.code}"
+        )
+        hint = " (out of memory?)" if end.code == -signal.SIGKILL else ""
+        kind, message = "Killed", f"was killed by {name}{hint}"
+    else:
+        kind, message = "Exited", f"exited with status {end.code}"
+        last = _last_line(directory, end.rank)
+        message += f": {last}" if last else ""
+    return Failure(
+        rank=-1 if end.rank is None else end.rank,
+        time=end.time,
+        type=kind,
+        message=message,
+        traceback="",
+        victim=False,
+        user_error=False,
+        exit_code=end.code if end.code > 0 else 1,
+    )
+
+
+def _last_line(directory: RunDirectory | None, rank: int | None) -> str:
+    """The last line that a rank printed: of an uncaught exception, its message."""
+    if directory is None or rank is None:
+        return ""
+    try:
+        with directory.log_of(rank).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 4096))
+            lines = [
+                line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()
+            ]
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""

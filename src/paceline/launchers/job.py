@@ -1,0 +1,81 @@
+"""From a run's options to a started job: choose the launcher, write the job file, wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError
+from paceline.job import Job, default_run_path
+from paceline.launchers.base import JobSpec, Rendered, get_launcher
+from paceline.run_directory import RunDirectory, write_atomically
+
+JOB_FILE = "job.toml"
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def prepare(
+    config: RunConfig, *, fields: Mapping[str, Any] | None, quiet: bool
+) -> tuple[str, Rendered, Job, RunDirectory]:
+    """The launcher's name, what would run, the job file's content and the run's directory; touches nothing.
+
+    Raises:
+        ConfigError: no launcher can run this.
+    """
+    nproc = available_processes(config) if config.nproc == "auto" else config.nproc
+    several = nproc > 1 or config.nodes > 1
+    name = config.on if config.on != "auto" else "spawn" if several else "inprocess"
+    if config.nodes > 1 and config.rdzv_endpoint is None:
+        raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
+    directory = RunDirectory(Path(config.run or default_run_path(config.task)))
+    job = Job(
+        config=dataclasses.replace(config, run=str(directory.path), nproc=nproc),
+        fields=fields,
+        quiet=quiet,
+        supervised=name != "inprocess",
+    )
+    spec = JobSpec(
+        command=("-m", "paceline.worker", str(directory.path / JOB_FILE)),
+        nproc=nproc,
+        nodes=config.nodes,
+        node_rank=config.node_rank,
+        rdzv_endpoint=config.rdzv_endpoint,
+        rdzv_id=config.rdzv_id,
+        threads=config.threads,
+        directory=directory,
+    )
+    return name, get_launcher(name).render(spec), job, directory
+
+
+def launch(
+    config: RunConfig, *, fields: Mapping[str, Any] | None = None, quiet: bool = False
+) -> tuple[int, RunDirectory]:
+    """Start a run and wait for its end; return the exit code and the run's directory.
+
+    Raises:
+        ConfigError: no launcher can run this.
+        RunDirectoryError: the run's directory cannot be written.
+        LaunchError: a process could not be started.
+    """
+    name, rendered, job, directory = prepare(config, fields=fields, quiet=quiet)
+    directory.create()
+    write_atomically(directory.path / JOB_FILE, job.to_toml().encode())
+    return get_launcher(name).submit(rendered).wait(), directory
+
+
+def available_processes(config: RunConfig) -> int:
+    """What ``--nproc auto`` means here: one process a GPU, else one a core."""
+    gpus = _visible_gpus() if config.device != "cpu" else 0
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def _visible_gpus() -> int:
+    """The number of NVIDIA GPUs, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0

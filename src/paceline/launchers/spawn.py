@@ -1,0 +1,83 @@
+"""Processes on this machine, each a subprocess with torchrun's variables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.distributed.environment import JOB_ID, LISTEN_FD, parse_endpoint
+from paceline.errors import ConfigError
+from paceline.launchers.base import JobSpec, Launcher, Rendered, RenderedProcess, bound_loopback_socket
+from paceline.launchers.supervision import SupervisedJob
+
+
+class SpawnLauncher(Launcher):
+    """Starts ``nproc`` subprocesses here; on several machines it is run on each."""
+
+    def render(self, spec: JobSpec) -> Rendered:
+        """Render one command a rank. A free port is looked up where the spec names none."""
+        if spec.nodes > 1:
+            if spec.node_rank is None:
+                raise ConfigError(
+                    f"--on spawn with --nodes {spec.nodes} needs --node-rank: 0 on the machine of "
+                    f"--rdzv-endpoint, 1 to {spec.nodes - 1} on the others."
+                )
+            assert spec.rdzv_endpoint is not None
+            host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+        else:
+            host, port = "127.0.0.1", spec.master_port or _free_port()
+        first = (spec.node_rank or 0) * spec.nproc
+        return Rendered(
+            spec=spec,
+            processes=tuple(_render_rank(spec, first + i, i, host, port) for i in range(spec.nproc)),
+        )
+
+    def submit(self, rendered: Rendered) -> SupervisedJob:
+        """Start the ranks. Where another process took the port since, the job gets a new one."""
+        spec = rendered.spec
+        if spec.nodes > 1:
+            return SupervisedJob(rendered)
+        port = int(rendered.processes[0].env["MASTER_PORT"])
+        try:
+            listener = bound_loopback_socket(port)
+        except OSError as error:
+            if spec.master_port is not None:
+                raise ConfigError(
+                    f"port {port} is taken ({error.strerror}). Give another, or none for a free one."
+                ) from error
+            listener = bound_loopback_socket()
+            port = listener.getsockname()[1]
+        with listener:
+            processes = tuple(
+                replace(process, env={**process.env, "MASTER_PORT": str(port)})
+                for process in rendered.processes
+            )
+            # Rank 0 inherits the bound socket: nobody can take the port in between.
+            inherited = {LISTEN_FD: str(listener.fileno())}
+            processes = (replace(processes[0], env={**processes[0].env, **inherited}), *processes[1:])
+            return SupervisedJob(replace(rendered, processes=processes), rank_0_fds=(listener.fileno(),))
+
+
+def _render_rank(spec: JobSpec, rank: int, local_rank: int, host: str, port: int) -> RenderedProcess:
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(spec.nodes * spec.nproc),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(spec.nproc),
+        "GROUP_RANK": str(spec.node_rank or 0),
+        "GROUP_WORLD_SIZE": str(spec.nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        **({JOB_ID: spec.rdzv_id} if spec.nodes > 1 else {}),
+        **spec.thread_variables(),
+        **spec.env,
+    }
+    log = spec.directory.log_of(rank) if spec.directory is not None and rank > 0 else None
+    return RenderedProcess(
+        title=f"rank {rank}", argv=(spec.python, *spec.command), env=env, rank=rank, log=log
+    )
+
+
+def _free_port() -> int:
+    with bound_loopback_socket() as bound:
+        port: int = bound.getsockname()[1]
+    return port

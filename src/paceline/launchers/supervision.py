@@ -1,0 +1,204 @@
+"""Start a job's processes, watch them, and leave none behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from paceline.distributed import tether
+from paceline.distributed.process import describe
+from paceline.errors import LaunchError
+from paceline.launchers.base import Rendered, RenderedProcess
+from paceline.launchers.failures import STOPPED, Exit, expand, first_failure
+
+_TETHER = str(Path(tether.__file__).resolve())
+
+
+@dataclass
+class _Running:
+    rank: int | None
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+
+
+class SupervisedJob:
+    """Subprocesses that start, stop and fail together.
+
+    Each is the leader of a session of its own, so that Ctrl-C in a terminal reaches only the launcher,
+    which passes it on once; and each is killed by the kernel if the launcher dies.
+    When one fails, the others get SIGTERM, and SIGKILL after the grace period; what they leave of
+    their own children is killed with them.
+    """
+
+    def __init__(
+        self, rendered: Rendered, *, rank_0_fds: tuple[int, ...] = (), death_signal: int = signal.SIGKILL
+    ) -> None:
+        self._directory = rendered.spec.directory
+        self._grace_s = rendered.spec.grace_s
+        self._death_signal = death_signal
+        self._running: list[_Running] = []
+        self._exits: list[Exit] = []
+        self._signal: int | None = None
+        self._stopping = False
+        self._deadline: float | None = None
+        if shutil.which(rendered.spec.python) is None:
+            raise LaunchError(f"{rendered.spec.python} is no program that can be run.")
+        if self._directory is not None:
+            self._directory.create()
+            for old in self._directory.logs.glob("rank-*.error.json"):
+                old.unlink(missing_ok=True)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            for process in rendered.processes:
+                self._start(process, rank_0_fds if process.rank == 0 else ())
+        except OSError as error:
+            self._kill_all()
+            self._reap_all()
+            raise LaunchError(f"a process could not be started: {error}.") from error
+
+    def _start(self, process: RenderedProcess, fds: tuple[int, ...]) -> None:
+        tethered = [sys.executable, "-I", "-S", _TETHER, str(int(self._death_signal)), str(os.getpid())]
+        output = open(process.log, "ab") if process.log is not None else None  # noqa: SIM115
+        try:
+            popen = subprocess.Popen(
+                [*tethered, *process.argv],
+                env={**os.environ, **process.env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=fds,
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self._running.append(_Running(process.rank, popen, os.pidfd_open(popen.pid)))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that still run."""
+        return tuple(running.popen.pid for running in self._running)
+
+    def wait(self) -> int:
+        """Watch the job to its end; print one message if it failed; return its exit code."""
+        try:
+            with self._signals_passed_on():
+                while self._running:
+                    self._wait_once()
+        finally:
+            self._kill_all()
+            self._reap_all()
+        return self._conclude()
+
+    def cancel(self) -> None:
+        """Ask the processes to stop; may be called from another thread than :meth:`wait`."""
+        self._signal = self._signal or signal.SIGTERM
+        self._stop_within_grace()
+        os.eventfd_write(self._wake, 1)
+
+    def _wait_once(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        by_fd = {running.pidfd: running for running in self._running}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        remaining_ms = None
+        if self._deadline is not None:
+            remaining_ms = max(0.0, self._deadline - time.monotonic()) * 1000
+        ready = [fd for fd, _ in poll.poll(remaining_ms)]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        for fd in ready:
+            if fd in by_fd:
+                self._ended(by_fd[fd])
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._kill_all()
+            self._deadline = None
+
+    def _ended(self, running: _Running) -> None:
+        code = self._reap(running)
+        stopped = self._stopping or self._signal is not None
+        self._exits.append(Exit(running.rank, code, time.time(), stopped))
+        if code != 0 and code not in STOPPED:
+            self._stop_within_grace()
+
+    def _stop_within_grace(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._deadline = time.monotonic() + self._grace_s
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        # To the workers alone: their data-loading children would die under them.
+        for running in tuple(self._running):
+            with suppress(OSError):
+                signal.pidfd_send_signal(running.pidfd, number)
+
+    def _kill_all(self) -> None:
+        for running in self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(running.popen.pid, signal.SIGKILL)
+
+    def _reap_all(self) -> None:
+        for running in list(self._running):
+            self._reap(running)
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _reap(self, running: _Running) -> int:
+        # Not reaped yet, a dead leader still holds its group's number: no stranger can be hit.
+        os.waitid(os.P_PIDFD, running.pidfd, os.WEXITED | os.WNOWAIT)
+        with suppress(ProcessLookupError):
+            os.killpg(running.popen.pid, signal.SIGKILL)
+        code = running.popen.wait()
+        os.close(running.pidfd)
+        self._running.remove(running)
+        return code
+
+    @contextmanager
+    def _signals_passed_on(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = number
+            self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        else:
+            self._kill_all()
+
+    def _conclude(self) -> int:
+        exits = [under for end in self._exits for under in expand(end, self._directory)]
+        failure = first_failure(self._directory, exits)
+        if failure is not None:
+            print(describe(failure, self._directory), file=sys.stderr)
+            return failure.exit_code
+        codes = {end.code for end in exits}
+        if codes == {0}:
+            return 0
+        for code in STOPPED:
+            if code in codes:
+                return code
+        # Stopped as asked, by processes that know no better than to die of the signal.
+        return 128 + (self._signal or signal.SIGTERM)

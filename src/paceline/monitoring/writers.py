@@ -1,0 +1,156 @@
+"""Where records go: ``metrics.jsonl`` and TensorBoard, without double points after a restart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.errors import RunDirectoryError
+from paceline.run_directory import read_json_lines, write_atomically
+
+
+class Writer(Protocol):
+    """Takes the records of a run, in the order of their steps; each is on its way to disk on return."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add one record (see :mod:`paceline.monitoring.monitor` for its keys)."""
+
+    def close(self) -> None:
+        """Write what is left and release the file."""
+
+
+class JsonlWriter:
+    """``metrics.jsonl``: one JSON object a line. Numbers that are NaN or infinite become ``null``.
+
+    (JSON has no NaN; ``null`` is what pandas, DuckDB and jq read as a missing number.)
+
+    Raises:
+        RunDirectoryError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # Line buffered: a killed run loses no record, and `tail -f` sees each at once.
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add a line."""
+        line = json.dumps(finite(record), allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard: ``train/*``, ``eval/SPLIT/NAME`` and ``rank/N/*``.
+
+    An event file is a sequence of TFRecords; it is written here with TensorBoard's own record
+    writer, because its higher-level writer imports TensorFlow where that is installed.
+
+    Args:
+        directory: where the event file is made.
+        purge_step: TensorBoard forgets points of earlier files from this step on.
+
+    Raises:
+        RunDirectoryError: the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        # TensorBoard reads the files of a directory in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = directory / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter(self._path.open("wb", buffering=0))
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        restart = SessionLog(status=SessionLog.START)
+        self._add(Event(wall_time=time.time(), step=purge_step, session_log=restart))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add an event with the record's scalars."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record)]
+        summary = self._summary(value=values)
+        self._add(self._event(wall_time=time.time(), step=record["step"], summary=summary))
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._records.close()
+
+    def _add(self, event: Any) -> None:
+        try:
+            self._records.write(event.SerializeToString())
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+
+def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the records after ``step`` from a ``metrics.jsonl``, and return those that stay.
+
+    A killed run leaves records of steps that the resumed run does again. The file is replaced as
+    a whole or not at all.
+    """
+    kept = [r for r in read_json_lines(path) if r["step"] <= step]
+    content = "".join(json.dumps(r) + "\n" for r in kept).encode()
+    try:
+        if path.exists() and path.read_bytes() != content:
+            write_atomically(path, content)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    return kept
+
+
+def finite(value: Any) -> Any:
+    """The same value with every NaN and infinity replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    if record["kind"] == "eval":
+        for name, value in record["metrics"].items():
+            yield f"eval/{record['split']}/{name}", value
+        return
+    for name in ("loss", "lr", "samples_per_s", "imbalance"):
+        if record.get(name) is not None:
+            yield f"train/{name}", record[name]
+    for number, rate in enumerate(record.get("learning_rates", ())):
+        yield f"train/lr/{number}", rate
+    for status in record["ranks"]:
+        for name in ("step_ms", "memory_mib", "utilisation"):
+            if math.isfinite(status[name]):
+                yield f"rank/{status['rank']}/{name}", status[name]
+
+
+def _cannot_write(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"cannot write {path}: {error.strerror or error}. Make room or make it writable, then resume the run."
+    )

@@ -1,0 +1,240 @@
+"""A run is a directory; this file knows its names and who may write in it.
+
+::
+
+    run.toml          everything resolved: options, task and fields, data, versions, pins
+    events.jsonl      created, started, checkpoint, stopped, failed, finished
+    metrics.jsonl     one record every --log-every steps, and one for each evaluation
+    ledger/           which samples each committed step saw
+    checkpoints/      step-00000469-v00000471/ ...
+    tensorboard/  profile/
+    logs/rank-N.log   what each rank printed
+    result.json       written when the run has finished
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from paceline.errors import RunDirectoryError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths inside a run's directory; making one touches nothing."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        """``run.toml``."""
+        return self.path / "run.toml"
+
+    @property
+    def events(self) -> Path:
+        """``events.jsonl``."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """``metrics.jsonl``."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """``ledger/``."""
+        return self.path / "ledger"
+
+    @property
+    def checkpoints(self) -> Path:
+        """``checkpoints/``."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """``tensorboard/``."""
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """``profile/``."""
+        return self.path / "profile"
+
+    @property
+    def logs(self) -> Path:
+        """``logs/``."""
+        return self.path / "logs"
+
+    @property
+    def result(self) -> Path:
+        """``result.json``."""
+        return self.path / "result.json"
+
+    @property
+    def lock(self) -> Path:
+        """``run.lock``, held by rank 0 while it runs."""
+        return self.path / "run.lock"
+
+    def log_of(self, rank: int) -> Path:
+        """The file that holds what ``rank`` printed."""
+        return self.logs / f"rank-{rank}.log"
+
+    def error_of(self, rank: int) -> Path:
+        """The file in which ``rank`` records the error that ended it."""
+        return self.logs / f"rank-{rank}.error.json"
+
+    def exists(self) -> bool:
+        """Whether a run was created here."""
+        return self.manifest.is_file()
+
+    def create(self) -> None:
+        """Make the directory and its parents.
+
+        Raises:
+            RunDirectoryError: it cannot be made or written.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{os.getpid()}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot write to the run directory {self.path}: {error.strerror}. "
+                "Choose another with --run DIR."
+            ) from error
+
+    def read_manifest(self) -> dict[str, Any]:
+        """The contents of ``run.toml``.
+
+        Raises:
+            RunDirectoryError: there is none, or it is damaged.
+        """
+        try:
+            return tomllib.loads(self.manifest.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise RunDirectoryError(f"{self.manifest} cannot be read: {error}") from error
+
+    def write_manifest(self, document: Mapping[str, Any]) -> None:
+        """Write ``run.toml`` whole or not at all."""
+        write_atomically(self.manifest, tomli_w.dumps(_without_none(document)).encode())
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write ``result.json`` whole or not at all."""
+        write_atomically(self.result, (json.dumps(result, indent=2) + "\n").encode())
+
+    def read_result(self) -> dict[str, Any] | None:
+        """The content of ``result.json``; None where the run has not finished.
+
+        Raises:
+            RunDirectoryError: it is damaged.
+        """
+        try:
+            result = json.loads(self.result.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RunDirectoryError(f"{self.result} is damaged: {error}. Remove it to conclude the run again.") from error
+        return dict(result)
+
+    def append_event(self, kind: str, **fields: Any) -> None:
+        """Add one record to ``events.jsonl``."""
+        record = {"time": round(time.time(), 3), "event": kind, **fields}
+        with self.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The records of ``events.jsonl``; a last line cut short by a crash is left out."""
+        return read_json_lines(self.events)
+
+    def is_running(self) -> bool:
+        """Whether some process on this machine holds the run's lock."""
+        try:
+            with self.lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run's lock, so that no second run writes here.
+
+        Raises:
+            RunDirectoryError: somebody else holds it.
+        """
+        with self.lock.open("a+b") as file:
+            for attempts_left in (4, 3, 2, 1, 0):
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not attempts_left:
+                        raise RunDirectoryError(
+                            f"{self.path} is in use by another process. "
+                            "Wait for it to end, or choose another --run DIR."
+                        ) from None
+                    # is_running() in another process holds it for an instant.
+                    time.sleep(0.02)
+            yield
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a crash leaves the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file; missing file: none; a torn last line is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: leave such keys out."""
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(v) for v in value]
+    return value

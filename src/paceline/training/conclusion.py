@@ -1,0 +1,80 @@
+"""A run's end: the best model on the test split, and ``result.json``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.checkpointer import load
+from paceline.checkpoint.state import model_sha256
+from paceline.checkpoint.storage import find_version
+from paceline.strategies.selection import strategy_name
+from paceline.training.trainer import Trainer
+
+
+def conclude(trainer: Trainer, seconds: float, samples: int) -> dict[str, Any]:
+    """Evaluate on the test split; return the content of ``result.json``, the same on every rank.
+
+    Args:
+        trainer: after its ``fit``. Its model becomes the best one.
+        seconds: how long this process trained.
+        samples: how many samples that took in.
+
+    Raises:
+        CheckpointError: the best model's checkpoint is damaged.
+    """
+    run, progress = trainer.run, trainer.state.progress
+    config = run.config
+    sha256 = model_sha256(trainer.state.module.state_dict())
+    metrics: dict[str, dict[str, float]] = {}
+    if progress.best_metrics:
+        metrics["val"] = progress.best_metrics
+    test = run.build_evaluator("test")
+    if test is not None:
+        with closing(test):
+            _load_best(trainer)
+            trainer.monitor.activity("evaluating test")
+            metrics["test"] = test.run(trainer.state.evaluated_module)
+            trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
+    phases = trainer.monitor.timer.seconds
+    return {
+        "task": run.task_name,
+        "run": str(run.directory.path),
+        "strategy": strategy_name(config, run.world.world_size),
+        "reduction": config.reduction,
+        "world_size": run.world.world_size,
+        "shards": run.num_shards,
+        "global_batch_size": run.global_batch_size,
+        "seed": config.seed,
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "samples": progress.samples,
+        "state_version": progress.version,
+        "best_step": progress.best_step,
+        "metrics": metrics,
+        "model_sha256": sha256,
+        "restarts": run.generation,
+        "seconds": round(seconds, 3),
+        "samples_per_s": round(samples / seconds, 1) if seconds > 0 else None,
+        "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
+        "phases_s": {name: round(value, 3) for name, value in phases.items()},
+        "threads": torch.get_num_threads(),
+        "device": str(run.world.device.type),
+        "torch": str(torch.__version__),
+    }
+
+
+def _load_best(trainer: Trainer) -> None:
+    """Put the best model's weights into the module that is evaluated."""
+    world, progress, module = trainer.run.world, trainer.state.progress, trainer.state.evaluated_module
+    if progress.best_version is None or progress.best_step == progress.step:
+        return
+    if world.rank == 0:
+        state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
+        if trainer.state.ema is None:
+            module.load_state_dict(state["model"])
+        else:
+            trainer.state.ema.load_state_dict(state["ema"])
+    world.broadcast_module(module)

@@ -1,0 +1,90 @@
+"""What one rank decides alone, made known to all: the control word.
+
+A signal, a save that is due by the clock or the end of a stream is seen by one rank at its own
+time. Each puts it into its row of the step's reduction; after the step all ranks read the same
+rows, and obey alike.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
+
+from paceline.monitoring.telemetry import ROW_WIDTH
+
+_CONTROL_WIDTH = 3
+ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH
+"""Numbers in a rank's row: the control word, then its status."""
+
+_NO_STATUS = [0.0] * ROW_WIDTH
+
+
+@dataclass(frozen=True)
+class Control:
+    """The control word of one rank, or the merged one of all.
+
+    Attributes:
+        stop: the number of the signal that asks for a stop, 0 for none.
+        save: a save is due by the clock.
+        more: there is another step's data in this epoch (streams; else always true).
+    """
+
+    stop: int = 0
+    save: bool = False
+    more: bool = True
+
+    def row(self, status: Sequence[float] | None = None) -> list[float]:
+        """The rank's row, with its status where a record is due."""
+        return [float(self.stop), float(self.save), float(self.more), *(_NO_STATUS if status is None else status)]
+
+
+def merge(rows: Sequence[Sequence[float]]) -> Control:
+    """The control word that all ranks obey."""
+    return Control(
+        stop=int(max(row[0] for row in rows)),
+        save=any(row[1] for row in rows),
+        more=any(row[2] for row in rows),
+    )
+
+
+def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """Each rank's status."""
+    return [row[_CONTROL_WIDTH:] for row in rows]
+
+
+class StopSignals:
+    """Turns SIGTERM and SIGINT into a flag; a second signal ends the process at once.
+
+    Outside the main thread signals cannot be handled, and none is.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+
+
+def exit_code(number: int) -> int:
+    """What a run that was stopped by a signal exits with: 130 after Ctrl-C, else 75, "run me again"."""
+    return 130 if number == signal.SIGINT else 75

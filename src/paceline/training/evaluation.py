@@ -1,0 +1,127 @@
+"""Exact evaluation: the same numbers for any number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.data.evaluation import EvalBatches
+from paceline.distributed.world import World
+from paceline.errors import TaskError
+from paceline.task import Loss, Task
+from paceline.training.randomness import seed_evaluation
+
+
+class Autocast(Protocol):
+    """Makes a fresh mixed-precision context."""
+
+    def __call__(self) -> AbstractContextManager[Any]: ...
+
+
+class Evaluator:
+    """Evaluates a split in fixed blocks, which the ranks share.
+
+    Each block's sums are kept apart and added exactly (``math.fsum``), so neither the number of
+    ranks nor the order of the blocks matters.
+
+    Args:
+        task: whose ``metrics`` and ``loss`` are evaluated.
+        world: the ranks; all of them evaluate together.
+        batches: the split.
+        seed: the run's.
+        autocast: the precision to evaluate in.
+    """
+
+    def __init__(self, task: Task, world: World, batches: EvalBatches, *, seed: int, autocast: Autocast) -> None:
+        self._task = task
+        self._world = world
+        self._batches = batches
+        self._seed = seed
+        self._autocast = autocast
+        self._objects = {name: metric.to(world.device) for name, metric in task.build_metrics().items()}
+
+    @torch.no_grad()
+    def run(self, module: nn.Module) -> dict[str, float]:
+        """Metrics by name, among them ``loss``.
+
+        Raises:
+            TaskError: the task's metrics are not what they should be.
+        """
+        was_training = module.training
+        module.eval()
+        for metric in self._objects.values():
+            metric.reset()
+        world, num_blocks = self._world, self._batches.num_blocks
+        blocks = range(world.rank * num_blocks // world.world_size, (world.rank + 1) * num_blocks // world.world_size)
+        sums: dict[str, list[tuple[float, float]]] = {}
+        for batch in self._batches.read(blocks):
+            seed_evaluation(self._seed, batch.shard)
+            with self._autocast():
+                values = self._block(module, batch.batch, batch.num_samples)
+            for name, pair in values.items():
+                sums.setdefault(name, []).append(pair)
+        module.train(was_training)
+        metrics = self._totals(sums)
+        for name, metric in self._objects.items():
+            metrics[name] = float(metric.compute())  # gathers over the ranks by itself
+        return metrics
+
+    def close(self) -> None:
+        """End the split's data workers."""
+        self._batches.close()
+
+    def _block(self, module: nn.Module, batch: Any, samples: int) -> dict[str, tuple[float, float]]:
+        """One block's (sum, weight) by name; torchmetrics objects take theirs in."""
+        pairs = {}
+        values = self._task.metrics(module, batch)
+        for name, value in values.items():
+            if name in self._objects:
+                self._objects[name].update(*value)
+            else:
+                pairs[name] = self._pair(name, value, samples)
+        if "loss" not in values:
+            loss = as_loss(self._task, self._task.loss(module, batch), samples)
+            pairs["loss"] = (float(loss.sum), float(loss.weight))
+        return pairs
+
+    def _pair(self, name: str, value: Any, samples: int) -> tuple[float, float]:
+        if isinstance(value, torch.Tensor) and value.shape == (samples,):
+            return value.double().sum().item(), float(samples)
+        if isinstance(value, tuple) and len(value) == 2:
+            return float(value[0]), float(value[1])
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TaskError(
+            f"{type(self._task).__name__}.metrics gave {what} for {name!r} in a batch of {samples} samples; "
+            "it must be a 1-d tensor with one value a sample, or a pair (sum, weight)."
+        )
+
+    def _totals(self, sums: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
+        gathered = self._world.all_gather_json(sums)
+        metrics = {}
+        for name in dict.fromkeys(name for of_rank in gathered for name in of_rank):
+            pairs = [pair for of_rank in gathered for pair in of_rank.get(name, ())]
+            weight = math.fsum(pair[1] for pair in pairs)
+            metrics[name] = math.fsum(pair[0] for pair in pairs) / weight if weight else math.nan
+        return metrics
+
+
+def as_loss(task: Task, value: Any, samples: int) -> Loss:
+    """A loss as sum and weight; a mean over ``samples`` samples is multiplied out.
+
+    Raises:
+        TaskError: it is neither a scalar tensor nor a :class:`Loss`.
+    """
+    loss = value if isinstance(value, Loss) else None
+    total = value if loss is None else loss.sum
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(value).__name__
+        raise TaskError(
+            f"{type(task).__name__}.loss returned {what}; it must return the mean loss of the batch as a scalar "
+            "tensor, or paceline.Loss(sum, weight)."
+        )
+    return Loss(value * samples, float(samples)) if loss is None else loss

@@ -1,0 +1,119 @@
+"""A run that all ranks agreed on, and the parts that are built from it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.config import RunConfig
+from paceline.data.evaluation import EvalBatches
+from paceline.data.loader import build_loader, resolve_workers
+from paceline.data.microbatch import Loader
+from paceline.data.stream import StreamLoader
+from paceline.distributed.world import World
+from paceline.run_directory import RunDirectory
+from paceline.task import Task
+from paceline.training.control import StopSignals
+from paceline.training.evaluation import Evaluator
+from paceline.training.plan import DataPlan
+
+_EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
+_AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a trainer works on.
+
+    Attributes:
+        task_name: as the checkpoints record it.
+        config: with nothing left open.
+        directory: on rank 0's machine at least.
+        generation: how often the run was started before.
+        signals: who asks for a stop.
+        quiet: show nothing on the terminal.
+    """
+
+    task: Task
+    task_name: str
+    config: RunConfig
+    data: DataPlan
+    world: World
+    directory: RunDirectory
+    generation: int
+    signals: StopSignals
+    quiet: bool
+
+    @property
+    def num_shards(self) -> int:
+        """S."""
+        assert isinstance(self.config.shards, int)
+        return self.config.shards
+
+    @property
+    def global_batch_size(self) -> int:
+        """G, in samples."""
+        assert self.config.global_batch_size is not None
+        return self.config.global_batch_size
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A fresh context of the run's precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, _AMP_DTYPES[self.config.precision])
+
+    def build_loader(self) -> Loader:
+        """The training data.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        data, task = self.data, self.task
+        if data.stream is not None:
+            return StreamLoader(
+                data.stream,
+                global_batch_size=self.global_batch_size,
+                num_shards=self.num_shards,
+                min_shard=task.min_shard,
+                seed=self.config.seed,
+                device=self.world.device,
+                collate=task.collate,
+            )
+        assert data.order is not None
+        return build_loader(
+            data.train,
+            data.order,
+            seed=self.config.seed,
+            device=self.world.device,
+            workers=resolve_workers(data.train, task.collate, self.config.workers, self.world.local_world_size),
+            collate=task.collate,
+            index_map=None if data.carved is None else data.carved.train,
+        )
+
+    def build_evaluator(self, split: str) -> Evaluator | None:
+        """The evaluator of "val" or "test", or None where the task has no such split.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        data, task, index_map = self.data, self.task, None
+        if split == "val" and data.carved is not None:
+            dataset, index_map = data.train, data.carved.val
+        else:
+            dataset = data.val if split == "val" else task.build_dataset(split)
+        if dataset is None:
+            return None
+        batches = EvalBatches(
+            dataset,
+            _EVAL_SHARDS * -(-self.global_batch_size // self.num_shards),
+            seed=self.config.seed,
+            device=self.world.device,
+            workers=resolve_workers(dataset, task.collate, self.config.workers, self.world.local_world_size),
+            collate=task.collate,
+            index_map=index_map,
+            split=split,
+        )
+        return Evaluator(task, self.world, batches, seed=self.config.seed, autocast=self.autocast)

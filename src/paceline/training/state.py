@@ -1,0 +1,204 @@
+"""The state of a run, all of it: what a checkpoint holds and a version number identifies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from paceline.checkpoint.state import scheduler_state
+from paceline.config import RunConfig
+from paceline.errors import CheckpointError, TaskError
+from paceline.task import Task
+
+
+@dataclass
+class Progress:
+    """Where a run stands; every change of it is a transition, and raises ``version`` by one.
+
+    Attributes:
+        version: the state's version; as a run is a pure function, it determines the state's bits.
+        step: steps done.
+        epoch: epochs done.
+        step_in_epoch: steps done in this epoch.
+        samples: samples seen, over all epochs.
+        epoch_ended: a stream has no more data in this epoch.
+        evaluated_step: the last step after which the model was evaluated.
+        best: the best validation value so far.
+        best_step, best_version: where it was reached.
+        best_metrics: all validation metrics there.
+        early_best, bad_evaluations: the early-stop metric's best, and evaluations since.
+        stopped_early: early stopping has ended the run.
+    """
+
+    version: int = 0
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    samples: int = 0
+    epoch_ended: bool = False
+    evaluated_step: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    best_version: int | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    early_best: float | None = None
+    bad_evaluations: int = 0
+    stopped_early: bool = False
+
+
+class TrainingState:
+    """The model and all that changes while it is trained.
+
+    Args:
+        task: builds optimizers and schedulers.
+        config: precision and moving average.
+        module: the model, on its device.
+        device: the model's.
+        total_steps: of the whole run, for the schedulers; None if unknown.
+
+    Raises:
+        TaskError: the task's optimizers or schedulers are not what they should be.
+    """
+
+    def __init__(
+        self, task: Task, config: RunConfig, module: nn.Module, device: torch.device, total_steps: int | None
+    ) -> None:
+        self.module = module
+        self.optimizers = _named_optimizers(task, module)
+        self.schedulers = {
+            name: scheduler
+            for name, optimizer in self.optimizers.items()
+            if (scheduler := _build_scheduler(task, optimizer, total_steps)) is not None
+        }
+        self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
+        self.ema = (
+            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True)
+            if config.ema is not None
+            else None
+        )
+        self.progress = Progress()
+
+    @property
+    def evaluated_module(self) -> nn.Module:
+        """The weights that are evaluated: the moving average where there is one."""
+        return self.module if self.ema is None else self.ema.module
+
+    def learning_rates(self) -> list[float]:
+        """One a parameter group, over all optimizers."""
+        return [group["lr"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as backward gets it."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def update(self, clip_norm: float | None) -> None:
+        """Apply the gradients: unscale, clip, step, and move schedules and average along."""
+        if self.scaler is not None:
+            for optimizer in self.optimizers.values():
+                self.scaler.unscale_(optimizer)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), clip_norm)
+        skipped = False
+        if self.scaler is None:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        else:
+            scale = self.scaler.get_scale()
+            for optimizer in self.optimizers.values():
+                self.scaler.step(optimizer)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < scale
+        if skipped:
+            return
+        for scheduler in self.schedulers.values():
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+        if self.ema is not None:
+            self.ema.update_parameters(self.module)
+
+    def step_plateaus(self, value: float) -> None:
+        """Give an evaluation's result to the schedulers that wait for it."""
+        for scheduler in self.schedulers.values():
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, by part; tensors are not copied."""
+        state: dict[str, Any] = {
+            "model": self.module.state_dict(),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "schedulers": {name: scheduler_state(scheduler) for name, scheduler in self.schedulers.items()},
+            "progress": dataclasses.asdict(self.progress),
+        }
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        if self.ema is not None:
+            state["ema"] = self.ema.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` gave.
+
+        Raises:
+            CheckpointError: it is of another model, or of other optimizers.
+        """
+        try:
+            self.module.load_state_dict(state["model"])
+            _load_each(self.optimizers, state["optimizers"])
+            _load_each(self.schedulers, state["schedulers"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state["scaler"])
+            if self.ema is not None:
+                self.ema.load_state_dict(state["ema"])
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit the task as it is now: {error}\n"
+                "If the task's code has changed since the run was created, start a new run with another --run DIR."
+            ) from error
+
+
+def _load_each(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    if parts.keys() != states.keys():
+        raise ValueError(f"it holds {', '.join(states) or 'none'}, the task builds {', '.join(parts) or 'none'}")
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+
+
+def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
+    built = task.build_optimizer(module)
+    named = dict(built) if isinstance(built, Mapping) else {"main": built}
+    for name, optimizer in named.items():
+        if not isinstance(optimizer, Optimizer):
+            raise TaskError(
+                f"{type(task).__name__}.build_optimizer returned a {type(optimizer).__name__} for {name!r}; "
+                "it must return a torch.optim.Optimizer, or a dict of them."
+            )
+    if not named or not any(_trainable(optimizer) for optimizer in named.values()):
+        raise TaskError(f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter.")
+    return named
+
+
+def _trainable(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _build_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) -> Any:
+    if total_steps is None and type(task).build_scheduler is not Task.build_scheduler:
+        raise TaskError("a scheduler needs the number of steps, and a stream has no length. Give --max-steps.")
+    return task.build_scheduler(optimizer, total_steps or 0)
+
+
+def _gradient_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
+    # Losses are summed over a shard, not averaged: start lower by its size, a power of two.
+    assert config.global_batch_size is not None and isinstance(config.shards, int)
+    shard_bits = (-(-config.global_batch_size // config.shards)).bit_length()
+    return torch.amp.GradScaler(device.type, init_scale=2.0 ** (16 - shard_bits))

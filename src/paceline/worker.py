@@ -1,0 +1,157 @@
+"""The one function that every launcher starts: ``python -m paceline.worker JOB.toml``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import parse_duration_s
+from paceline.distributed.environment import Environment, default_threads, detect_environment
+from paceline.distributed.process import (
+    describe,
+    die_with_parent,
+    dump_stacks_on_signal,
+    exit_code_of,
+    failure_of,
+    read_failure,
+    record_failure,
+)
+from paceline.errors import StopRequested, UserError
+from paceline.job import Job, default_run_path
+from paceline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from paceline.task import Task
+
+_SETTLE_S = 1.0
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that ``argv`` names; return the process's exit code."""
+    dump_stacks_on_signal()
+    job = Job.from_toml(Path(argv[0]))
+    environment = detect_environment(rdzv_endpoint=job.config.rdzv_endpoint)
+    if environment.source == "torchrun":
+        die_with_parent()
+    return run_reported(job, environment)[0]
+
+
+def run_reported(job: Job, environment: Environment, task: Task | None = None) -> tuple[int, dict[str, Any] | None]:
+    """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
+    directory = RunDirectory(Path(job.config.run)) if job.config.run else None
+    try:
+        return 0, run(job, environment, task)
+    except Exception as error:
+        if directory is None or not directory.path.is_dir():
+            code = exit_code_of(error)
+        else:
+            code = record_failure(directory, environment.rank, error)
+        if not job.supervised:
+            _tell(error, environment, directory)
+        return code, None
+
+
+def run(job: Job, environment: Environment, task: Task | None = None) -> dict[str, Any]:
+    """Join the world, train, and return the content of ``result.json``.
+
+    Args:
+        job: what to do.
+        environment: who this process is.
+        task: the task itself, where a script has built it.
+
+    Raises:
+        PacelineError: as :func:`paceline.training.session.train` says.
+    """
+    from paceline.distributed.world import open_world
+    from paceline.monitoring.rank_log import capture_rank_output
+    from paceline.task import TaskReference
+    from paceline.training.control import StopSignals
+    from paceline.training.session import Request, train
+
+    config = job.config
+    if task is None and job.fields is not None:
+        task = TaskReference(config.task, job.fields).load()
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        mine = RunDirectory(Path(config.run or default_run_path(config.task)))
+        if environment.rank == 0:
+            mine.create()
+            stack.enter_context(mine.locked())
+        world = stack.enter_context(
+            open_world(
+                environment,
+                device=config.device,
+                backend=config.backend,
+                interface=config.interface,
+                init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+                comm_debug=config.comm_debug,
+                generation=_next_generation(mine) if environment.rank == 0 else 0,
+            )
+        )
+        # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
+        directory = RunDirectory(Path(world.broadcast_json(str(mine.path))))
+        directory.create()
+        directory.error_of(world.rank).unlink(missing_ok=True)
+        stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
+        stack.enter_context(_warnings_shown())
+        request = Request(
+            config=dataclasses.replace(config, run=str(directory.path)),
+            task=task,
+            threads=default_threads(environment, config.threads),
+            quiet=job.quiet,
+        )
+        return train(request, world, directory, signals)
+
+
+def _next_generation(directory: RunDirectory) -> int:
+    from paceline.data.ledger import generations
+
+    return max(generations(directory.ledger), default=-1) + 1
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Show Paceline's own log messages, on stderr as it is now."""
+    logger, handler = logging.getLogger("paceline"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _tell(error: Exception, environment: Environment, directory: RunDirectory | None) -> None:
+    """Print the error, unless this rank is a victim or rank 0 says the same."""
+    failure = failure_of(environment.rank, error)
+    if isinstance(error, StopRequested):
+        if environment.rank == 0:
+            print(f"paceline: {error}", file=sys.stderr)
+        return
+    if failure.victim and environment.world_size > 1:
+        print(f"paceline: rank {environment.rank} ends too: {error}", file=sys.stderr)
+        return
+    if isinstance(error, UserError) and environment.rank != 0 and _rank_0_says_so(error, directory):
+        return
+    print(f"paceline: {describe(failure, directory)}", file=sys.stderr)
+
+
+def _rank_0_says_so(error: Exception, directory: RunDirectory | None) -> bool:
+    """Whether rank 0 failed with the same message; a wrong option fails everywhere at about the same time."""
+    deadline = time.monotonic() + _SETTLE_S
+    while directory is not None and time.monotonic() < deadline:
+        told = read_failure(directory.error_of(0))
+        if told is not None:
+            return told.message == str(error)
+        time.sleep(0.05)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.logs import logs
+from paceline.cli.runs import find_runs, runs
+from paceline.errors import ConfigError, RunDirectoryError
+from paceline.run_directory import RunDirectory
+
+LOGS = """
+import sys
+from pathlib import Path
+from paceline.cli.logs import logs
+sys.exit(logs(Path(sys.argv[1]), follow=sys.argv[2] == "follow", lines=int(sys.argv[3])))
+"""
+
+
+def make_run(root: Path, name: str, *events: dict[str, Any], created: float = 1000.0) -> RunDirectory:
+    """A run with these events, one each ten seconds."""
+    directory = RunDirectory(root / name)
+    directory.create()
+    directory.write_manifest({"config": {"task": "fashion-mnist", "best": "accuracy:max"}})
+    records = [
+        {"time": created + 10.0 * i, **e}
+        for i, e in enumerate(({"event": "created", "task": "fashion-mnist"}, *events))
+    ]
+    directory.events.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return directory
+
+
+def started(generation: int = 0, step: int = 0) -> dict[str, Any]:
+    return {
+        "event": "started",
+        "generation": generation,
+        "world_size": 2,
+        "step": step,
+        "shards": 12,
+        "total_steps": 900,
+    }
+
+
+# --- paceline runs
+
+
+def test_each_way_to_end_has_its_state(tmp_path: Path) -> None:
+    make_run(tmp_path, "a-finished", started(), {"event": "finished"})
+    make_run(tmp_path, "b-stopped", started(), {"event": "stopped", "signal": "SIGTERM", "step": 7})
+    make_run(
+        tmp_path, "c-failed", started(), {"event": "failed", "rank": 1, "error": "boom\nmore", "step": 8}
+    )
+    make_run(tmp_path, "d-crashed", started(), {"event": "checkpoint", "step": 9, "version": 9})
+    make_run(tmp_path, "e-never-started")
+    running = make_run(tmp_path, "f-running", started())
+    with running.locked():
+        found = {run.name: run for run in find_runs(tmp_path)}
+    assert {name: run.state for name, run in found.items()} == {
+        "a-finished": "finished",
+        "b-stopped": "stopped",
+        "c-failed": "failed",
+        "d-crashed": "crashed",
+        "e-never-started": "crashed",
+        "f-running": "running",
+    }
+    assert [run.step for run in found.values()] == [0, 7, 8, 9, None, 0]
+    assert found["c-failed"].problem == "rank 1: boom"
+    assert (found["d-crashed"].world_size, found["d-crashed"].shards) == (2, 12)
+
+
+def test_a_finished_run_shows_its_result(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, "run", started(), {"event": "finished"})
+    metrics = {"val": {"loss": 0.3, "accuracy": 0.91}, "test": {"loss": 0.4, "accuracy": 0.905}}
+    directory.write_result({"task": "fashion-mnist", "steps": 900, "metrics": metrics})
+    (run,) = find_runs(tmp_path)
+    # The metric is the one that --best watches, not the first one.
+    assert (run.metric, run.value, run.step, run.total_steps) == ("test.accuracy", 0.905, 900, 900)
+
+
+def test_a_running_run_shows_its_last_evaluation_and_step(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, "run", started())
+    records: list[dict[str, Any]] = [{"kind": "train", "step": s, "epoch": s // 300} for s in range(1, 3000)]
+    records.insert(
+        2990, {"kind": "eval", "step": 2990, "epoch": 9, "split": "val", "metrics": {"accuracy": 0.5}}
+    )
+    directory.metrics.write_text("".join(json.dumps(r) + "\n" for r in records) + '{"torn')
+    assert directory.metrics.stat().st_size > 64 * 1024
+    (run,) = find_runs(tmp_path)
+    assert (run.step, run.epoch, run.metric, run.value) == (2999, 10, "val.accuracy", 0.5)
+
+
+def test_time_at_work_leaves_the_pauses_out(tmp_path: Path) -> None:
+    stopped = {"event": "stopped", "signal": "SIGINT", "step": 5}
+    make_run(
+        tmp_path,
+        "run",
+        started(),
+        stopped,
+        {"event": "noted", "time": 1020.0},
+        started(1, 5) | {"time": 5000.0},
+        {"event": "finished", "time": 5007.0},
+    )
+    (run,) = find_runs(tmp_path)
+    assert run.seconds == 10.0 + 7.0
+    assert run.created == 1000.0
+
+
+def test_damaged_directories_get_a_row(tmp_path: Path) -> None:
+    make_run(tmp_path, "good", started(), {"event": "finished"})
+    make_run(tmp_path, "no-manifest", started()).manifest.unlink()
+    make_run(tmp_path, "bad-manifest", started()).manifest.write_text("[[[")
+    make_run(tmp_path, "bad-result", started()).result.write_text('{"steps":')
+    make_run(tmp_path, "foreign-events").events.write_text('[1, 2]\n{"no": "event"}\nnot json\n')
+    make_run(tmp_path, "binary").events.write_bytes(b"\xff\xfe\x00")
+    make_run(tmp_path, "bad-config").manifest.write_text('config = "text"')
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "file.txt").write_text("no run")
+    found = {run.name: run for run in find_runs(tmp_path)}
+    assert found.pop("good").state == "finished"
+    assert {run.state for run in found.values()} == {"damaged"}
+    assert sorted(found) == [
+        "bad-config",
+        "bad-manifest",
+        "bad-result",
+        "binary",
+        "foreign-events",
+        "no-manifest",
+    ]
+    assert "has no run.toml" in str(found["no-manifest"].problem)
+    assert all(run.problem for run in found.values())
+
+
+def test_the_table_and_the_json_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, "younger", started(), {"event": "finished"}, created=2000.0)
+    make_run(
+        tmp_path, "older", started(), {"event": "stopped", "step": 7, "signal": "SIGTERM"}, created=1000.0
+    )
+    (tmp_path / "younger" / "run.toml").unlink()
+
+    assert runs(tmp_path, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(run["name"], run["state"]) for run in found] == [("younger", "damaged"), ("older", "stopped")]
+
+    assert runs(tmp_path) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "er " in line]
+    assert rows[0][:2] == ["younger", "damaged"]
+    assert rows[1][:7] == ["older", "stopped", "fashion-mnist", "2", "x", "12", "7/900"]
+
+
+def test_no_runs_is_no_error_but_a_wrong_folder_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs() == 0
+    assert "No runs in runs/ yet. Start one: paceline train" in capsys.readouterr().out
+    assert runs(json=True) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    with pytest.raises(RunDirectoryError, match="no folder elsewhere"):
+        runs(Path("elsewhere"))
+
+
+def test_markup_in_names_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, "[red]x", {"event": "failed", "error": "list[int] [bold]"})
+    runs(tmp_path)
+    out = capsys.readouterr().out
+    assert "[red]x" in out
+    assert "list[int] [bold]" in out
+
+
+def test_neither_command_imports_torch() -> None:
+    code = (
+        "import sys, paceline.cli.runs, paceline.cli.logs;"
+        "sys.exit('torch' in sys.modules or 'rich.table' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# --- paceline logs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = make_run(tmp_path, "run", started(), {"event": "finished"})
+    for rank in range(12):
+        directory.log_of(rank).write_text("".join(f"line {i} of {rank}\n" for i in range(100)))
+    return directory
+
+
+def test_all_ranks_are_shown_with_their_prefix(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs(run.path, lines=2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["rank 0 | line 98 of 0", "rank 0 | line 99 of 0", "rank 1 | line 98 of 1"]
+    # Ranks are in the order of their numbers, not of their names.
+    assert lines[-1] == "rank 11 | line 99 of 11"
+    assert len(lines) == 24
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, 99), (3, 97), (100, 0), (1000, 0)])
+def test_one_rank_is_shown_as_it_is(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], count: int, first: int
+) -> None:
+    assert logs(run.path, rank=3, lines=count) == 0
+    assert capsys.readouterr().out == "".join(f"line {i} of 3\n" for i in range(first, 100))
+
+
+def test_lines_longer_than_a_block_and_unfinished_ones(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "x" * 200_000
+    run.log_of(0).write_text(f"first\n{long}\n\nunfinished")
+    logs(run.path, rank=0, lines=3)
+    assert capsys.readouterr().out == f"{long}\n\nunfinished\n"
+    logs(run.path, rank=0, lines=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_log_and_bytes_that_are_no_text(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log_of(0).write_bytes(b"")
+    run.log_of(1).write_bytes(b"\xff\xfe ok\n")
+    assert logs(run.path, rank=0) == 0
+    assert logs(run.path, rank=1) == 0
+    assert capsys.readouterr().out == "\ufffd\ufffd ok\n"
+
+
+def test_what_is_not_there_is_named(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"absent is not a run directory.*paceline runs"):
+        logs(tmp_path / "absent")
+    with pytest.raises(RunDirectoryError, match=r"no log of rank 12\. There are: 0, 1, 2, .*11\."):
+        logs(run.path, rank=12)
+    with pytest.raises(ConfigError, match="--lines must be 0 or more, but is -1"):
+        logs(run.path, lines=-1)
+    silent = make_run(tmp_path, "silent")
+    with pytest.raises(RunDirectoryError, match="has no logs: it has not started yet"):
+        logs(silent.path)
+
+
+def test_following_a_run_that_has_ended_shows_it_and_ends(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logs(run.path, rank=0, follow=True, lines=1) == 0
+    assert capsys.readouterr().out == "line 99 of 0\n"
+
+
+@contextmanager
+def following(directory: RunDirectory) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOGS, str(directory.path), "follow", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+@pytest.mark.timeout(60)
+def test_following_shows_new_lines_new_ranks_and_replaced_files_until_the_run_ends(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, "run", started())
+    directory.log_of(0).write_text("old\nlast\n")
+    with following(directory) as process:
+        assert process.stdout is not None
+        with directory.locked():
+            assert process.stdout.readline() == "rank 0 | last\n"
+            append(directory.log_of(0), "new, in two ")
+            append(directory.log_of(0), "parts\n")
+            assert process.stdout.readline() == "rank 0 | new, in two parts\n"
+            append(directory.log_of(1), "a rank that starts later\n")
+            assert process.stdout.readline() == "rank 1 | a rank that starts later\n"
+            directory.log_of(1).unlink()
+            append(directory.log_of(1), "replaced\n")
+            assert process.stdout.readline() == "rank 1 | replaced\n"
+            directory.log_of(0).write_text("cut\n")
+            assert process.stdout.readline() == "rank 0 | cut\n"
+            append(directory.log_of(0), "the end")
+            directory.append_event("finished")
+        assert process.stdout.read() == "rank 0 | the end\n"
+        assert process.wait() == 0
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_following_without_a_traceback(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, "run", started())
+    directory.log_of(0).write_text("hello\n")
+    with directory.locked(), following(directory) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "rank 0 | hello\n"
+        os.kill(process.pid, 2)
+        assert process.wait() == 130
+        assert process.stdout.read() == ""
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(run: RunDirectory) -> None:
+    run.log_of(0).write_text("x" * 100 + "\n" * 50_000)
+    command = [sys.executable, "-c", LOGS, str(run.path), "once", "10000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=30) == 0
+
+
+def test_colours_only_on_a_terminal(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    logs(run.path, lines=1)
+    assert not re.search("\x1b", capsys.readouterr().out)

@@ -1,0 +1,170 @@
+"""What every test gets: processes that end with their test, and a check that nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+class Processes:
+    """Starts commands; all of them, and all that they started, end with the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command in a process group of its own; its stdout and stderr are pipes."""
+        popen = subprocess.Popen(
+            [str(word) for word in argv],
+            env={**os.environ, **(env or {})},
+            cwd=cwd or self._directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(popen)
+        return popen
+
+    def finish(
+        self, popen: subprocess.Popen[str], *, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Wait for a command; past its limit, fail with all Python stacks of its ranks."""
+        try:
+            stdout, stderr = popen.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _dump_stacks(popen.pid)
+            _kill_tree(popen)
+            stdout, stderr = popen.communicate()
+            pytest.fail(f"{popen.args} took over {timeout_s} s.\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+        return subprocess.CompletedProcess(popen.args, popen.returncode, stdout, stderr)
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout_s: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """Start a command and wait for it."""
+        return self.finish(self.start(argv, env=env, cwd=cwd), timeout_s=timeout_s)
+
+    def paceline(
+        self, *arguments: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``paceline ARGUMENTS``."""
+        return self.run([sys.executable, "-m", "paceline", *arguments], env=env, timeout_s=timeout_s)
+
+    def end_all(self) -> None:
+        """Kill what still runs, and close the pipes."""
+        for popen in self._started:
+            _kill_tree(popen)
+            for pipe in (popen.stdout, popen.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+@pytest.fixture
+def run_processes(tmp_path: Path) -> Iterator[Processes]:
+    """Start commands under ``tmp_path``; see :class:`Processes`."""
+    processes = Processes(tmp_path)
+    try:
+        yield processes
+    finally:
+        processes.end_all()
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Wait for a condition that another process brings about."""
+
+    def wait(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+            time.sleep(0.01)
+
+    return wait
+
+
+# pytest's own, and what torch sets when an optimizer is first stepped.
+_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fail a test that leaves a variable, a child process or a thread behind."""
+    variables = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    problems = []
+    changed = {
+        name
+        for name in variables.keys() | os.environ.keys()
+        if variables.get(name) != os.environ.get(name) and name not in _SET_BY_OTHERS
+    }
+    if changed:
+        problems.append(f"environment variables: {sorted(changed)}")
+        os.environ.clear()
+        os.environ.update(variables)
+    left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
+    if left:
+        problems.append(f"threads: {left}")
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            # multiprocessing keeps these helpers for the interpreter's life. What the fork server
+            # forks has its command line too, but not this process as its parent.
+            helper = any("resource_tracker" in word for word in command) or (
+                any("multiprocessing.forkserver" in word for word in command) and child.ppid() == os.getpid()
+            )
+            if not helper:
+                problems.append(f"process {child.pid}: {command}")
+                child.kill()
+    assert not problems, f"this test leaks {'; '.join(problems)}"
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _dump_stacks(pid: int) -> None:
+    """Ask those processes for their stacks that registered faulthandler on SIGUSR2."""
+    for process in _tree(pid):
+        with suppress(OSError, psutil.NoSuchProcess):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(
+                next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16
+            )
+            if caught >> (signal.SIGUSR2 - 1) & 1:
+                os.kill(process.pid, signal.SIGUSR2)
+    # They write without taking part in anything that could be waited for.
+    time.sleep(1)
+
+
+def _kill_tree(popen: subprocess.Popen[str]) -> None:
+    for process in _tree(popen.pid):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.wait()

@@ -1,0 +1,470 @@
+"""Map-style datasets: the same batches for any world size, number of workers, and place to start."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from paceline.config import Shuffle
+from paceline.data.device import to_device
+from paceline.data.evaluation import EvalBatches
+from paceline.data.loader import (
+    Loader,
+    MicroBatch,
+    auto_workers,
+    build_loader,
+    is_tensor_backed,
+    resolve_workers,
+)
+from paceline.data.order import DataOrder, carve
+from paceline.data.tensors import TensorLoader
+from paceline.errors import DataError
+from paceline.task import Task, load_task_class
+
+CPU = torch.device("cpu")
+
+
+def tensors(n: int) -> TensorDataset:
+    """Sample k is (k, k % 7)."""
+    return TensorDataset(torch.arange(n).float().unsqueeze(1), torch.arange(n) % 7)
+
+
+class Squares(Dataset[Any]):
+    """Sample k is (k squared, k), read one at a time."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(k * k)]), k
+
+
+class Augmented(Squares):
+    """Adds noise from the three generators that augmentation uses."""
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
+        noise = [torch.rand(()).item(), random.random(), np.random.rand()]
+        return torch.tensor([float(k), *noise], dtype=torch.float64), k
+
+
+class Batched(Squares):
+    """Counts the calls of PyTorch's batched convention."""
+
+    calls = 0
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[torch.Tensor, int]]:
+        type(self).calls += 1
+        return [self[k] for k in numbers]
+
+
+class Faulty(Squares):
+    """Sample 13 does as it is told."""
+
+    def __init__(self, n: int, fault: str) -> None:
+        super().__init__(n)
+        self.fault = fault
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
+        if k == 13 and self.fault == "raises":
+            raise ValueError("no such picture")
+        if k == 13 and self.fault == "ragged":
+            return torch.zeros(2, 3), k
+        if k == 13 and self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(k)
+
+
+def loader_for(dataset: Any, order: DataOrder, workers: int = 0, **options: Any) -> Loader:
+    options.setdefault("collate", default_collate)
+    return build_loader(dataset, order, seed=5, device=CPU, workers=workers, **options)
+
+
+def shares(num_shards: int, world_size: int) -> list[range]:
+    return [
+        range(r * num_shards // world_size, (r + 1) * num_shards // world_size) for r in range(world_size)
+    ]
+
+
+def flat(micro_batches: list[MicroBatch]) -> list[tuple[Any, ...]]:
+    """Micro-batches as comparable values."""
+    return [(m.shard, m.num_samples, m.checksum, [t.tolist() for t in m.batch]) for m in micro_batches]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(2, 400),
+    per_shard=st.integers(2, 9),
+    extra=st.integers(0, 5),
+    num_shards=st.integers(1, 6),
+    world_size=st.integers(1, 6),
+    block=st.sampled_from([0, 1, 5]),
+)
+def test_any_world_size_feeds_each_sample_once(
+    n: int, per_shard: int, extra: int, num_shards: int, world_size: int, block: int
+) -> None:
+    order = DataOrder(n, per_shard * num_shards + extra, num_shards, seed=3, shuffle=Shuffle(block))
+    ranks = [(loader_for(tensors(n), order), s) for s in shares(num_shards, min(world_size, num_shards))]
+    seen: list[int] = []
+    for step in range(order.steps_per_epoch):
+        fetched = [m for loader, shards in ranks for m in loader.fetch(2, step, shards)]
+        assert [m.shard for m in fetched] == list(range(len(order.shard_bounds(step))))
+        for m in fetched:
+            numbers = order.shard_indices(2, step, m.shard)
+            assert m.batch[0][:, 0].tolist() == numbers.tolist()
+            assert m.batch[1].tolist() == (numbers % 7).tolist()
+            assert (m.num_samples, m.checksum) == (len(numbers), zlib.crc32(numbers.astype("<i8").tobytes()))
+        seen += [int(x) for m in fetched for x in m.batch[0]]
+    assert sorted(seen) == list(range(n))
+
+
+def test_a_loader_may_start_and_jump_anywhere() -> None:
+    order = DataOrder(50_000, 60, 3, seed=1)
+    loader = loader_for(tensors(50_000), order)
+    for epoch, step, shards in (
+        (4, 700, range(3)),
+        (0, 2, range(1, 3)),
+        (0, 1, range(2)),
+        (4, 833, range(3)),
+    ):
+        fetched = loader.fetch(epoch, step, shards)
+        assert [m.batch[0][:, 0].tolist() for m in fetched] == [
+            order.shard_indices(epoch, step, k).tolist() for k in shards if k < len(order.shard_bounds(step))
+        ]
+
+
+def test_a_rank_whose_shards_are_absent_gets_nothing() -> None:
+    order = DataOrder(12 + 4, 12, 6, seed=0)
+    assert len(order.shard_bounds(1)) == 2
+    assert loader_for(tensors(16), order).fetch(0, 1, range(3, 6)) == []
+    with closing(loader_for(Squares(16), order)) as loader:
+        assert loader.fetch(0, 1, range(3, 6)) == []
+        assert [m.shard for m in loader.fetch(1, 0, range(3, 6))] == [3, 4, 5]
+
+
+def test_subsets_and_carved_splits_map_to_the_dataset() -> None:
+    odd = Subset(Subset(tensors(400), range(0, 400, 2)), list(range(1, 200, 2)))  # 2, 6, 10, ...
+    train, val = carve(100, 0.2, seed=9)
+    order = DataOrder(len(train), 20, 2, seed=0)
+    seen: list[int] = []
+    loader = loader_for(odd, order, index_map=train)
+    assert isinstance(loader, TensorLoader)
+    with closing(
+        loader_for(Subset(Squares(400), list(range(2, 400, 4))), order, index_map=train)
+    ) as by_sample:
+        for step in range(order.steps_per_epoch):
+            fetched, same = loader.fetch(0, step, range(2)), by_sample.fetch(0, step, range(2))
+            assert [m.checksum for m in fetched] == [m.checksum for m in same]
+            assert [m.batch[0][:, 0].tolist() for m in fetched] == [m.batch[1].tolist() for m in same]
+            # The ledger's checksums are of numbers in the split: the audit knows of no carving.
+            numbers = order.shard_indices(0, step, 0)
+            assert fetched[0].checksum == zlib.crc32(numbers.astype("<i8").tobytes())
+            seen += [int(x) for m in fetched for x in m.batch[0]]
+    held_out = EvalBatches(odd, 7, seed=0, device=CPU, workers=0, collate=default_collate, index_map=val)
+    seen += [int(x) for m in held_out.read(range(held_out.num_blocks)) for x in m.batch[0]]
+    assert sorted(seen) == list(range(2, 400, 4))
+
+
+def test_what_counts_as_tensors() -> None:
+    class OwnItems(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(index)[0]
+
+    class OwnCollate(Task):
+        def collate(self, samples: list[Any]) -> Any:
+            return samples
+
+    assert is_tensor_backed(tensors(4), Task().collate)
+    assert is_tensor_backed(Subset(tensors(4), [1]), default_collate)
+    assert not is_tensor_backed(tensors(4), OwnCollate().collate)
+    assert not is_tensor_backed(OwnItems(torch.zeros(4)), default_collate)
+    assert not is_tensor_backed(Squares(4), default_collate)
+    assert resolve_workers(tensors(4), default_collate, 3, 1) == 0
+
+
+def test_auto_workers_share_the_cpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    with caplog.at_level(logging.WARNING):
+        assert [auto_workers("auto", ranks) for ranks in (1, 2, 8)] == [4, 3, 1]
+        assert [auto_workers(2, 3), auto_workers(0, 64)] == [2, 0]
+        assert not caplog.records
+        assert auto_workers(4, 2) == 4
+    assert "8 processes on 6 CPUs" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[tuple[Any, ...]]]:
+    """Two epochs of augmented samples, by one process without workers."""
+    with closing(loader_for(Augmented(46), AUGMENTED_ORDER)) as loader:
+        return [
+            flat(loader.fetch(e, t, range(3)))
+            for e in range(2)
+            for t in range(AUGMENTED_ORDER.steps_per_epoch)
+        ]
+
+
+AUGMENTED_ORDER = DataOrder(46, 13, 3, seed=2)
+
+
+def test_augmentation_is_keyed_by_epoch_and_sample(reference: list[list[tuple[Any, ...]]]) -> None:
+    noise = [tuple(row[1:]) for step in reference for m in step for row in m[3][0]]
+    assert len({value for row in noise for value in row}) == 3 * 2 * 46
+    # Other shards and another batch size: the same samples.
+    with closing(loader_for(Augmented(46), DataOrder(46, 23, 1, seed=8))) as loader:
+        other = {
+            tuple(row) for t in range(2) for m in loader.fetch(1, t, range(1)) for row in m.batch[0].tolist()
+        }
+    assert other == {tuple(row) for step in reference[4:] for m in step for row in m[3][0]}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(reference: list[list[tuple[Any, ...]]], workers: int) -> None:
+    steps = AUGMENTED_ORDER.steps_per_epoch
+    with closing(loader_for(Augmented(46), AUGMENTED_ORDER, workers)) as loader:
+        assert [flat(loader.fetch(e, t, range(3))) for e in range(2) for t in range(steps)] == reference
+        # Back to an earlier step, and on with other shards, as after a fault.
+        assert flat(loader.fetch(0, 2, range(3))) == reference[2]
+        assert flat(loader.fetch(0, 3, range(1, 2))) == reference[3][1:2]
+        assert flat(loader.fetch(1, 0, range(1, 2))) == reference[steps][1:2]
+
+
+def test_reading_here_leaves_the_trainers_generators_alone() -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(3).tolist(), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    with closing(loader_for(Augmented(20), DataOrder(20, 10, 2, seed=0))) as loader:
+        loader.fetch(0, 0, range(2))
+    with closing(loader_for(Augmented(20), DataOrder(20, 10, 2, seed=0), workers=1)) as loader:
+        loader.fetch(0, 0, range(2))
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+
+
+def test_datasets_that_read_batches_are_asked_for_batches() -> None:
+    Batched.calls = 0
+    order = DataOrder(20, 10, 2, seed=0)
+    with closing(loader_for(Batched(20), order)) as loader:
+        fetched = loader.fetch(0, 0, range(2))
+    assert Batched.calls == 2
+    assert [m.batch[1].tolist() for m in fetched] == [order.shard_indices(0, 0, k).tolist() for k in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", r"^train dataset, sample 13 cannot be read: ValueError: no such picture$"),
+        ("ragged", r"different shapes: sample 13 has \(\(2, 3\), int\); samples .* have \(\(1,\), int\)"),
+    ],
+)
+def test_a_bad_sample_is_named(
+    fault: str, message: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = DataOrder(20, 20, 1, seed=0)
+    with (
+        closing(loader_for(Faulty(20, fault), order, workers)) as loader,
+        pytest.raises(DataError, match=message),
+    ):
+        loader.fetch(0, 0, range(1))
+    assert "Traceback" in caplog.text
+
+
+def test_a_dead_worker_is_reported() -> None:
+    loader = loader_for(Faulty(20, "dies"), DataOrder(20, 20, 1, seed=0), workers=1)
+    message = r"worker process of the train dataset died; samples \d+ \.\.\. \d+"
+    with closing(loader), pytest.raises(DataError, match=message):
+        loader.fetch(0, 0, range(1))
+
+
+def test_a_dataset_that_cannot_travel_is_refused() -> None:
+    dataset = Squares(20)
+    dataset.transform = lambda x: x  # type: ignore[attr-defined]
+    loader = loader_for(dataset, DataOrder(20, 20, 1, seed=0), workers=1)
+    with closing(loader), pytest.raises(DataError, match=r"cannot be sent to worker processes.*--workers 0"):
+        loader.fetch(0, 0, range(1))
+
+
+def test_no_map_style_dataset_is_refused() -> None:
+    class Endless(Dataset[Any]):
+        def __getitem__(self, k: int) -> int:
+            return k
+
+    order = DataOrder(20, 20, 1, seed=0)
+    with pytest.raises(DataError, match="Endless, which has no length"):
+        loader_for(Endless(), order)
+    with pytest.raises(DataError, match="generator, which has no __getitem__"):
+        loader_for((k for k in range(20)), order)
+    with pytest.raises(DataError, match="has 21 samples, but this run was created with 20"):
+        loader_for(tensors(21), order)
+
+
+@pytest.mark.parametrize("make", [tensors, Squares])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_blocks_are_the_same_for_any_world_size(make: Any, workers: int) -> None:
+    options = {"seed": 0, "device": CPU, "workers": workers, "collate": default_collate}
+    with closing(EvalBatches(make(45), 8, **options)) as whole:
+        assert (whole.num_samples, whole.num_blocks) == (45, 6)
+        expected = flat(list(whole.read(range(6))))
+        assert [value[:2] for value in expected] == [(b, 8) for b in range(5)] + [(5, 5)]
+        # Again, by three ranks, one after another in the same workers.
+        assert [v for s in shares(6, 3) for v in flat(list(whole.read(s)))] == expected
+        assert list(whole.read(range(0))) == []
+
+
+TASK_FILE = """
+    from dataclasses import dataclass
+    import torch
+    from paceline.task import Task
+
+    class Items:
+        def __len__(self): return 12
+        def __getitem__(self, k): return torch.tensor(k)
+
+    @dataclass
+    class Counting(Task):
+        offset: int = 100
+        def collate(self, samples): return [torch.stack(samples) + self.offset]
+"""
+
+
+def test_a_task_from_a_file_is_known_to_its_workers(tmp_path: Path) -> None:
+    file = tmp_path / "counting.py"
+    file.write_text(textwrap.dedent(TASK_FILE))
+    task_class = load_task_class(f"{file}:Counting")
+    try:
+        task = task_class()
+        items = sys.modules[task_class.__module__].Items()
+        order = DataOrder(12, 12, 1, seed=0)
+        with closing(loader_for(items, order, workers=1, collate=task.collate)) as loader:
+            (micro_batch,) = loader.fetch(0, 0, range(1))
+        assert sorted(micro_batch.batch[0].tolist()) == list(range(100, 112))
+    finally:
+        del sys.modules[task_class.__module__]
+        sys.path.remove(str(tmp_path))
+
+
+ORPHANS = """
+    import os, signal, sys, torch
+    from torch.utils.data import default_collate
+    from paceline.data.loader import build_loader
+    from paceline.data.order import DataOrder
+
+    class Items:
+        def __len__(self): return 20
+        def __getitem__(self, k): return os.getpid()
+
+    if __name__ == "__main__":
+        loader = build_loader(Items(), DataOrder(20, 20, 2, seed=0), seed=0, device=torch.device("cpu"),
+                              workers=2, collate=default_collate)
+        pids = {pid for m in loader.fetch(0, 0, range(2)) for pid in m.batch.tolist()}
+        servers = {int(open(f"/proc/{pid}/stat").read().split()[3]) for pid in pids}
+        assert os.getpid() not in servers
+        print(*pids, *servers, flush=True)
+        for pid in pids | servers:
+            os.kill(pid, signal.SIGTERM)  # a scheduler does that; batches must go on
+        for step in range(1, 12):
+            loader.fetch(step, 0, range(2))
+        assert all(open(f"/proc/{pid}/stat").read().split()[2] != "Z" for pid in pids | servers)
+        print("still loading", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_outlive_sigterm_but_not_their_trainer(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(textwrap.dedent(ORPHANS))
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    others: list[int] = []
+    try:
+        others = [os.pidfd_open(int(pid)) for pid in trainer.stdout.readline().split()]
+        output, _ = trainer.communicate(timeout=60)
+        assert "still loading" in output
+        assert trainer.returncode == -signal.SIGKILL
+        assert len(others) == 3
+        for process in others:
+            # Readable once the process has ended.
+            assert select.select([process], [], [], 60)[0], "a worker or its server outlives the trainer"
+    finally:
+        trainer.kill()
+        trainer.wait()
+        for process in others:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_moving_keeps_the_structure_of_a_batch() -> None:
+    batch = {
+        "pair": Pair(torch.ones(2), "a"),
+        "list": [torch.zeros(1), 3],
+        "tuple": (torch.ones(1),),
+        "none": None,
+    }
+    moved = to_device(batch, torch.device("meta"))
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].name == "a"
+    assert [moved["pair"].x.device.type, moved["list"][0].device.type, moved["tuple"][0].device.type] == [
+        "meta"
+    ] * 3
+    assert (moved["list"][1], moved["none"], type(moved["tuple"])) == (3, None, tuple)
+    assert to_device(batch, CPU) is batch
+
+
+@pytest.fixture(autouse=True)
+def _importable_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers import this file by the name that pytest gave it, to find its datasets."""
+    root = Path(__file__).parents[__name__.count(".")]
+    monkeypatch.setattr(sys, "path", [str(root), *sys.path])
+
+
+@pytest.fixture(autouse=True)
+def _generators_restored() -> Iterator[None]:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(states[0]), random.setstate(states[1]), np.random.set_state(states[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("make", "workers"), [(tensors, 0), (Squares, 0), (Squares, 1)])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_gpu_gets_the_same(make: Any, workers: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fits:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    order, gpu = DataOrder(50, 12, 3, seed=0), torch.device("cuda", 0)
+    options: dict[str, Any] = {"seed": 5, "workers": workers, "collate": default_collate}
+    with (
+        closing(build_loader(make(50), order, device=gpu, **options)) as loader,
+        closing(loader_for(make(50), order)) as expected,
+    ):
+        for step in range(order.steps_per_epoch):
+            fetched = loader.fetch(0, step, range(3))
+            assert all(t.device == gpu for m in fetched for t in m.batch)
+            assert flat(fetched) == flat(expected.fetch(0, step, range(3)))

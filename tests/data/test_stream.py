@@ -1,0 +1,262 @@
+"""Streams: S readers whose samples, positions and randomness depend on nothing but the shard."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from paceline.data.microbatch import MicroBatch
+from paceline.data.stream import IterableShards, ShardedStream, StreamLoader, as_stream
+from paceline.errors import ConfigError, DataError
+
+
+class Numbers(IterableDataset[Any]):
+    """0, 1, ..., n - 1, each with noise."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for k in range(self.n):
+            yield k, torch.rand(()).item() + random.random()
+
+
+class Buffered(Numbers):
+    """Shuffles through a buffer, as streaming datasets do."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        buffer: list[int] = []
+        for k in range(self.n):
+            buffer.append(k)
+            if len(buffer) > 4:
+                yield buffer.pop(random.randrange(len(buffer))), 0.0
+        while buffer:
+            yield buffer.pop(), 0.0
+
+
+class Ranges:
+    """A stream of its own: shard k holds sizes[k] numbers from 1000 k on."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.opened: list[int] = []
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> RangeReader:
+        assert num_shards == len(self.sizes)
+        self.opened.append(shard)
+        return RangeReader(1000 * shard, self.sizes[shard])
+
+
+class RangeReader:
+    def __init__(self, first: int, size: int) -> None:
+        self.next, self.stop = first, first + size
+
+    def __next__(self) -> int:
+        if self.next == self.stop:
+            raise StopIteration
+        self.next += 1
+        return self.next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def loader_for(
+    stream: ShardedStream, num_shards: int, global_batch_size: int, min_shard: int = 2
+) -> StreamLoader:
+    return StreamLoader(
+        stream,
+        global_batch_size=global_batch_size,
+        num_shards=num_shards,
+        min_shard=min_shard,
+        seed=11,
+        device=torch.device("cpu"),
+        collate=default_collate,
+    )
+
+
+def flat(micro_batches: list[MicroBatch]) -> list[tuple[Any, ...]]:
+    return [(m.shard, m.num_samples, m.checksum, torch.stack(list(m.batch)).tolist()) for m in micro_batches]
+
+
+def epoch_of(loader: StreamLoader, epoch: int, shards: range) -> list[list[MicroBatch]]:
+    steps = [loader.fetch(epoch, 0, shards)]
+    while not loader.exhausted(shards):
+        steps.append(loader.fetch(epoch, len(steps), shards))
+    return steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(0, 90),
+    num_shards=st.integers(1, 4),
+    per_shard=st.integers(3, 7),
+    extra=st.integers(0, 3),
+    min_shard=st.integers(1, 3),
+)
+def test_an_epoch_holds_each_sample_once(
+    n: int, num_shards: int, per_shard: int, extra: int, min_shard: int
+) -> None:
+    loader = loader_for(IterableShards(Numbers(n)), num_shards, per_shard * num_shards + extra, min_shard)
+    shards = range(num_shards)
+    shard_sizes = [len(range(k, n, num_shards)) for k in shards]
+    if any(0 < size < min_shard for size in shard_sizes):
+        with pytest.raises(DataError, match=r"shard \d holds \d samples in all"):
+            epoch_of(loader, 0, shards)
+        return
+    steps = epoch_of(loader, 0, shards)
+    seen: dict[int, list[int]] = {k: [] for k in shards}
+    for step in steps:
+        for m in step:
+            seen[m.shard] += m.batch[0].tolist()
+            size = per_shard + (m.shard < extra % num_shards) + extra // num_shards
+            assert min_shard <= m.num_samples < size + min_shard
+    assert seen == {k: list(range(k, n, num_shards)) for k in shards}
+    assert all(steps) or n == 0
+    assert loader.fetch(0, len(steps), shards) == []
+
+
+@pytest.mark.parametrize("dataset", [Numbers(57), Buffered(57)], ids=["plain", "shuffle buffer"])
+def test_any_world_size_gets_the_same(dataset: Numbers) -> None:
+    stream = IterableShards(dataset)
+    expected = [flat(step) for step in epoch_of(loader_for(stream, 4, 22), 1, range(4))]
+    for cuts in ([0, 4], [0, 2, 4], [0, 1, 2, 3, 4]):
+        ranks = [(loader_for(stream, 4, 22), range(a, b)) for a, b in itertools.pairwise(cuts)]
+        for step, micro_batches in enumerate(expected):
+            got = [m for loader, shards in ranks for m in loader.fetch(1, step, shards)]
+            assert flat(got) == micro_batches
+        assert all(loader.exhausted(shards) for loader, shards in ranks)
+    assert sorted(int(x) for step in expected for m in step for x in m[3][0]) == list(range(57))
+    assert [flat(s) for s in epoch_of(loader_for(stream, 4, 22), 2, range(4))] != expected
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_a_saved_position_continues_exactly_on_other_ranks(stop: int) -> None:
+    stream = IterableShards(Numbers(41))
+    expected = [flat(step) for step in epoch_of(loader_for(stream, 3, 12), 0, range(3))]
+    assert len(expected) == 4
+    ranks = [(loader_for(stream, 3, 12), range(2)), (loader_for(stream, 3, 12), range(2, 3))]
+    for step in range(stop):
+        for loader, shards in ranks:
+            loader.fetch(0, step, shards)
+    saved: dict[str, Any] = {}
+    for loader, shards in ranks:
+        saved |= loader.state_dict(shards)
+    resumed = [(loader_for(stream, 3, 12), range(1)), (loader_for(stream, 3, 12), range(1, 3))]
+    for loader, _ in resumed:
+        loader.load_state_dict(json.loads(json.dumps(saved)))
+    again: dict[str, Any] = {}
+    for loader, shards in resumed:
+        again |= loader.state_dict(shards)
+    assert again == saved
+    for step in range(stop, 5):
+        got = [m for loader, shards in resumed for m in loader.fetch(0, step, shards)]
+        assert flat(got) == (expected[step] if step < 4 else [])
+
+
+def test_shards_of_different_length_end_one_by_one() -> None:
+    loader = loader_for(Ranges([9, 4, 0]), 3, 12)
+    sizes = [[(m.shard, m.num_samples) for m in step] for step in epoch_of(loader, 0, range(3))]
+    # The ninth sample of shard 0 is no micro-batch of two: it joins the one before.
+    assert sizes == [[(0, 4), (1, 4)], [(0, 5)]]
+
+
+def test_a_shard_that_comes_back_is_not_continued_where_it_left() -> None:
+    stream = Ranges([40, 40])
+    loader = loader_for(stream, 2, 8)
+    loader.fetch(0, 0, range(2))
+    loader.fetch(0, 1, range(1))  # shard 1 went elsewhere for one step
+    _, micro_batch = loader.fetch(0, 2, range(2))
+    # Without a state it is read again from its beginning, up to this step.
+    assert micro_batch.batch.tolist() == [1008, 1009, 1010, 1011]
+    assert stream.opened == [0, 1, 1]
+
+
+def test_a_loaded_reader_goes_to_its_position_by_itself() -> None:
+    first = loader_for(Ranges([40, 40]), 2, 8)
+    for step in range(3):
+        first.fetch(0, step, range(2))
+    states = first.state_dict(range(2))
+    # The one micro-batch that was read ahead does not count.
+    assert [states[k]["reader"] for k in ("0", "1")] == [{"next": 12}, {"next": 1012}]
+    second = loader_for(Ranges([40, 40]), 2, 8)
+    second.load_state_dict(states)
+    assert [m.batch.tolist()[0] for m in second.fetch(0, 3, range(2))] == [12, 1012]
+
+
+def test_streams_are_told_from_map_style_datasets() -> None:
+    class Archive(Dataset[int]):
+        """Map-style, although it can be opened."""
+
+        def __getitem__(self, k: int) -> int:
+            return k
+
+        def open(self) -> None: ...
+
+    class Both(Numbers):
+        def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> RangeReader:
+            return RangeReader(0, 1)
+
+    ranges, both = Ranges([1]), Both(3)
+    assert as_stream(ranges) is ranges
+    assert as_stream(both) is both
+    assert isinstance(as_stream(Numbers(3)), IterableShards)
+    assert as_stream(Archive()) is None
+    assert as_stream([1, 2]) is None
+
+
+def test_the_trainers_generators_are_left_alone() -> None:
+    torch.manual_seed(4)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(4)
+    loader_for(IterableShards(Numbers(30)), 2, 8).fetch(0, 0, range(2))
+    assert torch.rand(2).tolist() == expected
+
+
+def test_what_goes_wrong_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            yield from ((k, 0.0) for k in range(9))
+            raise OSError("the disk is gone")
+
+    class Ragged(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            yield from (torch.zeros(2 if k == 4 else 1) for k in range(self.n))
+
+    class OneShot(Numbers):
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            return 0
+
+    loader = loader_for(IterableShards(Broken(0)), 2, 8)
+    with pytest.raises(
+        DataError, match=r"train stream, shard 0, item 5 cannot be read: OSError: the disk is gone"
+    ):
+        loader.fetch(0, 0, range(2))
+    assert "Traceback" in caplog.text
+    with pytest.raises(DataError, match=r"shard 0: .* different shapes: sample 2 has \(2,\)"):
+        loader_for(IterableShards(Ragged(20)), 2, 8).fetch(0, 0, range(2))
+    with pytest.raises(DataError, match=r"OneShot\.__iter__ returns the dataset itself"):
+        loader_for(IterableShards(OneShot(5)), 2, 8).fetch(0, 0, range(2))
+    with pytest.raises(ConfigError, match=r"--global-batch-size 5 is too small for 3 shards"):
+        loader_for(Ranges([1, 1, 1]), 3, 5)
+
+
+def test_the_checksum_tells_positions_apart() -> None:
+    loader = loader_for(Ranges([40, 40]), 2, 8)
+    checksums = {m.checksum for step in range(4) for m in loader.fetch(0, step, range(2))}
+    assert len(checksums) == 8

@@ -1,0 +1,167 @@
+"""The code blocks of the README and the documentation, run as a reader would run them.
+
+All blocks of a page are run in order, in one empty directory:
+
+- ``python``: a program, run by itself;
+- ``python title="file.py"``: a file, written where the blocks after it find it;
+- ``console``: every line that starts with ``$`` is a command that must succeed; the other lines
+  show its output and are not compared;
+- ``toml`` and ``json`` must parse; ``text`` is not code.
+
+A block that is not run says so, and why, in a comment on the line above it::
+
+    <!-- not run: needs two machines -->
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TIME_LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block: where it stands, what its fence says, and what is in it."""
+
+    line: int
+    language: str
+    title: str | None
+    not_run: str | None
+    text: str
+
+
+def code_blocks(markdown: str) -> list[Block]:
+    """The fenced blocks of a page, also those that are indented, in order."""
+    blocks: list[Block] = []
+    lines = markdown.splitlines()
+    number = 0
+    while number < len(lines):
+        fence = re.fullmatch(r"(\s*)```(\S*)\s*(.*)", lines[number])
+        if not fence:
+            number += 1
+            continue
+        indent, language, info = fence.groups()
+        end = lines.index(f"{indent}```", number + 1)
+        marker = re.fullmatch(r"\s*<!-- not run: (.+) -->", lines[number - 1]) if number else None
+        title = re.search(r'title="([^"]+)"', info)
+        blocks.append(
+            Block(
+                line=number + 1,
+                language=language,
+                title=title[1] if title else None,
+                not_run=marker[1] if marker else None,
+                text="\n".join(line.removeprefix(indent) for line in lines[number + 1 : end]) + "\n",
+            )
+        )
+        number = end + 1
+    return blocks
+
+
+def commands(console: str) -> list[str]:
+    """The commands of a console block; one that ends in a backslash goes on in the next line."""
+    return re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, flags=re.MULTILINE)
+
+
+def run(command: list[str], directory: Path) -> None:
+    """Run a command where nothing but Paceline's own environment is on the path, and end all it started."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1",
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIME_LIMIT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, f"{command[-1]}\nexited with {process.returncode}:\n{output[-4000:]}"
+
+
+def run_block(block: Block, directory: Path) -> None:
+    match block.language:
+        case "python" if block.title is not None:
+            compile(block.text, block.title, "exec")
+            (directory / block.title).write_text(block.text, encoding="utf-8")
+        case "python":
+            program = directory / f"block_{block.line}.py"
+            program.write_text(block.text, encoding="utf-8")
+            run([sys.executable, program.name], directory)
+        case "console":
+            found = commands(block.text)
+            assert found, "a console block without a command; use text for output alone"
+            for command in found:
+                run(["bash", "-e", "-o", "pipefail", "-c", command], directory)
+        case "toml":
+            tomllib.loads(block.text)
+        case "json":
+            json.loads(block.text)
+        case "text" | "mermaid":
+            pass
+        case other:
+            pytest.fail(f"a block is python, console, toml, json, mermaid or text, not {other!r}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        if block.not_run is None:
+            try:
+                run_block(block, tmp_path)
+            except (AssertionError, ValueError, SyntaxError) as error:
+                pytest.fail(f"{page.name}, the {block.language} block at line {block.line}:\n{error}")
+
+
+def test_blocks_are_found_with_their_titles_and_reasons() -> None:
+    page = """
+```python title="a.py"
+x = 1
+```
+
+1. indented
+
+   <!-- not run: needs a GPU -->
+   ```console
+   $ first \\
+       --second
+   output
+   $ third
+   ```
+"""
+    titled, indented = code_blocks(page)
+    assert (titled.language, titled.title, titled.not_run, titled.text) == ("python", "a.py", None, "x = 1\n")
+    assert (indented.language, indented.not_run, indented.line) == ("console", "needs a GPU", 9)
+    assert commands(indented.text) == ["first \\\n    --second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [("python", "raise SystemExit(3)\n"), ("console", "$ false\n"), ("toml", "a =\n"), ("bash", "ls\n")],
+)
+def test_a_block_that_does_not_work_is_a_failure(language: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+        run_block(Block(line=1, language=language, title=None, not_run=None, text=text), tmp_path)

@@ -1,0 +1,124 @@
+"""The package as it is installed: its names, its types, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+EXPORTED = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Defaults",
+    "LaunchError",
+    "Loss",
+    "NonFiniteLossError",
+    "PacelineError",
+    "PeerLostError",
+    "Result",
+    "RunDirectoryError",
+    "StopRequested",
+    "Task",
+    "TaskError",
+    "UserError",
+    "__version__",
+    "fit",
+]
+COMMANDS = ["train", "resume", "runs", "logs", "audit", "bench", "version"]
+
+
+LISTING = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*sys.modules, sep="\\n", file=sys.stderr))
+"""
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def modules_imported_by(code: str) -> set[str]:
+    """What is in ``sys.modules`` when a fresh interpreter has run the code."""
+    finished = run_python("-c", f"{LISTING}\n{code}")
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    return set(finished.stderr.split())
+
+
+def test_exported_names() -> None:
+    assert sorted(paceline.__all__) == EXPORTED
+    assert set(EXPORTED) <= set(dir(paceline))
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_each_exported_name_is_there(name: str) -> None:
+    assert getattr(paceline, name) is not None
+
+
+def test_type_checkers_see_every_exported_name() -> None:
+    source = Path(paceline.__file__).read_text(encoding="utf-8")
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline.")
+        for alias in node.names
+    }
+    assert imported == set(EXPORTED) - {"__version__"}
+
+
+def test_every_deliberate_error_is_exported() -> None:
+    from paceline import errors
+
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.PacelineError)
+    }
+    assert defined <= set(paceline.__all__)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'fitt'"):
+        _ = paceline.fitt
+
+
+def test_version_is_the_installed_one() -> None:
+    assert importlib.metadata.version("paceline") == paceline.__version__
+
+
+def test_package_is_typed() -> None:
+    assert importlib.resources.files("paceline").joinpath("py.typed").is_file()
+
+
+def test_import_is_light() -> None:
+    imported = modules_imported_by("import paceline")
+    assert "paceline" in imported
+    assert not imported & {"torch", "numpy", "rich", "cyclopts", "paceline.api"}
+
+
+def test_names_of_the_user_interface_need_no_torch() -> None:
+    imported = modules_imported_by("from paceline import Defaults, Loss, Task, TaskError")
+    assert "paceline.task" in imported
+    assert "torch" not in imported
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["version", "--help"]], ids=" ".join)
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    command = f"sys.argv[1:] = {arguments}; runpy.run_module('paceline', run_name='__main__')"
+    imported = modules_imported_by(command)
+    assert "paceline.cli" in imported
+    assert not imported & {"torch", "numpy", "tensorboard"}
+
+
+def test_help_lists_every_command() -> None:
+    finished = run_python("-m", "paceline", "--help")
+    assert finished.returncode == 0, finished.stderr
+    words = finished.stdout.split()
+    assert [command for command in COMMANDS if command not in words] == []
