@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunConfig, config_from_mapping
+from paceline.config import config_from_mapping
 from paceline.distributed.environment import Environment, detect_environment
 from paceline.errors import LaunchError, StopRequested, TaskError
 from paceline.job import Job
 from paceline.launchers.job import launch
-from paceline.run_directory import RunDirectory
 from paceline.task import RECIPES, Task, task_fields
 from paceline.worker import run
 
@@ -57,7 +56,9 @@ class Result:
 
     def __str__(self) -> str:
         shown = ", ".join(
-            f"{split} {name} {value:.4g}" for split, values in self.metrics.items() for name, value in values.items()
+            f"{split} {name} {value:.4g}"
+            for split, values in self.metrics.items()
+            for name, value in values.items()
         )
         return f"{self.run}: {self.steps} steps, {self.samples} samples{', ' + shown if shown else ''}"
 
@@ -95,7 +96,9 @@ def fit(
     environment = detect_environment(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
     )
-    if is_rank(environment) or (config.nproc == 1 and config.nodes == 1 and config.on in ("auto", "inprocess")):
+    if is_rank(environment) or (
+        config.nproc == 1 and config.nodes == 1 and config.on in ("auto", "inprocess")
+    ):
         return Result.of(run(Job(config=config, quiet=quiet), environment, task))
     fields = task_fields(task)
     code, directory = launch(config, fields=fields, quiet=quiet)
@@ -103,7 +106,9 @@ def fit(
         raise StopRequested(f"stopped, as asked; everything is saved in {directory.path}", exit_code=code)
     record = directory.read_result()
     if code != 0 or record is None:
-        raise LaunchError(f"the run in {directory.path} failed; the message above says why.", exit_code=code or 1)
+        raise LaunchError(
+            f"the run in {directory.path} failed; the message above says why.", exit_code=code or 1
+        )
     return Result.of(record)
 
 
@@ -120,7 +125,10 @@ def task_spec(task: Task) -> str:
     """
     kind = type(task)
     if kind.__qualname__ != kind.__name__:
-        raise TaskError(f"the task class {kind.__qualname__} is defined inside something; move it to the top level of its file.")
+        raise TaskError(
+            f"the task class {kind.__qualname__} is defined inside something; "
+            "move it to the top level of its file."
+        )
     here = f"{kind.__module__}:{kind.__name__}"
     for name, recipe in RECIPES.items():
         if recipe == here:

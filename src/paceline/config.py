@@ -43,12 +43,18 @@ class RunConfig:
         None, "HOST:PORT of machine 0, where several machines meet.", group="Processes"
     )
     rdzv_id: str = _option("paceline", "A name that all machines of one run share.", group="Processes")
-    backend: Literal["auto", "gloo", "nccl"] = _option("auto", "The process group's backend.", group="Processes")
-    interface: str | None = _option(None, "Network interface for gloo and NCCL, e.g. eth0.", group="Processes")
+    backend: Literal["auto", "gloo", "nccl"] = _option(
+        "auto", "The process group's backend.", group="Processes"
+    )
+    interface: str | None = _option(
+        None, "Network interface for gloo and NCCL, e.g. eth0.", group="Processes"
+    )
     init_timeout: str = _option("5min", "How long to wait for all processes to appear.", group="Processes")
     comm_debug: bool = _option(False, "Verbose logs of NCCL, gloo and torch.distributed.", group="Processes")
     threads: int | None = _option(
-        None, "CPU threads a process; a pin. Default: OMP_NUM_THREADS, else cores over processes.", group="Processes"
+        None,
+        "CPU threads a process; a pin. Default: OMP_NUM_THREADS, else cores over processes.",
+        group="Processes",
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "Where the model lives.", group="Processes")
 
@@ -71,11 +77,17 @@ class RunConfig:
     global_batch_size: int | None = _option(None, "Samples a step, over all processes.", group="Training")
     epochs: int | None = _option(None, "Passes over the training data.", group="Training")
     max_steps: int | None = _option(None, "Stop after this many steps instead.", group="Training")
-    seed: int = _option(0, "Decides the data's order, the initial weights and all randomness.", group="Training")
-    precision: Literal["fp32", "bf16", "fp16"] = _option("fp32", "Mixed precision by torch.amp.", group="Training")
+    seed: int = _option(
+        0, "Decides the data's order, the initial weights and all randomness.", group="Training"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = _option(
+        "fp32", "Mixed precision by torch.amp.", group="Training"
+    )
     clip_norm: float | None = _option(None, "Clip the gradient's 2-norm to this.", group="Training")
     ema: float | None = _option(
-        None, "Keep an exponential moving average of the weights with this decay, and evaluate it.", group="Training"
+        None,
+        "Keep an exponential moving average of the weights with this decay, and evaluate it.",
+        group="Training",
     )
     compile: bool = _option(False, "Compile the model with torch.compile.", group="Training")
 
@@ -91,14 +103,18 @@ class RunConfig:
     early_stop: str | None = _option(
         None, "METRIC:PATIENCE; stop after PATIENCE evaluations without a better METRIC.", group="Evaluation"
     )
-    best: str | None = _option(None, "METRIC:min or METRIC:max, which decides the best model.", group="Evaluation")
+    best: str | None = _option(
+        None, "METRIC:min or METRIC:max, which decides the best model.", group="Evaluation"
+    )
 
     run: str | None = _option(None, "The run's directory. Default: runs/TASK-TIME.", group="Run directory")
     resume: Literal["auto", "never", "must"] = _option(
         "auto", "auto: continue an existing run; never: refuse one; must: require one.", group="Run directory"
     )
     checkpoint_every: tuple[str, ...] = _option(
-        ("1epoch",), "Nsteps, Nmin (s, min, h) or Nepochs; may be repeated. never: only at the end.", group="Run directory"
+        ("1epoch",),
+        "Nsteps, Nmin (s, min, h) or Nepochs; may be repeated. never: only at the end.",
+        group="Run directory",
     )
     keep: int = _option(3, "Checkpoints to keep, besides the best.", group="Run directory")
     log_every: int = _option(50, "Steps between two log records.", group="Run directory")
@@ -172,12 +188,10 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         elif typing.get_origin(option) is tuple:
             if isinstance(value, tuple) and all(isinstance(v, str) for v in value):
                 return
-        elif option is type(None):
-            if value is None:
+        elif isinstance(value, bool):
+            if option is bool:
                 return
-        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return
-        elif isinstance(value, option) and not (option is int and isinstance(value, bool)):
+        elif isinstance(value, int | float if option is float else option):
             return
     wanted: list[str] = []
     for option in options:
@@ -185,7 +199,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
             wanted += [str(choice) for choice in typing.get_args(option)]
         elif option is not type(None):
             wanted.append("text" if option is str else getattr(option, "__name__", str(option)))
-    raise ConfigError(f"{flag(name)} must be {', '.join(wanted[:-1])}{' or ' if wanted[:-1] else ''}{wanted[-1]}, but is {value!r}.")
+    choices = " or ".join([", ".join(wanted[:-1]), wanted[-1]] if wanted[:-1] else wanted)
+    raise ConfigError(f"{flag(name)} must be {choices}, but is {value!r}.")
 
 
 def config_from_mapping(values: Mapping[str, Any], source: str) -> RunConfig:
@@ -269,7 +284,9 @@ def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval
         return Interval()
     match = re.fullmatch(r"(\d+)\s*(steps?|epochs?)", text)
     if match and int(match[1]) > 0:
-        return Interval(steps=int(match[1])) if match[2].startswith("step") else Interval(epochs=int(match[1]))
+        return (
+            Interval(steps=int(match[1])) if match[2].startswith("step") else Interval(epochs=int(match[1]))
+        )
     if allow_time:
         try:
             return Interval(seconds=parse_duration_s(text, name))

@@ -35,7 +35,9 @@ class Job:
     def to_toml(self) -> str:
         """The job as text."""
         document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
-        document["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()}
+        document["config"] = {
+            k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
+        }
         if self.fields is not None:
             # As JSON: a field may be None, which TOML has no word for.
             document["fields"] = json.dumps(dict(self.fields))

@@ -147,7 +147,9 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise RunDirectoryError(f"{self.result} is damaged: {error}. Remove it to conclude the run again.") from error
+            raise RunDirectoryError(
+                f"{self.result} is damaged: {error}. Remove it to conclude the run again."
+            ) from error
         return dict(result)
 
     def append_event(self, kind: str, **fields: Any) -> None:

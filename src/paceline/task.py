@@ -151,7 +151,11 @@ def load_task_class(spec: str) -> type[Task]:
     found = getattr(module, name, None)
     if found is None:
         there = [n for n, v in vars(module).items() if _is_task_class(v) and v.__module__ == module.__name__]
-        hint = f"It defines: {', '.join(there)}." if there else "It defines no task (a dataclass that extends paceline.Task)."
+        hint = (
+            f"It defines: {', '.join(there)}."
+            if there
+            else "It defines no task (a dataclass that extends paceline.Task)."
+        )
         raise TaskError(f"{place} has no {name!r}. {hint}")
     if not _is_task_class(found):
         raise TaskError(f"{spec}: {name} is not a task; it must be a dataclass that extends paceline.Task.")
@@ -169,7 +173,10 @@ def _import_module(name: str, spec: str) -> types.ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise TaskError(f"task {spec!r}: there is no module {error.name!r} here (looked in the current directory and the environment).") from error
+            raise TaskError(
+                f"task {spec!r}: there is no module {error.name!r} here "
+                "(looked in the current directory and the environment)."
+            ) from error
         raise TaskError(f"task {spec!r}: {name} imports {error.name!r}, which is not installed.") from error
     except SyntaxError as error:
         raise TaskError(_syntax_message(spec, error)) from error
@@ -203,7 +210,9 @@ def _import_file(path: Path, spec: str) -> types.ModuleType:
         if isinstance(error, SyntaxError):
             raise TaskError(_syntax_message(spec, error)) from error
         if isinstance(error, ModuleNotFoundError):
-            raise TaskError(f"task {spec!r}: {path.name} imports {error.name!r}, which is not installed.") from error
+            raise TaskError(
+                f"task {spec!r}: {path.name} imports {error.name!r}, which is not installed."
+            ) from error
         raise
     return module
 
@@ -230,7 +239,9 @@ def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
     try:
         return task_class(**converted)
     except TypeError as error:
-        raise TaskError(f"{task_class.__name__} cannot be built: {error}. Give the missing fields with --set NAME=VALUE.") from error
+        raise TaskError(
+            f"{task_class.__name__} cannot be built: {error}. Give the missing fields with --set NAME=VALUE."
+        ) from error
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
@@ -269,9 +280,9 @@ def task_fields(task: Task) -> dict[str, Any]:
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Convert a string from the command line, or a TOML value, to the annotated type."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
-        if type(None) in options or hint is Any:
-            return None
+    says_none = value is None or (isinstance(value, str) and value.lower() == "none")
+    if says_none and (type(None) in options or hint is Any):
+        return None
     for option in options:
         try:
             return _convert_to(value, option)
@@ -311,7 +322,9 @@ def _convert_to(value: Any, kind: Any) -> Any:
             raise ValueError
         arguments = [a for a in typing.get_args(kind) if a is not Ellipsis]
         kinds = arguments if len(arguments) == len(items) else arguments[:1] * len(items)
-        return origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
+        return (
+            origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
+        )
     if kind is Any:
         return ast.literal_eval(value) if isinstance(value, str) else value
     raise ValueError

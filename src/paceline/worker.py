@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int:
     return run_reported(job, environment)[0]
 
 
-def run_reported(job: Job, environment: Environment, task: Task | None = None) -> tuple[int, dict[str, Any] | None]:
+def run_reported(
+    job: Job, environment: Environment, task: Task | None = None
+) -> tuple[int, dict[str, Any] | None]:
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
     directory = RunDirectory(Path(job.config.run)) if job.config.run else None
     try:

@@ -12,9 +12,9 @@ from paceline.distributed.environment import (
     Environment,
     default_threads,
     detect_environment,
-    first_host,
     parse_endpoint,
 )
+from paceline.distributed.slurm import first_host
 from paceline.errors import ConfigError
 
 ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -24,7 +24,7 @@ RunOptions = Annotated[Options | None, Parameter(name="*")]
 def train(
     task: str = "",
     *,
-    run: Annotated[str | None, Parameter(group="Run directory")] = None,
+    run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
     config: Annotated[Path | None, Parameter(group="Task")] = None,
     options: RunOptions = None,
     dry_run: Flag = False,
@@ -38,7 +38,8 @@ def train(
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
     run
-        The run's directory. Default: runs/TASK-TIME.
+        The run's directory. Default: runs/TASK-TIME. Under torchrun write --run-dir: torchrun takes
+        --run for an abbreviation of one of its own options.
     config
         A TOML file with these options, such as a run.toml; the command line wins.
     dry_run
@@ -85,8 +86,10 @@ def resume(
 
 
 # Options that decide no bit of the model but that a continued run is expected to keep.
-_KEPT = ("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers")
-_KEPT += ("checkpoint_every", "keep", "log_every")
+_KEPT: tuple[str, ...] = (
+    *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
+    *("checkpoint_every", "keep", "log_every"),
+)
 
 
 def _start(config: RunConfig, *, dry_run: bool, json: bool, quiet: bool) -> int:
@@ -101,14 +104,16 @@ def _start(config: RunConfig, *, dry_run: bool, json: bool, quiet: bool) -> int:
         return code
     if dry_run:
         _, rendered, job, directory = prepare(config, fields=None, quiet=quiet)
-        print(f"# {directory.path}/job.toml\n" + "".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
+        print(f"# {directory.path}/job.toml")
+        print("".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
         print(rendered.text, end="")
         return 0
     code, directory = launch(config, quiet=quiet)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)
     elif code in (75, 130) and not quiet:
-        print(f"paceline: stopped and saved. Continue with: paceline resume {directory.path}", file=sys.stderr)
+        again = f"paceline resume {directory.path}"
+        print(f"paceline: stopped and saved. Continue with: {again}", file=sys.stderr)
     return code
 
 

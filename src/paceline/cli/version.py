@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 import platform
-from importlib.metadata import PackageNotFoundError, version as version_of
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import Annotated
 
 from cyclopts import Parameter

@@ -31,7 +31,9 @@ class ShardedBuffers:
         ]
         self.floats = [buffer for _, _, buffer in self._floats]
         self.integers = [buffer for _, _, buffer in self._integers]
-        self.counts = torch.zeros(1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64)
+        self.counts = torch.zeros(
+            1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64
+        )
         self._float_base: list[torch.Tensor] = []
         self._integer_base: list[torch.Tensor] = []
 
@@ -56,7 +58,9 @@ class ShardedBuffers:
         if self.floats:
             values = [_current(place) for place in self._floats]
             # By value: batch norm does not raise its statistics' version counters.
-            changed += [int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)]
+            changed += [
+                int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)
+            ]
             # Multiplied first: a fused multiply-add would round a lone shard differently from a pair.
             torch._foreach_add_(list(float_sums), torch._foreach_mul(values, float(samples)))
         if self.integers:
@@ -85,7 +89,9 @@ class ShardedBuffers:
             _assign(place, base + total.div_(shards, rounding_mode="floor"))
 
     def _restore(
-        self, places: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]], base: Sequence[torch.Tensor]
+        self,
+        places: Sequence[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]],
+        base: Sequence[torch.Tensor],
     ) -> None:
         for place, value in zip(places, base, strict=True):
             _assign(place, value)

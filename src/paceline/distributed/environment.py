@@ -14,12 +14,12 @@ The first of these that says something wins:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from paceline.distributed.slurm import first_host, tasks_per_node
 from paceline.errors import ConfigError
 
 LISTEN_FD = "PACELINE_LISTEN_FD"
@@ -195,9 +195,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment | None:
         return None
     node_rank = _integer(environ, "SLURM_NODEID")
     tasks = (
-        _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-        if "SLURM_STEP_TASKS_PER_NODE" in environ
-        else []
+        tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]) if "SLURM_STEP_TASKS_PER_NODE" in environ else []
     )
     if node_rank >= len(tasks):
         raise ConfigError(
@@ -298,25 +296,6 @@ def parse_endpoint(text: str, name: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{name} must be HOST:PORT with a port from 1 to 65535, but is {text!r}.")
     return host, int(port)
-
-
-def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list: ``gpu[03-07,12],login1`` -> ``gpu03``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", node_list)
-    if match is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST has no host in it: {node_list!r}.")
-    return f"{match[1]}{match[2] or ''}{match[3]}"
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's ``2(x3),1`` -> [2, 2, 2, 1]."""
-    tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is malformed: {text!r}.")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
 
 
 def _address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:

@@ -27,7 +27,9 @@ class _Place:
     def view(self, slot: Slot) -> torch.Tensor:
         if self.dtype not in slot:  # an empty tensor takes no lane
             return torch.empty(self.shape, dtype=self.dtype)
-        return slot[self.dtype][self.start : self.start + self.shape.numel()].as_strided(self.shape, self.stride)
+        return slot[self.dtype][self.start : self.start + self.shape.numel()].as_strided(
+            self.shape, self.stride
+        )
 
 
 class FlatLayout:
@@ -59,7 +61,9 @@ class FlatLayout:
         open_bucket: dict[torch.dtype, int] = {}
         for name, parameter in reversed(list(parameters)):
             if parameter.is_complex():
-                raise TaskError(f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed.")
+                raise TaskError(
+                    f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed."
+                )
             place = self._append(parameter.dtype, parameter, _dense_stride(parameter))
             self._gradient_places.insert(0, place)
             number = open_bucket.get(place.dtype)
@@ -73,7 +77,9 @@ class FlatLayout:
             self.bucket_of.insert(0, number)
         self.gradients = dict(self.lanes)
         self._float_places = [self._append(b.dtype, b, _contiguous_stride(b.shape)) for b in float_buffers]
-        self._integer_places = [self._append(torch.int64, b, _contiguous_stride(b.shape)) for b in integer_buffers]
+        self._integer_places = [
+            self._append(torch.int64, b, _contiguous_stride(b.shape)) for b in integer_buffers
+        ]
         self._counts_place = self._append(torch.int64, counts, counts.stride())
         self.buckets += [
             Bucket(dtype, self.gradients.get(dtype, 0), numel)

@@ -106,7 +106,7 @@ class GradientReducer:
         self._bucket_sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
         self._gradient_buckets = 1 + max(layout.bucket_of, default=-1)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
             if self._transport.overlaps
         ]
@@ -139,7 +139,9 @@ class GradientReducer:
         if len(self._steps) == 1 and self._transport.overlaps:
             self._missing = self._bucket_sizes.copy()
 
-    def end_shard(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
+    def end_shard(
+        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
+    ) -> None:
         """Take in what the shard left in the gradients and buffers, and its sums."""
         step = self._steps[-1]
         self._sums.append(_ShardSums(self._shards.pop(), samples, weight, loss_sum.detach(), checksum))
@@ -170,7 +172,8 @@ class GradientReducer:
         Raises:
             PeerLostError: a rank went away; gradients and buffers are undefined.
         """
-        assert len(row) == self._row_length and not self._steps
+        assert len(row) == self._row_length
+        assert not self._steps, "a shard has not been ended"
         headers = self._transport.exchange(self._header(row))
         fields_at = 1 + self._row_length
         sums = [

@@ -6,7 +6,6 @@ every interface, so the socket is bound here and handed to it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,15 +21,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from paceline.distributed.environment import Environment, is_loopback
+from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, interface_address
 from paceline.errors import ConfigError, PeerLostError
 from paceline.run_directory import write_atomically
 
-LOOPBACK = "127.0.0.1"
 _TOKEN = "paceline/job"
 _RETRY_S = 0.02
 
@@ -199,9 +197,9 @@ def _meets_by_file(environment: Environment) -> bool:
 
 def _bound_listener(environment: Environment, interface: str | None) -> socket.socket:
     if environment.listen_fd is not None:
-        return _inherited(environment.listen_fd)
+        return inherited_socket(environment.listen_fd)
     if _meets_by_file(environment):
-        return _bound(LOOPBACK, 0)
+        return bound_socket(LOOPBACK, 0)
     if environment.master_addr is not None and environment.master_port is not None:
         host, ports = environment.master_addr, [environment.master_port]
     else:
@@ -213,7 +211,7 @@ def _bound_listener(environment: Environment, interface: str | None) -> socket.s
     failure = None
     for port in ports:
         try:
-            return _bound(host, port)
+            return bound_socket(host, port)
         except OSError as error:
             failure = error.strerror
     raise ConfigError(
@@ -298,60 +296,3 @@ def _meeting_file(environment: Environment) -> Path:
     # Without a job id, the processes of a job on one machine still share their parent.
     key = f"{environment.source}/{environment.job_id or os.getppid()}"
     return directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-
-
-def _inherited(descriptor: int) -> socket.socket:
-    try:
-        listener = socket.socket(fileno=os.dup(descriptor))
-        os.set_inheritable(descriptor, False)
-        return listener
-    except OSError as error:
-        raise ConfigError(
-            f"PACELINE_LISTEN_FD={descriptor} is not an open socket: {error.strerror}. "
-            "Only the spawn launcher sets it; unset it."
-        ) from error
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host``; to all interfaces where ``host`` is not an address of this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", port))
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface.
-
-    Raises:
-        ConfigError: there is no such interface, or it has none; the message lists those that do.
-    """
-    there = {
-        interface: entry.address
-        for interface, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family == socket.AF_INET
-    }
-    if name not in there:
-        raise ConfigError(
-            f"--interface {name!r} has no IPv4 address here. Those that have: {', '.join(there)}."
-        )
-    return there[name]
-
-
-def loopback_interface() -> str:
-    """The name of the loopback interface: ``lo`` on Linux."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == LOOPBACK for entry in entries):
-            return name
-    raise ConfigError(f"this machine has no loopback interface ({LOOPBACK}); give --interface.")

@@ -75,7 +75,8 @@ class SharedMemoryTransport:
         words = memoryview(self._memory)
         self._arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
         self._headers = [
-            words[headers_at + r * header_bytes :][: header_length * 8].cast("d") for r in range(world.world_size)
+            words[headers_at + r * header_bytes :][: header_length * 8].cast("d")
+            for r in range(world.world_size)
         ]
         all_slots: list[list[Slot]] = []
         offset = slots_at
@@ -96,7 +97,9 @@ class SharedMemoryTransport:
             for slots, nodes in zip(all_slots, plan.nodes, strict=True)
             for position in range(len(nodes))
         ]
-        self._result_chunks = [[slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots]
+        self._result_chunks = [
+            [slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots
+        ]
         self._barrier = _SpinBarrier(
             self._arrivals, self._rank, world.all_gather_json(os.getpid()), timeout_s
         )

@@ -90,7 +90,8 @@ class ReductionPlan:
     def slots(self) -> tuple[int, ...]:
         """How many gradient buffers each rank needs at most."""
         return tuple(
-            max(position + _depth(node, self.kind) for position, node in enumerate(nodes)) for nodes in self.nodes
+            max(position + _depth(node, self.kind) for position, node in enumerate(nodes))
+            for nodes in self.nodes
         )
 
     def accumulation(self, rank: int, present: Sequence[int]) -> tuple[Accumulate, ...]:

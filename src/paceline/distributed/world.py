@@ -23,7 +23,8 @@ from torch import nn
 from torch._C._distributed_c10d import set_debug_level_from_env
 
 from paceline.distributed.environment import Environment
-from paceline.distributed.rendezvous import interface_address, loopback_interface, met
+from paceline.distributed.rendezvous import met
+from paceline.distributed.sockets import interface_address, loopback_interface
 from paceline.errors import ConfigError, PeerLostError
 
 _LOST_PEER = re.compile(

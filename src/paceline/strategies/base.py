@@ -62,7 +62,9 @@ class Strategy(Protocol):
     def backward(self, loss: torch.Tensor) -> None:
         """Add the shard's gradient of ``loss``, a sum over its samples."""
 
-    def end_shard(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
+    def end_shard(
+        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
+    ) -> None:
         """Take in the shard's sums."""
 
     def finish_step(self, row: Sequence[float]) -> StepSums:
@@ -99,7 +101,9 @@ class ReducerStrategy:
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def end_shard(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
+    def end_shard(
+        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
+    ) -> None:
         self._reducer.end_shard(samples, weight, loss_sum, checksum)
 
     def finish_step(self, row: Sequence[float]) -> StepSums:

@@ -18,5 +18,7 @@ class Single(ReducerStrategy):
 
     def __init__(self, module: nn.Module, world: World, options: StrategyOptions) -> None:
         if world.world_size != 1:
-            raise ConfigError(f"--strategy single is for one process, but there are {world.world_size}. Use ddp.")
+            raise ConfigError(
+                f"--strategy single is for one process, but there are {world.world_size}. Use ddp."
+            )
         super().__init__(module, world, options)

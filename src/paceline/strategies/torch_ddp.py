@@ -41,7 +41,12 @@ class TorchDDP:
         self._world_size = world.world_size
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._reducer = GradientReducer(
-            module, plan, world, row_length=options.row_length, timeout_s=options.timeout_s, with_gradients=False
+            module,
+            plan,
+            world,
+            row_length=options.row_length,
+            timeout_s=options.timeout_s,
+            with_gradients=False,
         )
         self._left = 0
 
@@ -62,7 +67,9 @@ class TorchDDP:
         with lost_peers_reported():
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def end_shard(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
+    def end_shard(
+        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
+    ) -> None:
         self._reducer.end_shard(samples, weight, loss_sum, checksum)
 
     def finish_step(self, row: Sequence[float]) -> StepSums:

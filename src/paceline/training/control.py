@@ -40,7 +40,12 @@ class Control:
 
     def row(self, status: Sequence[float] | None = None) -> list[float]:
         """The rank's row, with its status where a record is due."""
-        return [float(self.stop), float(self.save), float(self.more), *(_NO_STATUS if status is None else status)]
+        return [
+            float(self.stop),
+            float(self.save),
+            float(self.more),
+            *(_NO_STATUS if status is None else status),
+        ]
 
 
 def merge(rows: Sequence[Sequence[float]]) -> Control:

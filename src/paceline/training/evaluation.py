@@ -37,7 +37,9 @@ class Evaluator:
         autocast: the precision to evaluate in.
     """
 
-    def __init__(self, task: Task, world: World, batches: EvalBatches, *, seed: int, autocast: Autocast) -> None:
+    def __init__(
+        self, task: Task, world: World, batches: EvalBatches, *, seed: int, autocast: Autocast
+    ) -> None:
         self._task = task
         self._world = world
         self._batches = batches
@@ -57,7 +59,9 @@ class Evaluator:
         for metric in self._objects.values():
             metric.reset()
         world, num_blocks = self._world, self._batches.num_blocks
-        blocks = range(world.rank * num_blocks // world.world_size, (world.rank + 1) * num_blocks // world.world_size)
+        blocks = range(
+            world.rank * num_blocks // world.world_size, (world.rank + 1) * num_blocks // world.world_size
+        )
         sums: dict[str, list[tuple[float, float]]] = {}
         for batch in self._batches.read(blocks):
             seed_evaluation(self._seed, batch.shard)
@@ -94,7 +98,11 @@ class Evaluator:
             return value.double().sum().item(), float(samples)
         if isinstance(value, tuple) and len(value) == 2:
             return float(value[0]), float(value[1])
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        what = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
         raise TaskError(
             f"{type(self._task).__name__}.metrics gave {what} for {name!r} in a batch of {samples} samples; "
             "it must be a 1-d tensor with one value a sample, or a pair (sum, weight)."
@@ -119,9 +127,13 @@ def as_loss(task: Task, value: Any, samples: int) -> Loss:
     loss = value if isinstance(value, Loss) else None
     total = value if loss is None else loss.sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(value).__name__
+        what = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(value).__name__
+        )
         raise TaskError(
-            f"{type(task).__name__}.loss returned {what}; it must return the mean loss of the batch as a scalar "
-            "tensor, or paceline.Loss(sum, weight)."
+            f"{type(task).__name__}.loss returned {what}; it must return the mean loss of the batch "
+            "as a scalar tensor, or paceline.Loss(sum, weight)."
         )
     return Loss(value * samples, float(samples)) if loss is None else loss

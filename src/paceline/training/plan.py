@@ -127,10 +127,13 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
         ConfigError: batch, shards and data do not fit together.
         DataError: a dataset is missing or of an unknown kind.
     """
-    assert isinstance(config.shards, int) and config.global_batch_size is not None
+    assert isinstance(config.shards, int)
+    assert config.global_batch_size is not None
     train = task.build_dataset("train")
     if train is None:
-        raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.')
+        raise DataError(
+            f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.'
+        )
     val = task.build_dataset("val")
     stream = as_stream(train)
     if stream is not None:
@@ -146,7 +149,9 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
     carved = None
     if config.val_fraction is not None:
         if val is not None:
-            raise ConfigError(f"{type(task).__name__} has its own validation split; leave --val-fraction out.")
+            raise ConfigError(
+                f"{type(task).__name__} has its own validation split; leave --val-fraction out."
+            )
         carved = carve(num_samples, config.val_fraction, config.seed)
         num_samples = len(carved.train)
     order = DataOrder(

@@ -31,7 +31,7 @@ def seed_evaluation(seed: int, block: int) -> None:
 def _seed(key: int) -> None:
     # torch.manual_seed() also looks for every other kind of accelerator: 65 us against 1 us.
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)

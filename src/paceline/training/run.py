@@ -88,7 +88,9 @@ class Run:
             data.order,
             seed=self.config.seed,
             device=self.world.device,
-            workers=resolve_workers(data.train, task.collate, self.config.workers, self.world.local_world_size),
+            workers=resolve_workers(
+                data.train, task.collate, self.config.workers, self.world.local_world_size
+            ),
             collate=task.collate,
             index_map=None if data.carved is None else data.carved.train,
         )

@@ -73,7 +73,9 @@ class Saver:
         order = self._run.data.order
         # A stream's positions are counted from the start of the run.
         start, stop = (
-            (progress.samples - sums.samples, progress.samples) if order is None else order.batch_range(step_in_epoch)
+            (progress.samples - sums.samples, progress.samples)
+            if order is None
+            else order.batch_range(step_in_epoch)
         )
         self._ledger.append(
             version=progress.version,
@@ -97,7 +99,8 @@ class Saver:
     def is_due_by_clock(self) -> bool:
         """Whether a save is due by rank 0's clock; the control word tells the others."""
         return self._checkpointer is not None and any(
-            every.seconds is not None and time.monotonic() - self._saved_at >= every.seconds for every in self._every
+            every.seconds is not None and time.monotonic() - self._saved_at >= every.seconds
+            for every in self._every
         )
 
     def save(self, state: Mapping[str, Any], progress: Progress, *, synchronous: bool = False) -> None:
@@ -109,7 +112,9 @@ class Saver:
         if self._checkpointer is not None:
             if progress.version != self._saved_version:
                 self._checkpointer.save(
-                    state, self._info(progress), before_commit=self._before_commit(progress.step, progress.version)
+                    state,
+                    self._info(progress),
+                    before_commit=self._before_commit(progress.step, progress.version),
                 )
             if synchronous:
                 self._checkpointer.wait()

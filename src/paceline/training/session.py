@@ -121,11 +121,14 @@ def _recorded(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
     """What rank 0 finds in the directory: the run's manifest and result, where there are any."""
     if not directory.exists():
         if config.resume == "must":
-            raise RunDirectoryError(f"--resume must: {directory.path} holds no run (no run.toml). Check --run DIR.")
+            raise RunDirectoryError(
+                f"--resume must: {directory.path} holds no run (no run.toml). Check --run DIR."
+            )
         return {"manifest": None, "result": None}
     if config.resume == "never":
         raise RunDirectoryError(
-            f"--resume never: {directory.path} holds a run already. Choose another --run DIR, or leave --resume out."
+            f"--resume never: {directory.path} holds a run already. "
+            "Choose another --run DIR, or leave --resume out."
         )
     return {"manifest": directory.read_manifest(), "result": directory.read_result()}
 
@@ -137,7 +140,9 @@ def _load_task(request: Request, manifest: Mapping[str, Any] | None) -> tuple[Ta
     else:
         spec = request.config.task or (manifest or {}).get("task", {}).get("spec", "")
         if not spec:
-            raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe.")
+            raise TaskError(
+                "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
+            )
         fields: Mapping[str, Any] = parse_assignments(request.config.set)
         if manifest is not None:
             fields = {**manifest["task"]["fields"], **fields}
@@ -183,14 +188,20 @@ def _manifest(config: RunConfig, task: Task, data: DataPlan, world: World) -> di
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "task": {"spec": config.task, "name": type(task).__qualname__, "fields": fields},
-        "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in ("task", "set")},
+        "config": {
+            name: value for name, value in dataclasses.asdict(config).items() if name not in ("task", "set")
+        },
         "data": {
             "train_samples": None if order is None else order.num_samples,
             "val_samples": None if data.carved is None else len(data.carved.val),
             "steps_per_epoch": data.steps_per_epoch,
             "total_steps": data.total_steps,
         },
-        "versions": {"paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {
+            "paceline": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
         "pins": current_pins(config, world.device),
     }
 
@@ -219,7 +230,9 @@ def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
         if checkpoint is not None and not problems:
             _compare(run, path.name, checkpoint.manifest.info)
             return checkpoint.state
-        _log.warning("passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0])
+        _log.warning(
+            "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
+        )
         failed.append(path.name)
 
 

@@ -79,11 +79,10 @@ class TrainingState:
             if (scheduler := _build_scheduler(task, optimizer, total_steps)) is not None
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
-        self.ema = (
-            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema), use_buffers=True)
-            if config.ema is not None
-            else None
-        )
+        self.ema: AveragedModel | None = None
+        if config.ema is not None:
+            average = get_ema_multi_avg_fn(config.ema)  # type: ignore[no-untyped-call]
+            self.ema = AveragedModel(module, multi_avg_fn=average, use_buffers=True)
         self.progress = Progress()
 
     @property
@@ -162,13 +161,16 @@ class TrainingState:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the task as it is now: {error}\n"
-                "If the task's code has changed since the run was created, start a new run with another --run DIR."
+                "If the task's code has changed since the run was created, "
+                "start a new run with another --run DIR."
             ) from error
 
 
 def _load_each(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     if parts.keys() != states.keys():
-        raise ValueError(f"it holds {', '.join(states) or 'none'}, the task builds {', '.join(parts) or 'none'}")
+        raise ValueError(
+            f"it holds {', '.join(states) or 'none'}, the task builds {', '.join(parts) or 'none'}"
+        )
     for name, part in parts.items():
         part.load_state_dict(states[name])
 
@@ -183,7 +185,9 @@ def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
                 "it must return a torch.optim.Optimizer, or a dict of them."
             )
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):
-        raise TaskError(f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter.")
+        raise TaskError(
+            f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter."
+        )
     return named
 
 
@@ -193,12 +197,15 @@ def _trainable(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 def _build_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) -> Any:
     if total_steps is None and type(task).build_scheduler is not Task.build_scheduler:
-        raise TaskError("a scheduler needs the number of steps, and a stream has no length. Give --max-steps.")
+        raise TaskError(
+            "a scheduler needs the number of steps, and a stream has no length. Give --max-steps."
+        )
     return task.build_scheduler(optimizer, total_steps or 0)
 
 
 def _gradient_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
     # Losses are summed over a shard, not averaged: start lower by its size, a power of two.
-    assert config.global_batch_size is not None and isinstance(config.shards, int)
+    assert config.global_batch_size is not None
+    assert isinstance(config.shards, int)
     shard_bits = (-(-config.global_batch_size // config.shards)).bit_length()
     return torch.amp.GradScaler(device.type, init_scale=2.0 ** (16 - shard_bits))

@@ -79,7 +79,8 @@ class Trainer:
             CheckpointError: a checkpoint could not be written, or ``resumed`` does not fit.
         """
         self._begin(resumed)
-        self._settle()
+        if self._settle():
+            self._save()
         while not self._finished():
             sums = self._step()
             word = control.merge(sums.rows)
@@ -121,7 +122,9 @@ class Trainer:
 
             self.profiler = self._resources.enter_context(
                 closing(
-                    profile_steps(run.directory, steps=run.config.profile, first=progress.step, monitor=self.monitor)
+                    profile_steps(
+                        run.directory, steps=run.config.profile, first=progress.step, monitor=self.monitor
+                    )
                 )
             )
         self.strategy.module.train()
@@ -139,7 +142,9 @@ class Trainer:
             strategy.begin_shard()
             seed_shard(run.config.seed, progress.step, microbatch.shard)
             with run.autocast():
-                loss = as_loss(run.task, run.task.loss(strategy.model, microbatch.batch), microbatch.num_samples)
+                loss = as_loss(
+                    run.task, run.task.loss(strategy.model, microbatch.batch), microbatch.num_samples
+                )
             mark("forward")
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
@@ -205,7 +210,9 @@ class Trainer:
         if self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss):
             return  # overflowed gradients: the scaler skips this step and tries a smaller scale
         progress, order = self.state.progress, self.run.data.order
-        step = f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
+        step = (
+            f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
+        )
         if sums.bad_shard is None:
             what = f"the gradient of {step} is NaN or infinite, though its loss is {sums.loss:g}"
         else:
@@ -264,7 +271,9 @@ class Trainer:
         progress, total = self.state.progress, self.run.data.total_steps
         if progress.stopped_early:
             return True
-        return progress.step >= total if total is not None else progress.epoch >= (self.run.config.epochs or 0)
+        return (
+            progress.step >= total if total is not None else progress.epoch >= (self.run.config.epochs or 0)
+        )
 
     def _epoch_ends(self) -> bool:
         progress, steps = self.state.progress, self.run.data.steps_per_epoch

@@ -1,0 +1,75 @@
+"""Sockets that listen on one address, and the network interfaces that have one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import psutil
+
+from paceline.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+def inherited_socket(descriptor: int) -> socket.socket:
+    """The socket that the spawn launcher left under ``descriptor``, for our use alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        listener = socket.socket(fileno=os.dup(descriptor))
+        os.set_inheritable(descriptor, False)
+        return listener
+    except OSError as error:
+        raise ConfigError(
+            f"PACELINE_LISTEN_FD={descriptor} is not an open socket: {error.strerror}. "
+            "Only the spawn launcher sets it; unset it."
+        ) from error
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host``; to all interfaces where ``host`` is not an address of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        ConfigError: there is no such interface, or it has none; the message lists those that do.
+    """
+    there = {
+        interface: entry.address
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    if name not in there:
+        raise ConfigError(
+            f"--interface {name!r} has no IPv4 address here. Those that have: {', '.join(there)}."
+        )
+    return there[name]
+
+
+def loopback_interface() -> str:
+    """The name of the loopback interface: ``lo`` on Linux."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == LOOPBACK for entry in entries):
+            return name
+    raise ConfigError(f"this machine has no loopback interface ({LOOPBACK}); give --interface.")

@@ -1,0 +1,298 @@
+"""Small tasks that use what a task may use, and a place to interrupt them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import paceline
+
+CLASSES, FEATURES = 3, 12
+
+
+class Interruption:
+    """Sends this process a SIGTERM when a loss is computed for the ``at``-th time."""
+
+    at = 0
+    calls = 0
+
+    def count(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+interruption = Interruption()
+
+
+def points(num: int, seed: int = 0) -> TensorDataset:
+    """Points around one centre a class, so near each other that no model is right about all."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(num) % CLASSES
+    noise = torch.randn(num, FEATURES, generator=generator)
+    return TensorDataset(noise + 0.7 * functional.one_hot(labels, FEATURES), labels)
+
+
+@dataclass
+class Points(paceline.Task):
+    """An MLP and SGD; what the other tasks change something of."""
+
+    lr: float = 0.1
+    num: int = 100
+    num_val: int = 0
+    num_test: int = 0
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, shards=4, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+    def build_dataset(self, split: str) -> Any:
+        number = {"train": self.num, "val": self.num_val, "test": self.num_test}[split]
+        return points(number, seed=len(split)) if number else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        return SGD(model.parameters(), lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        if model.training:
+            interruption.count()
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        return {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).float()}
+
+
+@dataclass
+class Everything(Points):
+    """Convolution, batch norm, dropout, AdamW, and a schedule that waits for the validation loss."""
+
+    lr: float = 0.02
+    num: int = 250
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=48, shards=12, epochs=40)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, FEATURES)),
+            nn.Conv1d(1, 6, kernel_size=3),
+            nn.BatchNorm1d(6),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(6 * (FEATURES - 2), CLASSES),
+        )
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=self.lr)
+
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(8, CLASSES)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.seen: torch.Tensor
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.head(self.body(features))
+
+
+@dataclass
+class TwoOptimizers(Points):
+    """Two optimizers with a schedule each, samples of different weights, sums with weights as metrics."""
+
+    num: int = 107
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, shards=5, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        return TwoParts()
+
+    def build_optimizer(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        assert isinstance(model, TwoParts)
+        return {
+            "body": SGD(model.body.parameters(), lr=self.lr, momentum=0.9, nesterov=True),
+            "head": AdamW(model.head.parameters(), lr=0.01),
+        }
+
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: 1 - step / (total_steps + 1))
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> paceline.Loss:
+        weights = 1.0 + batch[1]
+        losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return paceline.Loss((losses * weights).sum(), weights.sum())
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        right = model(batch[0]).argmax(dim=1) == batch[1]
+        weights = 1.0 + batch[1]
+        return {"accuracy": right.float(), "weighted": ((right * weights).sum(), weights.sum())}
+
+
+@dataclass
+class Overflowing(Points):
+    """Its gradients, times the scale that fp16 begins with, are more than a half can hold."""
+
+    num: int = 40
+    num_val: int = 9
+
+    # The last batch, of 8 samples, has four shards: at four ranks and eight shards, two have none.
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, shards=8, epochs=3)
+
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> StepLR:
+        return StepLR(optimizer, step_size=1, gamma=0.5)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        super().loss(model, batch)
+        return functional.cross_entropy(model(batch[0]), batch[1]) * 100
+
+
+@dataclass
+class ManyMetrics(Points):
+    """Metrics of every kind, on a validation split that three ranks cannot share evenly."""
+
+    num: int = 32
+    num_val: int = 37
+    num_test: int = 3
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        scores = model(batch[0]).softmax(dim=1)
+        positive = (batch[1] == 0).long()
+        return {
+            "accuracy": (scores.argmax(dim=1) == batch[1]).float(),
+            "recall": (((scores[:, 0] > 0.4) * positive).sum(), positive.sum()),
+            "auroc": (scores[:, 0], positive),
+            "f1": (scores.argmax(dim=1), batch[1]),
+            "mean": (scores[:, 0],),
+        }
+
+    def build_metrics(self) -> Mapping[str, Any]:
+        from torchmetrics import MeanMetric
+        from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
+
+        return {
+            "auroc": BinaryAUROC(),
+            "f1": MulticlassF1Score(num_classes=CLASSES, average="macro"),
+            "mean": MeanMetric(),
+        }
+
+
+class PointStream(IterableDataset[Any]):
+    def __init__(self, num: int) -> None:
+        self._points = points(num)
+
+    def __iter__(self) -> Iterator[Any]:
+        for features, label in self._points:
+            yield features + 0.01 * torch.rand(FEATURES), label
+
+
+@dataclass
+class Iterable(Points):
+    """An ``IterableDataset``, with randomness of its own."""
+
+    num: int = 75
+    num_val: int = 20
+
+    def build_dataset(self, split: str) -> Any:
+        return PointStream(self.num) if split == "train" else super().build_dataset(split)
+
+
+class Range:
+    """The samples ``first``, ``first + 1``, ... ``stop - 1``; its position is one number."""
+
+    def __init__(self, data: TensorDataset, first: int, stop: int) -> None:
+        self._data, self._next, self._stop = data, first, stop
+
+    def __next__(self) -> Any:
+        if self._next >= self._stop:
+            raise StopIteration
+        self._next += 1
+        return self._data[self._next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
+
+
+class UnevenStream:
+    """Shard k holds k + 1 parts of the data, so shards end at different steps."""
+
+    def __init__(self, num: int) -> None:
+        self._points = points(num)
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> Range:
+        part = len(self._points) // (num_shards * (num_shards + 1) // 2)
+        first = part * (shard * (shard + 1) // 2)
+        return Range(self._points, first, first + part * (shard + 1))
+
+
+@dataclass
+class Uneven(Points):
+    """A ``ShardedStream`` whose shards end at different steps; the short ones come first."""
+
+    num: int = 100
+
+    def build_dataset(self, split: str) -> Any:
+        return UnevenStream(self.num) if split == "train" else super().build_dataset(split)
+
+
+class Records(Dataset[Any]):
+    """Reads one sample at a time, as from files: a dict with noise, a label and a name."""
+
+    def __init__(self, num: int) -> None:
+        self._points = points(num)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        features, label = self._points[index]
+        return {"x": features + 0.1 * torch.randn(FEATURES), "y": label, "name": f"sample-{index}"}
+
+
+@dataclass
+class FromRecords(Points):
+    """A map-style dataset that worker processes read."""
+
+    num: int = 40
+
+    def build_dataset(self, split: str) -> Any:
+        return Records(self.num) if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        assert all(name.startswith("sample-") for name in batch["name"])
+        return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@dataclass
+class WorseAndWorse(Points):
+    """Its "score" is best at the first evaluation, after which it only falls."""
+
+    num_val: int = 10
+    num_test: int = 10
+
+    def build_model(self) -> nn.Module:
+        return TwoParts()
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        assert isinstance(model, TwoParts)
+        return {"score": (-float(model.seen), 1.0), "undefined": (0.0, 0.0)}
