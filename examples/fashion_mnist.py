@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node=2 examples/fashion_mnist.py
     paceline train examples/fashion_mnist.py:Clothes --nproc 4
 
-All three end with the same weights, bit for bit.
+With the same number of threads a process (OMP_NUM_THREADS=1), all three end with the same weights,
+bit for bit.
 """
 
 from __future__ import annotations

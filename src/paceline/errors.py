@@ -7,7 +7,8 @@
     │   ├── ConfigError           an option, or a combination of options
     │   ├── TaskError             the task's name, file, fields or methods
     │   ├── DataError             a dataset, a sample or a download
-    │   └── RunDirectoryError     a run directory that is foreign, locked or unusable
+    │   └── RunDirectoryError     a run directory that is foreign or unusable
+    │       └── RunInUseError     ... that another process works in
     ├── CheckpointError           a checkpoint that does not verify, or none that does
     ├── NonFiniteLossError        the loss became NaN or infinite
     ├── PeerLostError             another rank went away: a victim's error, never the cause
@@ -44,6 +45,10 @@ class DataError(UserError):
 
 class RunDirectoryError(UserError):
     """A run directory is another task's, in use, or cannot be written."""
+
+
+class RunInUseError(RunDirectoryError):
+    """Another process works in the run directory; nothing in it may be touched."""
 
 
 class CheckpointError(PacelineError):

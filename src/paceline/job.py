@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -61,6 +62,8 @@ class Job:
 
 
 def default_run_path(spec: str) -> str:
-    """``runs/TASK-TIME`` for a new run."""
+    """``runs/TASK-TIME`` for a new run; with a number behind it where that is taken."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", spec.rpartition(":")[2] or spec).strip("-").lower()
-    return f"runs/{name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = f"runs/{name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (f"{path}-{number}" for number in itertools.count(2))
+    return path if not Path(path).exists() else next(p for p in numbered if not Path(p).exists())

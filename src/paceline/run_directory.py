@@ -27,7 +27,7 @@ from typing import Any
 
 import tomli_w
 
-from paceline.errors import RunDirectoryError
+from paceline.errors import RunDirectoryError, RunInUseError
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,14 @@ class RunDirectory:
 
     def append_event(self, kind: str, **fields: Any) -> None:
         """Add one record to ``events.jsonl``."""
-        record = {"time": round(time.time(), 3), "event": kind, **fields}
-        with self.events.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        line = json.dumps({"time": round(time.time(), 3), "event": kind, **fields}) + "\n"
+        with self.events.open("ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(size - 1)
+                if file.read(1) != b"\n":
+                    line = "\n" + line  # a crash cut the last record short
+            file.write(line.encode())
 
     def read_events(self) -> list[dict[str, Any]]:
         """The records of ``events.jsonl``; a last line cut short by a crash is left out."""
@@ -173,12 +178,18 @@ class RunDirectory:
             return False
         return False
 
+    def in_use(self) -> RunInUseError:
+        """The error for a directory that another process works in."""
+        return RunInUseError(
+            f"{self.path} is in use by another process. Wait for it to end, or choose another --run DIR."
+        )
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run's lock, so that no second run writes here.
 
         Raises:
-            RunDirectoryError: somebody else holds it.
+            RunInUseError: somebody else holds it.
         """
         with self.lock.open("a+b") as file:
             for attempts_left in (4, 3, 2, 1, 0):
@@ -187,10 +198,7 @@ class RunDirectory:
                     break
                 except BlockingIOError:
                     if not attempts_left:
-                        raise RunDirectoryError(
-                            f"{self.path} is in use by another process. "
-                            "Wait for it to end, or choose another --run DIR."
-                        ) from None
+                        raise self.in_use() from None
                     # is_running() in another process holds it for an instant.
                     time.sleep(0.02)
             yield

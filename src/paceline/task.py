@@ -68,7 +68,7 @@ class Task:
 
     def build_model(self) -> nn.Module:
         """Return the model, on the CPU; Paceline seeds before the call and moves it after."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_model(self)")
+        raise TaskError(f"{type(self).__name__} must define build_model(self).")
 
     def build_dataset(self, split: str) -> Any:
         """Return the dataset of ``split`` ("train", "val" or "test"), or None where there is none.
@@ -76,11 +76,11 @@ class Task:
         A map-style dataset (``__len__`` and ``__getitem__``) or a ``TensorDataset``; for "train" also an
         ``IterableDataset`` or a :class:`paceline.data.stream.ShardedStream`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define build_dataset(self, split)")
+        raise TaskError(f"{type(self).__name__} must define build_dataset(self, split).")
 
     def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
         """Return one optimizer, or several by name; they are stepped in that order."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_optimizer(self, model)")
+        raise TaskError(f"{type(self).__name__} must define build_optimizer(self, model).")
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> Any:
         """Return a learning-rate scheduler, stepped after each step, or None.
@@ -92,7 +92,7 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
         """Return the mean loss over the batch's samples, or a :class:`Loss`."""
-        raise NotImplementedError(f"{type(self).__name__} must define loss(self, model, batch)")
+        raise TaskError(f"{type(self).__name__} must define loss(self, model, batch).")
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return metrics of an evaluation batch: name -> what it adds.
@@ -134,19 +134,34 @@ class TaskReference:
         return build_task(load_task_class(self.spec), self.fields)
 
 
+def check_spec(spec: str) -> tuple[str, str]:
+    """The file or module of a task, and its class; nothing is imported.
+
+    Raises:
+        TaskError: the spec has another form, or its file is not there.
+    """
+    if not spec:
+        raise TaskError(
+            "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
+        )
+    place, separator, name = RECIPES.get(spec, spec).rpartition(":")
+    if not separator or not place or not name:
+        raise TaskError(
+            f"task {spec!r} is not a recipe and names no class.\n"
+            f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(RECIPES)}."
+        )
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        raise TaskError(f"task {spec!r}: there is no file {Path(place).expanduser().resolve()}.")
+    return place, name
+
+
 def load_task_class(spec: str) -> type[Task]:
     """Return the task class that ``spec`` names.
 
     Raises:
         TaskError: with what was looked for and what there is instead.
     """
-    target = RECIPES.get(spec, spec)
-    place, separator, name = target.rpartition(":")
-    if not separator or not place or not name:
-        raise TaskError(
-            f"task {spec!r} is not a recipe and names no class.\n"
-            f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(RECIPES)}."
-        )
+    place, name = check_spec(spec)
     module = _import_file(Path(place), spec) if place.endswith(".py") else _import_module(place, spec)
     found = getattr(module, name, None)
     if found is None:
@@ -184,8 +199,6 @@ def _import_module(name: str, spec: str) -> types.ModuleType:
 
 def _import_file(path: Path, spec: str) -> types.ModuleType:
     path = path.expanduser().resolve()
-    if not path.is_file():
-        raise TaskError(f"task {spec!r}: there is no file {path}.")
     # Under `python train.py` the file is already imported: as __main__.
     main = sys.modules.get("__main__")
     main_file = getattr(main, "__file__", None)
@@ -226,8 +239,16 @@ def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
     """Build a task from field values; strings are converted to the field's type.
 
     Raises:
-        TaskError: for an unknown field (listing those there are) or a value of the wrong type.
+        TaskError: for an unknown field (listing those there are), a value of the wrong type, or a
+            class whose fields are none because it is not decorated.
     """
+    own = vars(task_class)
+    bare = [n for n, hint in own.get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
+    if bare and "__dataclass_params__" not in own:
+        raise TaskError(
+            f"{task_class.__name__} has fields ({', '.join(bare)}) but is no dataclass. "
+            f"Write @dataclass above class {task_class.__name__}."
+        )
     hints = typing.get_type_hints(task_class)
     fields = {f.name: f for f in dataclasses.fields(task_class) if f.init}
     converted = {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from paceline.distributed.process import (
     read_failure,
     record_failure,
 )
-from paceline.errors import StopRequested, UserError
+from paceline.errors import PeerLostError, RunInUseError, StopRequested, UserError
 from paceline.job import Job, default_run_path
 from paceline.run_directory import RunDirectory
 
@@ -50,13 +52,16 @@ def run_reported(
     try:
         return 0, run(job, environment, task)
     except Exception as error:
-        if directory is None or not directory.path.is_dir():
-            code = exit_code_of(error)
-        else:
-            code = record_failure(directory, environment.rank, error)
+        if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
+            record_failure(directory, environment.rank, error)
+            if directory.exists() and not isinstance(error, StopRequested | PeerLostError):
+                with suppress(OSError):
+                    directory.append_event(
+                        "failed", rank=environment.rank, error=str(error).partition("\n")[0]
+                    )
         if not job.supervised:
             _tell(error, environment, directory)
-        return code, None
+        return exit_code_of(error), None
 
 
 def run(job: Job, environment: Environment, task: Task | None = None) -> dict[str, Any]:
@@ -85,17 +90,18 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         if environment.rank == 0:
             mine.create()
             stack.enter_context(mine.locked())
-        world = stack.enter_context(
-            open_world(
-                environment,
-                device=config.device,
-                backend=config.backend,
-                interface=config.interface,
-                init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
-                comm_debug=config.comm_debug,
-                generation=_next_generation(mine) if environment.rank == 0 else 0,
+        with _ended_by_signals():
+            world = stack.enter_context(
+                open_world(
+                    environment,
+                    device=config.device,
+                    backend=config.backend,
+                    interface=config.interface,
+                    init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+                    comm_debug=config.comm_debug,
+                    generation=_next_generation(mine) if environment.rank == 0 else 0,
+                )
             )
-        )
         # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
         directory = RunDirectory(Path(world.broadcast_json(str(mine.path))))
         directory.create()
@@ -115,6 +121,23 @@ def _next_generation(directory: RunDirectory) -> int:
     from paceline.data.ledger import generations
 
     return max(generations(directory.ledger), default=-1) + 1
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the process at once: while ranks wait for each other nothing can be saved.
+
+    Handlers in Python would not even run, because the store is waited for in C++.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -124,20 +124,20 @@ wait()
         nproc=3,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("rank 1 failed first: ValueError: boom\n")
+    assert done.stderr.startswith("paceline: rank 1 failed first: ValueError: boom\n")
     assert done.stderr.count("boom") == 1
     assert done.stderr.strip().endswith("log: run/logs/rank-1.log")
 
 
 def test_a_users_error_of_all_ranks_is_shown_once(job: Job) -> None:
     done = job.run("end(ConfigError('--lr must be positive.'))")
-    assert (done.returncode, done.stderr) == (2, "--lr must be positive.\n")
+    assert (done.returncode, done.stderr) == (2, "paceline: --lr must be positive.\n")
 
 
 def test_a_killed_rank_is_named(job: Job) -> None:
     done = job.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait()")
     assert done.returncode == 1
-    assert done.stderr.startswith("rank 1 was killed by SIGKILL (out of memory?).")
+    assert done.stderr.startswith("paceline: rank 1 was killed by SIGKILL (out of memory?).")
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_workers_do_not_survive_a_torchrun_agent_that_is_killed(job: Job) -> Non
     os.kill(agent, signal.SIGKILL)
     done = job.finish(popen)
     assert done.returncode == 1
-    assert done.stderr.strip() == "torchrun was killed by SIGKILL (out of memory?)."
+    assert done.stderr.strip() == "paceline: torchrun was killed by SIGKILL (out of memory?)."
     job.wait_gone(workers)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +16,6 @@ from paceline.data.microbatch import Collate, MicroBatch
 from paceline.data.permutation import derive_key
 from paceline.data.samples import describe_ragged, seed_everything, undisturbed
 from paceline.errors import ConfigError, DataError
-
-_log = logging.getLogger(__name__)
 
 _ITEM = 17
 """Domain of the keys, apart from those of ``paceline.data.order`` and ``samples``."""
@@ -277,9 +273,7 @@ class StreamLoader:
             raise
         except Exception as error:
             where = f"{self._split} stream, shard {k}, item {number}"
-            message = f"{where} cannot be read: {type(error).__name__}: {error}"
-            _log.error("%s\n%s", message, traceback.format_exc())
-            raise DataError(message) from error
+            raise DataError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
     def _collated(self, k: int, first: int, samples: list[Any]) -> Any:
         try:
@@ -289,6 +283,6 @@ class StreamLoader:
             ragged = (
                 describe_ragged(items, samples) or f"items {items[0]} ... {items[-1]} cannot be collated:"
             )
-            message = f"{self._split} stream, shard {k}: {ragged} {type(error).__name__}: {error}"
-            _log.error("%s\n%s", message, traceback.format_exc())
-            raise DataError(message) from error
+            raise DataError(
+                f"{self._split} stream, shard {k}: {ragged} {type(error).__name__}: {error}"
+            ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import multiprocessing
 import os
 import pickle
@@ -27,8 +26,6 @@ from paceline.data.samples import Failure, Request, SampleReader, undisturbed
 from paceline.data.tensors import RowNumbers, without_subsets
 from paceline.errors import DataError
 from paceline.task import Task, load_task_class
-
-_log = logging.getLogger(__name__)
 
 
 class SampleSource:
@@ -92,8 +89,9 @@ class SampleSource:
             batch = self._next_from_workers(self._workers)
             request = self._pending.popleft()
         if isinstance(batch, Failure):
-            _log.error("%s\n%s", batch.message, batch.traceback)
-            raise DataError(batch.message)
+            error = DataError(batch.message)
+            error.add_note(batch.traceback)  # for the log: it may come from another process
+            raise error
         return request, to_device(batch, self._device)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from paceline.distributed.transport import Bucket, Slot
 from paceline.errors import TaskError
@@ -60,6 +61,8 @@ class FlatLayout:
         self.bucket_of: list[int] = []
         open_bucket: dict[torch.dtype, int] = {}
         for name, parameter in reversed(list(parameters)):
+            if isinstance(parameter, UninitializedParameter):
+                raise TaskError(f"parameter {name!r} has no shape yet; run one batch through the model in build_model().")
             if parameter.is_complex():
                 raise TaskError(
                     f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed."

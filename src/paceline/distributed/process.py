@@ -6,13 +6,15 @@ import faulthandler
 import json
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline import errors
 from paceline.distributed.tether import die_with_parent as die_with_parent
-from paceline.errors import PacelineError, PeerLostError, UserError
+from paceline.errors import DataError, PacelineError, PeerLostError, UserError
 from paceline.run_directory import RunDirectory, write_atomically
 
 
@@ -48,6 +50,17 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "user_error": bool,
     "exit_code": int,
 }
+
+
+_DELIBERATE = {
+    name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PacelineError)
+}
+_LIBRARIES = (
+    "/site-packages/",
+    f'"{sysconfig.get_path("stdlib")}/',
+    f'"{Path(errors.__file__).parent}/',
+    '"<frozen',
+)
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
@@ -100,14 +113,20 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
     """The one message about a failed job: the rank that failed first, its error and its log."""
     if failure.user_error:
         # Every rank fails alike on a wrong option: whose message it is says nothing.
+        if failure.type == DataError.__name__ and directory is not None:
+            return f"{failure.message}\n  log: {directory.log_of(failure.rank)}"
         return failure.message
     who = f"rank {failure.rank}" if failure.rank >= 0 else "torchrun"
     if failure.type in ("Killed", "Exited"):
         lines = [f"{who} {failure.message}."]
+    elif failure.type in _DELIBERATE:
+        lines = [f"{who} failed first: {failure.message}"]
     else:
         lines = [f"{who} failed first: {failure.type}: {failure.message}"]
         where = [line.strip() for line in failure.traceback.splitlines() if line.startswith("  File ")]
-        lines += [f"  {where[-1]}"] if where else []
+        # Where the user's own code was, not what it called in a library.
+        mine = [line for line in where if not any(path in line for path in _LIBRARIES)]
+        lines += [f"  {(mine or where)[-1]}"] if where else []
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)

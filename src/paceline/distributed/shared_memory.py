@@ -10,15 +10,12 @@ The barriers spin on counters, and yield. That needs stores to become visible in
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import platform
 import select
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -143,12 +140,16 @@ class _SpinBarrier:
         self._exits = select.poll()
         self._rank_of_descriptor: dict[int, int] = {}
         for peer in self._peers:
-            # Readable once the process has ended. In another pid namespace there is no such
-            # process, and only the time-out notices a death.
-            with contextlib.suppress(OSError):
+            # Readable once the process has ended. Where a sandbox forbids it, only the time-out
+            # notices a death.
+            try:
                 descriptor = os.pidfd_open(pids[peer])
-                self._rank_of_descriptor[descriptor] = peer
-                self._exits.register(descriptor, select.POLLIN)
+            except ProcessLookupError:
+                raise PeerLostError(f"rank {peer} ended while the ranks joined", peer) from None
+            except OSError:
+                continue
+            self._rank_of_descriptor[descriptor] = peer
+            self._exits.register(descriptor, select.POLLIN)
 
     def wait(self) -> None:
         self._count = count = self._count + 1
@@ -204,32 +205,38 @@ def _chunk(numel: int, rank: int, world_size: int) -> slice:
 
 
 def _map_shared(world: World, nbytes: int) -> mmap.mmap:
-    """Map the same fresh memory in every rank; its file is gone again before this returns."""
-    name, failure = "", ""
+    """Map the same fresh memory in every rank.
+
+    The file never has a name, so that nothing stays behind whenever a rank is killed.
+    """
     memory: mmap.mmap | None = None
-    if world.rank == 0:
-        try:
-            descriptor, name = tempfile.mkstemp(prefix="paceline-", dir="/dev/shm")
-            # Reserve the pages now: a mapping of a full tmpfs kills with SIGBUS on first touch.
-            os.posix_fallocate(descriptor, 0, nbytes)
-            memory = _map(descriptor, nbytes)
-        except OSError as error:
-            failure = f"{nbytes / 2**20:.0f} MiB of shared memory in /dev/shm: {error.strerror}"
+    descriptor, place, failure = -1, "", ""
     try:
-        name, failure = world.broadcast_json([name, failure])
-        if failure:
-            raise OSError(failure)
-        if memory is None:
-            memory = _map(os.open(name, os.O_RDWR | os.O_CLOEXEC), nbytes)
-        world.barrier()
+        if world.rank == 0:
+            try:
+                descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                # Reserve the pages now: a mapping of a full tmpfs kills with SIGBUS on first touch.
+                os.posix_fallocate(descriptor, 0, nbytes)
+                memory = mmap.mmap(descriptor, nbytes)
+                place = f"/proc/{os.getpid()}/fd/{descriptor}"
+            except OSError as error:
+                failure = _too_little(nbytes, error)
+        place, failure = world.broadcast_json([place, failure])
+        if not failure and world.rank != 0:
+            try:
+                descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
+                memory = mmap.mmap(descriptor, nbytes)
+            except OSError as error:
+                failure = _too_little(nbytes, error)
+        # Also says that everybody has opened it.
+        failures = [text for text in world.all_gather_json(failure) if text]
     finally:
-        if world.rank == 0 and name:
-            Path(name).unlink(missing_ok=True)
+        if descriptor >= 0:
+            os.close(descriptor)
+    if memory is None or failures:
+        raise OSError(failures[0])
     return memory
 
 
-def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(descriptor, nbytes)
-    finally:
-        os.close(descriptor)
+def _too_little(nbytes: int, error: OSError) -> str:
+    return f"{nbytes / 2**20:.0f} MiB of shared memory in /dev/shm: {error.strerror}"

@@ -72,8 +72,9 @@ def _unrecorded(directory: RunDirectory | None, end: Exit) -> Failure:
         kind, message = "Killed", f"was killed by {name}{hint}"
     else:
         kind, message = "Exited", f"exited with status {end.code}"
-        last = _last_line(directory, end.rank)
-        message += f": {last}" if last else ""
+        # What rank 0 said is on the terminal; its log may be an earlier run's.
+        last = _last_line(directory, end.rank) if end.rank else ""
+        message += f": {last.rstrip('.')}" if last else ""
     return Failure(
         rank=-1 if end.rank is None else end.rank,
         time=end.time,

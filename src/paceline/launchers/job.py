@@ -13,8 +13,8 @@ from paceline.errors import ConfigError
 from paceline.job import Job, default_run_path
 from paceline.launchers.base import JobSpec, Rendered, get_launcher
 from paceline.run_directory import RunDirectory, write_atomically
+from paceline.task import check_spec
 
-JOB_FILE = "job.toml"
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -25,7 +25,10 @@ def prepare(
 
     Raises:
         ConfigError: no launcher can run this.
+        TaskError: there is no such task; a wrong name is told before anything is started.
     """
+    if config.task or config.run is None or not RunDirectory(Path(config.run)).exists():
+        check_spec(config.task)
     nproc = available_processes(config) if config.nproc == "auto" else config.nproc
     several = nproc > 1 or config.nodes > 1
     name = config.on if config.on != "auto" else "spawn" if several else "inprocess"
@@ -39,7 +42,7 @@ def prepare(
         supervised=name != "inprocess",
     )
     spec = JobSpec(
-        command=("-m", "paceline.worker", str(directory.path / JOB_FILE)),
+        command=("-m", "paceline.worker", str(_job_file(config, directory))),
         nproc=nproc,
         nodes=config.nodes,
         node_rank=config.node_rank,
@@ -58,13 +61,22 @@ def launch(
 
     Raises:
         ConfigError: no launcher can run this.
-        RunDirectoryError: the run's directory cannot be written.
+        TaskError: there is no such task.
+        RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
     name, rendered, job, directory = prepare(config, fields=fields, quiet=quiet)
+    # By hand on several machines, machine 0 may be at work in the shared directory already.
+    if not config.node_rank and directory.is_running():
+        raise directory.in_use()
     directory.create()
-    write_atomically(directory.path / JOB_FILE, job.to_toml().encode())
+    write_atomically(_job_file(config, directory), job.to_toml().encode())
     return get_launcher(name).submit(rendered).wait(), directory
+
+
+def _job_file(config: RunConfig, directory: RunDirectory) -> Path:
+    """The job's file; each machine has its own."""
+    return directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
 
 
 def available_processes(config: RunConfig) -> int:

@@ -191,8 +191,9 @@ class SupervisedJob:
     def _conclude(self) -> int:
         exits = [under for end in self._exits for under in expand(end, self._directory)]
         failure = first_failure(self._directory, exits)
-        if failure is not None:
-            print(describe(failure, self._directory), file=sys.stderr)
+        # While the ranks still join, a signal ends one at once, and the others lose it.
+        if failure is not None and not (failure.victim and self._signal is not None):
+            print(f"paceline: {describe(failure, self._directory)}", file=sys.stderr)
             return failure.exit_code
         codes = {end.code for end in exits}
         if codes == {0}:

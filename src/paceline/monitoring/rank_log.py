@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from pathlib import Path
 from typing import TextIO
 
-from paceline.errors import PacelineError, RunDirectoryError
+from paceline.errors import DataError, PacelineError, RunDirectoryError
 from paceline.run_directory import RunDirectory
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -49,7 +49,8 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
         try:
             yield
         except Exception as error:
-            if isinstance(error, PacelineError):
+            # A DataError is about the user's own code, which its traceback leads to.
+            if isinstance(error, PacelineError) and not isinstance(error, DataError):
                 log.write(f"{type(error).__name__}: {error}\n")
             else:
                 traceback.print_exc(file=log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from typing import Any
 
@@ -14,19 +15,21 @@ from paceline.strategies.selection import strategy_name
 from paceline.training.trainer import Trainer
 
 
-def conclude(trainer: Trainer, seconds: float, samples: int) -> dict[str, Any]:
+def conclude(trainer: Trainer, started: float, samples: int) -> dict[str, Any]:
     """Evaluate on the test split; return the content of ``result.json``, the same on every rank.
 
     Args:
         trainer: after its ``fit``. Its model becomes the best one.
-        seconds: how long this process trained.
-        samples: how many samples that took in.
+        started: ``time.perf_counter()`` when this process began.
+        samples: samples that it took in.
 
     Raises:
         CheckpointError: the best model's checkpoint is damaged.
     """
     run, progress = trainer.run, trainer.state.progress
     config = run.config
+    seconds = time.perf_counter() - started
+    training_s = trainer.monitor.timer.training_s()
     sha256 = model_sha256(trainer.state.module.state_dict())
     metrics: dict[str, dict[str, float]] = {}
     if progress.best_metrics:
@@ -57,7 +60,7 @@ def conclude(trainer: Trainer, seconds: float, samples: int) -> dict[str, Any]:
         "model_sha256": sha256,
         "restarts": run.generation,
         "seconds": round(seconds, 3),
-        "samples_per_s": round(samples / seconds, 1) if seconds > 0 else None,
+        "samples_per_s": round(samples / training_s, 1) if samples else None,
         "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "threads": torch.get_num_threads(),

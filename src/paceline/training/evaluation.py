@@ -136,4 +136,7 @@ def as_loss(task: Task, value: Any, samples: int) -> Loss:
             f"{type(task).__name__}.loss returned {what}; it must return the mean loss of the batch "
             "as a scalar tensor, or paceline.Loss(sum, weight)."
         )
-    return Loss(value * samples, float(samples)) if loss is None else loss
+    if loss is not None:
+        return loss
+    # Multiplied in float32: bfloat16 has only 8 bits for the product.
+    return Loss((total.float() if total.dtype.itemsize < 4 else total) * samples, float(samples))

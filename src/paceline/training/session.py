@@ -107,8 +107,7 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
                 total_steps=data.total_steps,
             )
         trainer.fit(resumed)
-        seconds = time.perf_counter() - started
-        result = conclude(trainer, seconds, trainer.state.progress.samples - before["samples"])
+        result = conclude(trainer, started, trainer.state.progress.samples - before["samples"])
         if world.rank == 0:
             directory.write_result(result)
             directory.append_event("finished")

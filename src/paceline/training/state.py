@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -184,6 +184,8 @@ def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
                 f"{type(task).__name__}.build_optimizer returned a {type(optimizer).__name__} for {name!r}; "
                 "it must return a torch.optim.Optimizer, or a dict of them."
             )
+        if isinstance(optimizer, LBFGS):
+            raise TaskError("LBFGS evaluates the loss again within a step, which a sharded step cannot. Use another optimizer.")
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):
         raise TaskError(
             f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter."

@@ -84,9 +84,9 @@ class Trainer:
         while not self._finished():
             sums = self._step()
             word = control.merge(sums.rows)
+            self.state.progress.epoch_ended = not word.more
             if word.stop:
                 self._stop(word.stop)
-            self.state.progress.epoch_ended = not word.more
             improved = self._settle()
             if improved or word.save or self.saver.is_due(self.state.progress):
                 self._save()
