@@ -1,0 +1,198 @@
+"""The membership protocol of one agent, as a pure state machine: events in, actions out.
+
+A *view* is one generation of the group: a number and its members, in the order of their ranks.
+A worker is *starting* until it first asks for a view, then *waiting* until it is in one, then a
+*member*. A view is broken once a member has died or has left it. Then every living member leaves
+it too (a death is felt by all as a lost peer), asks for a new one, and the next generation is
+formed of all that wait: survivors first, in their old order, so that rank 0 is one that holds the
+state, then those who join. No view is formed while a living member of the last one may still act
+in it; whoever never leaves it is silent, and is killed by the agent before that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["starting", "waiting", "member"]
+
+
+@dataclass(frozen=True)
+class View:
+    """One generation of the group.
+
+    Attributes:
+        generation: rises by one with every view.
+        members: worker ids; the position is the rank.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this worker, in this slot."""
+
+    worker: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tell these members to form this view."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class AskToReform:
+    """Tell the view's members to leave it together, after a step."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Break:
+    """Tell these members that the view is broken, should they not feel it by themselves."""
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Tell a worker to end: it is not needed any more."""
+
+    worker: int
+
+
+Action = Start | Form | AskToReform | Break | Retire
+
+
+@dataclass
+class _Worker:
+    slot: int
+    status: Status = "starting"
+    retiring: bool = False
+
+
+@dataclass
+class Coordinator:
+    """Decides who is started, who forms which view and who is sent home.
+
+    Attributes:
+        target: how many workers there should be.
+        most: how many a view may hold (the number of shards); the others wait as spares.
+        view: the current view, None before the first.
+        generation: the last view's.
+    """
+
+    target: int
+    most: int
+    generation: int
+    view: View | None = None
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _next_worker: int = 0
+    _asked: int = -1  # the generation whose members were asked to re-form
+    _broken: int = -1  # the generation whose members were told that it is broken
+
+    def begin(self) -> list[Action]:
+        """Start the first workers."""
+        return self._decide()
+
+    def waits(self, worker: int) -> list[Action]:
+        """A worker has left its view, or never had one, and asks for the next."""
+        if worker in self._workers:
+            self._workers[worker].status = "waiting"
+        return self._decide()
+
+    def exited(self, worker: int) -> list[Action]:
+        """A worker's process has ended."""
+        self._workers.pop(worker, None)
+        return self._decide()
+
+    def resize(self, target: int) -> list[Action]:
+        """Another number of workers is wanted."""
+        self.target = target
+        return self._decide()
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that live, by slot."""
+        return tuple(sorted(self._workers, key=lambda worker: self._workers[worker].slot))
+
+    def slot(self, worker: int) -> int:
+        """A worker's slot."""
+        return self._workers[worker].slot
+
+    def members(self) -> tuple[int, ...]:
+        """The living members of the current view, by rank."""
+        return () if self.view is None else tuple(w for w in self.view.members if w in self._workers)
+
+    def _decide(self) -> list[Action]:
+        actions: list[Action] = self._staff()
+        members = self.members()
+        if self.view is not None and not self._is_broken(members):
+            self._ask_for_change(members, actions)
+            return actions
+        acting = [w for w in members if self._workers[w].status == "member"]
+        if acting:
+            if self.view is not None and self._broken < self.view.generation:
+                self._broken = self.view.generation
+                actions.append(Break(self.view.generation, tuple(acting)))
+            return actions
+        self._form(members, actions)
+        return actions
+
+    def _staff(self) -> list[Action]:
+        """Start whom the target lacks, and mark whom it does not need, the highest slots first."""
+        staying = [w for w in self.workers if not self._workers[w].retiring]
+        actions: list[Action] = []
+        taken = {self._workers[w].slot for w in staying}
+        free = (slot for slot in itertools.count() if slot not in taken)
+        for slot in itertools.islice(free, max(0, self.target - len(staying))):
+            self._workers[self._next_worker] = _Worker(slot)
+            actions.append(Start(self._next_worker, slot))
+            self._next_worker += 1
+        for worker in staying[self.target :]:
+            self._workers[worker].retiring = True
+            if self._workers[worker].status != "member":
+                actions.append(Retire(worker))
+        return actions
+
+    def _is_broken(self, members: tuple[int, ...]) -> bool:
+        assert self.view is not None
+        return members != self.view.members or any(self._workers[w].status == "waiting" for w in members)
+
+    def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
+        """A healthy view changes only for who waits to join it and who is to leave it."""
+        assert self.view is not None
+        joining = [w for w in self._waiting() if w not in members]
+        room = self.most - len(members)
+        leaving = any(self._workers[w].retiring for w in members)
+        if self._asked < self.view.generation and ((joining and room > 0) or leaving):
+            self._asked = self.view.generation
+            actions.append(AskToReform(self.view))
+
+    def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
+        """Form the next view of all that wait, if there is anything to wait for no longer."""
+        waiting = self._waiting()
+        if self.view is None and len(waiting) < min(self.target, self.most):
+            return  # the first view is complete
+        for worker in survivors:
+            if self._workers[worker].retiring:
+                actions.append(Retire(worker))
+        order = [w for w in survivors if w in waiting] + [w for w in waiting if w not in survivors]
+        chosen = tuple(order[: self.most])
+        if not chosen:
+            return
+        self.generation += 1
+        self.view = View(self.generation, chosen)
+        for worker in chosen:
+            self._workers[worker].status = "member"
+        actions.append(Form(self.view))
+
+    def _waiting(self) -> list[int]:
+        return [w for w in self.workers if self._workers[w].status == "waiting" and not self._workers[w].retiring]
