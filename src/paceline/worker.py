@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import signal
 import sys
 import threading
@@ -24,11 +25,20 @@ from paceline.distributed.process import (
     read_failure,
     record_failure,
 )
-from paceline.errors import PeerLostError, RunInUseError, StopRequested, UserError
+from paceline.distributed.sockets import loopback_interface
+from paceline.errors import (
+    CheckpointError,
+    NonFiniteLossError,
+    PeerLostError,
+    RunInUseError,
+    StopRequested,
+    UserError,
+)
 from paceline.job import Job, default_run_path
 from paceline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
+    from paceline.membership.member import Member
     from paceline.task import Task
 
 _SETTLE_S = 1.0
@@ -42,6 +52,80 @@ def main(argv: list[str]) -> int:
     if environment.source == "torchrun":
         die_with_parent()
     return run_reported(job, environment)[0]
+
+
+def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+    """Run a job as a member that an agent has forked; return the process's exit code.
+
+    Args:
+        job_file: the job.
+        channel: the descriptor of this worker's end of its channel.
+        slot: names its log.
+        terminal: descriptors of the agent's stdout and stderr.
+    """
+    from paceline.membership.channel import Channel
+    from paceline.membership.member import Member, Retired
+
+    dump_stacks_on_signal()
+    job = Job.from_toml(job_file)
+    assert job.config.run is not None, "an agent names the run"
+    directory = RunDirectory(Path(job.config.run))
+    member = Member(Channel.of(channel))
+    try:
+        _run_member(job, member, directory, slot, terminal)
+    except Retired:
+        return 0
+    except Exception as error:
+        member.beat()  # the agent judges by the step at which it happened
+        if isinstance(error, UserError | NonFiniteLossError | CheckpointError) and directory.exists():
+            with suppress(OSError):
+                directory.append_event("failed", slot=slot, error=str(error).partition("\n")[0])
+        return record_failure(directory, slot, error)
+    return 0
+
+
+def _run_member(
+    job: Job, member: Member, directory: RunDirectory, slot: int, terminal: tuple[int, int]
+) -> None:
+    from paceline.monitoring.rank_log import capture_rank_output, show_on
+    from paceline.task import TaskReference
+    from paceline.training.control import StopSignals
+    from paceline.training.preparation import Request
+    from paceline.training.session import train_as_member
+
+    config, processes = job.config, job.config.nproc
+    assert isinstance(processes, int), "an agent counts the processes"
+    task = None if job.fields is None else TaskReference(config.task, job.fields).load()
+    environment = Environment(
+        rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
+    )
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        directory.error_of(slot).unlink(missing_ok=True)
+        stack.enter_context(capture_rank_output(directory, slot, processes))
+        stack.enter_context(_warnings_shown())
+        shown = slot == 0
+
+        def at_rank_0() -> None:
+            nonlocal shown
+            if not shown:
+                shown = True
+                show_on(terminal, stack)
+
+        train_as_member(
+            Request(
+                config=config,
+                task=task,
+                threads=default_threads(environment, config.threads),
+                quiet=job.quiet,
+            ),
+            member,
+            directory,
+            signals,
+            processes=processes,
+            at_rank_0=at_rank_0,
+        )
 
 
 def run_reported(
@@ -79,7 +163,8 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     from paceline.monitoring.rank_log import capture_rank_output
     from paceline.task import TaskReference
     from paceline.training.control import StopSignals
-    from paceline.training.session import Request, train
+    from paceline.training.preparation import Request
+    from paceline.training.session import train
 
     config = job.config
     if task is None and job.fields is not None:

@@ -95,6 +95,11 @@ def find_version(directory: Path, state_version: int) -> Path:
     raise CheckpointError(f"{directory} holds no checkpoint of state version {state_version}.")
 
 
+def holds_version(directory: Path, state_version: int) -> bool:
+    """Whether there is a checkpoint of this state version."""
+    return any(path.name.endswith(f"-v{state_version:08d}") for path in _candidates(directory))
+
+
 def commit(
     directory: Path,
     info: CheckpointInfo,

@@ -230,6 +230,26 @@ def read_ledger(directory: Path) -> Ledger:
     return Ledger(tuple(files), first.order)
 
 
+def recorded_until(directory: Path) -> int | None:
+    """The state version up to which the files hold every step; None where they hold none.
+
+    Raises:
+        RunDirectoryError: the last file is malformed.
+    """
+    for generation in sorted(generations(directory), reverse=True):
+        path = ledger_path(directory, generation)
+        lines = _lines(path)
+        header = next(lines, None)
+        if header is None:
+            continue  # a crash cut the header short
+        file = _parse_header(header, path, generation)
+        last = None
+        for last in lines:
+            pass
+        return file.parent_version if last is None else _parse_entry(last, file, 2).version
+    return None
+
+
 def generations(directory: Path) -> list[int]:
     """The generations that have a file."""
     if not directory.is_dir():

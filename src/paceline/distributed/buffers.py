@@ -42,6 +42,14 @@ class ShardedBuffers:
         self._float_base = [buffer.clone() for buffer in self.floats]
         self._integer_base = [buffer.to(torch.int64, copy=True) for buffer in self.integers]
 
+    def abandon(self) -> None:
+        """Go back to the base values of a step that is not finished; does nothing after :meth:`assign`."""
+        if self._float_base:
+            self._restore(self._floats, self._float_base)
+        if self._integer_base:
+            self._restore(self._integers, self._integer_base)
+        self._float_base, self._integer_base = [], []
+
     def add_to(
         self,
         float_sums: Sequence[torch.Tensor],
@@ -87,6 +95,7 @@ class ShardedBuffers:
                 _assign(place, total.div_(samples))
         for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
             _assign(place, base + total.div_(shards, rounding_mode="floor"))
+        self._float_base, self._integer_base = [], []
 
     def _restore(
         self,

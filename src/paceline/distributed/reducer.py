@@ -199,13 +199,24 @@ class GradientReducer:
             finite=self._divide(weight) and math.isfinite(loss_sum),
         )
 
+    def abandon(self) -> None:
+        """Drop a step that cannot be finished: the buffers are again what they were before it."""
+        self._buffers.abandon()
+
     def close(self) -> None:
         """Let go of the gradients and of the transport's memory."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
-        self._gradients.clear()
+        for views in (
+            self._gradients,
+            self._float_sums,
+            self._integer_sums,
+            self._counts,
+            self._gradient_lanes,
+        ):
+            views.clear()
         self._transport.close()
 
     def _header(self, row: Sequence[float]) -> list[float]:

@@ -15,7 +15,7 @@ import os
 import platform
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -98,7 +98,7 @@ class SharedMemoryTransport:
             [slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots
         ]
         self._barrier = _SpinBarrier(
-            self._arrivals, self._rank, world.all_gather_json(os.getpid()), timeout_s
+            self._arrivals, self._rank, world.all_gather_json(os.getpid()), timeout_s, world.abandoned
         )
 
     def launch(self, bucket: int) -> None:
@@ -125,15 +125,24 @@ class SharedMemoryTransport:
     def close(self) -> None:
         # Tensors may still view the mapping (as gradients); it is unmapped when the last one goes.
         self._barrier.close()
-        self.slots.clear()
+        for views in (self.slots, self._node_chunks, self._result_chunks):
+            views.clear()
 
 
 class _SpinBarrier:
     """All ranks of one host meet; counters only ever rise, so a barrier needs no reset."""
 
-    def __init__(self, arrivals: memoryview, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        arrivals: memoryview,
+        rank: int,
+        pids: Sequence[int],
+        timeout_s: float,
+        abandoned: Callable[[], bool],
+    ) -> None:
         self._arrivals = arrivals
         self._rank = rank
+        self._abandoned = abandoned
         self._peers = [peer for peer in range(len(pids)) if peer != rank]
         self._timeout_s = timeout_s
         self._count = 0
@@ -182,6 +191,8 @@ class _SpinBarrier:
             # A peer that arrived here before it ended has done its part.
             if self._arrivals[lost] < count:
                 raise PeerLostError(f"rank {lost} ended while rank {self._rank} waited for it", lost)
+        if self._abandoned():
+            raise PeerLostError(f"a rank was lost while rank {self._rank} waited for rank {peer}")
         if time.monotonic() > deadline:
             raise PeerLostError(
                 f"rank {peer} kept rank {self._rank} waiting for more than {self._timeout_s:g} s", peer

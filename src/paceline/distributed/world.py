@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -56,6 +56,7 @@ class World:
         backend: ``"gloo"`` or ``"nccl"``: what reduces tensors on ``device``.
         generation: rank 0's, the same everywhere.
         one_host: all ranks run under one kernel and share network, IPC and /dev/shm.
+        abandoned: whether it is known from elsewhere that a rank is gone; may be asked at any time.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class World:
     backend: str
     generation: int
     one_host: bool
+    abandoned: Callable[[], bool] = lambda: False
 
     @property
     def group(self) -> dist.ProcessGroup | None:

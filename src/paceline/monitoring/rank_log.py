@@ -57,6 +57,23 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
             raise
 
 
+def show_on(terminal: tuple[int, int], stack: ExitStack) -> None:
+    """Show what this process prints on a terminal as well as in its log; until ``stack`` is closed.
+
+    Args:
+        terminal: descriptors to show stdout and stderr on.
+        stack: undoes it.
+    """
+    out, err = (
+        Tee(stack.enter_context(open(descriptor, "w", buffering=1, closefd=False)), stream)  # noqa: SIM115
+        for descriptor, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True)
+    )
+    for tee in (out, err):
+        stack.callback(tee.end_line)
+    stack.enter_context(redirect_stdout(out))
+    stack.enter_context(redirect_stderr(err))
+
+
 class Tee(io.TextIOBase):
     """A stream that goes to the terminal as it is, and to the log in plain lines.
 

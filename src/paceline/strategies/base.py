@@ -74,6 +74,9 @@ class Strategy(Protocol):
             PeerLostError: a rank went away.
         """
 
+    def abandon(self) -> None:
+        """Undo what a step that cannot be finished has changed in the module."""
+
     def close(self) -> None:
         """Free what the strategy holds."""
 
@@ -108,6 +111,9 @@ class ReducerStrategy:
 
     def finish_step(self, row: Sequence[float]) -> StepSums:
         return self._reducer.finish(row)
+
+    def abandon(self) -> None:
+        self._reducer.abandon()
 
     def close(self) -> None:
         self._reducer.close()

@@ -80,5 +80,8 @@ class TorchDDP:
         finite = sums.finite and all(bool(torch.isfinite(gradient.sum())) for gradient in gradients)
         return sums if finite == sums.finite else StepSums(**{**vars(sums), "finite": finite})
 
+    def abandon(self) -> None:
+        self._reducer.abandon()
+
     def close(self) -> None:
         self._reducer.close()

@@ -11,25 +11,26 @@ import torch
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.storage import find_version
+from paceline.monitoring.phases import OUTSIDE_STEPS
 from paceline.strategies.selection import strategy_name
 from paceline.training.trainer import Trainer
 
 
-def conclude(trainer: Trainer, started: float, samples: int) -> dict[str, Any]:
+def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
     """Evaluate on the test split; return the content of ``result.json``, the same on every rank.
 
     Args:
         trainer: after its ``fit``. Its model becomes the best one.
         started: ``time.perf_counter()`` when this process began.
-        samples: samples that it took in.
 
     Raises:
         CheckpointError: the best model's checkpoint is damaged.
     """
-    run, progress = trainer.run, trainer.state.progress
+    run, world, progress = trainer.run, trainer.world, trainer.state.progress
     config = run.config
     seconds = time.perf_counter() - started
-    training_s = trainer.monitor.timer.training_s()
+    phases = trainer.phases()
+    training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)
     sha256 = model_sha256(trainer.state.module.state_dict())
     metrics: dict[str, dict[str, float]] = {}
     if progress.best_metrics:
@@ -39,15 +40,15 @@ def conclude(trainer: Trainer, started: float, samples: int) -> dict[str, Any]:
         with closing(test):
             _load_best(trainer)
             trainer.monitor.activity("evaluating test")
-            metrics["test"] = test.run(trainer.state.evaluated_module)
+            metrics["test"] = test.run(world, trainer.state.evaluated_module)
             trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
-    phases = trainer.monitor.timer.seconds
+    phases = trainer.phases()
     return {
         "task": run.task_name,
         "run": str(run.directory.path),
-        "strategy": strategy_name(config, run.world.world_size),
+        "strategy": strategy_name(config, world.world_size),
         "reduction": config.reduction,
-        "world_size": run.world.world_size,
+        "world_size": world.world_size,
         "shards": run.num_shards,
         "global_batch_size": run.global_batch_size,
         "seed": config.seed,
@@ -58,22 +59,23 @@ def conclude(trainer: Trainer, started: float, samples: int) -> dict[str, Any]:
         "best_step": progress.best_step,
         "metrics": metrics,
         "model_sha256": sha256,
-        "restarts": run.generation,
+        "restarts": world.generation,
         "seconds": round(seconds, 3),
-        "samples_per_s": round(samples / training_s, 1) if samples else None,
+        "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
         "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "threads": torch.get_num_threads(),
-        "device": str(run.world.device.type),
+        "device": str(run.device.type),
         "torch": str(torch.__version__),
     }
 
 
 def _load_best(trainer: Trainer) -> None:
     """Put the best model's weights into the module that is evaluated."""
-    world, progress, module = trainer.run.world, trainer.state.progress, trainer.state.evaluated_module
+    world, progress, module = trainer.world, trainer.state.progress, trainer.state.evaluated_module
     if progress.best_version is None or progress.best_step == progress.step:
         return
+    trainer.valid = False  # from here on the model is not that of the run's end
     if world.rank == 0:
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
         if trainer.state.ema is None:

@@ -17,7 +17,7 @@ from typing import Self
 
 from paceline.monitoring.telemetry import ROW_WIDTH
 
-_CONTROL_WIDTH = 3
+_CONTROL_WIDTH = 4
 ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH
 """Numbers in a rank's row: the control word, then its status."""
 
@@ -32,11 +32,13 @@ class Control:
         stop: the number of the signal that asks for a stop, 0 for none.
         save: a save is due by the clock.
         more: there is another step's data in this epoch (streams; else always true).
+        reform: the ranks shall leave their group after this step, for another one.
     """
 
     stop: int = 0
     save: bool = False
     more: bool = True
+    reform: bool = False
 
     def row(self, status: Sequence[float] | None = None) -> list[float]:
         """The rank's row, with its status where a record is due."""
@@ -44,6 +46,7 @@ class Control:
             float(self.stop),
             float(self.save),
             float(self.more),
+            float(self.reform),
             *(_NO_STATUS if status is None else status),
         ]
 
@@ -54,6 +57,7 @@ def merge(rows: Sequence[Sequence[float]]) -> Control:
         stop=int(max(row[0] for row in rows)),
         save=any(row[1] for row in rows),
         more=any(row[2] for row in rows),
+        reform=any(row[3] for row in rows),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.data.evaluation import EvalBatches
-from paceline.distributed.world import World
+from paceline.distributed.world import World, lost_peers_reported
 from paceline.errors import TaskError
 from paceline.task import Loss, Task
 from paceline.training.randomness import seed_evaluation
@@ -31,34 +31,34 @@ class Evaluator:
 
     Args:
         task: whose ``metrics`` and ``loss`` are evaluated.
-        world: the ranks; all of them evaluate together.
+        device: the model's.
         batches: the split.
         seed: the run's.
         autocast: the precision to evaluate in.
     """
 
     def __init__(
-        self, task: Task, world: World, batches: EvalBatches, *, seed: int, autocast: Autocast
+        self, task: Task, device: torch.device, batches: EvalBatches, *, seed: int, autocast: Autocast
     ) -> None:
         self._task = task
-        self._world = world
         self._batches = batches
         self._seed = seed
         self._autocast = autocast
-        self._objects = {name: metric.to(world.device) for name, metric in task.build_metrics().items()}
+        self._objects = {name: metric.to(device) for name, metric in task.build_metrics().items()}
 
     @torch.no_grad()
-    def run(self, module: nn.Module) -> dict[str, float]:
-        """Metrics by name, among them ``loss``.
+    def run(self, world: World, module: nn.Module) -> dict[str, float]:
+        """Metrics by name, among them ``loss``. All ranks of ``world`` evaluate together.
 
         Raises:
             TaskError: the task's metrics are not what they should be.
+            PeerLostError: a rank is gone.
         """
         was_training = module.training
         module.eval()
         for metric in self._objects.values():
             metric.reset()
-        world, num_blocks = self._world, self._batches.num_blocks
+        num_blocks = self._batches.num_blocks
         blocks = range(
             world.rank * num_blocks // world.world_size, (world.rank + 1) * num_blocks // world.world_size
         )
@@ -70,9 +70,10 @@ class Evaluator:
             for name, pair in values.items():
                 sums.setdefault(name, []).append(pair)
         module.train(was_training)
-        metrics = self._totals(sums)
+        metrics = _totals(world, sums)
         for name, metric in self._objects.items():
-            metrics[name] = float(metric.compute())  # gathers over the ranks by itself
+            with lost_peers_reported():
+                metrics[name] = float(metric.compute())  # gathers over the ranks by itself
         return metrics
 
     def close(self) -> None:
@@ -108,14 +109,15 @@ class Evaluator:
             "it must be a 1-d tensor with one value a sample, or a pair (sum, weight)."
         )
 
-    def _totals(self, sums: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
-        gathered = self._world.all_gather_json(sums)
-        metrics = {}
-        for name in dict.fromkeys(name for of_rank in gathered for name in of_rank):
-            pairs = [pair for of_rank in gathered for pair in of_rank.get(name, ())]
-            weight = math.fsum(pair[1] for pair in pairs)
-            metrics[name] = math.fsum(pair[0] for pair in pairs) / weight if weight else math.nan
-        return metrics
+
+def _totals(world: World, sums: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
+    gathered = world.all_gather_json(sums)
+    metrics = {}
+    for name in dict.fromkeys(name for of_rank in gathered for name in of_rank):
+        pairs = [pair for of_rank in gathered for pair in of_rank.get(name, ())]
+        weight = math.fsum(pair[1] for pair in pairs)
+        metrics[name] = math.fsum(pair[0] for pair in pairs) / weight if weight else math.nan
+    return metrics
 
 
 def as_loss(task: Task, value: Any, samples: int) -> Loss:

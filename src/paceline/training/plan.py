@@ -16,6 +16,7 @@ CHANGEABLE = frozenset(
     {
         *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "backend", "interface"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
+        *("recover", "max_restarts"),
         *("checkpoint_every", "keep", "log_every", "profile", "set", "task", "accumulate"),
     }
 )

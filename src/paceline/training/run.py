@@ -13,7 +13,6 @@ from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
-from paceline.distributed.world import World
 from paceline.run_directory import RunDirectory
 from paceline.task import Task
 from paceline.training.control import StopSignals
@@ -31,8 +30,9 @@ class Run:
     Attributes:
         task_name: as the checkpoints record it.
         config: with nothing left open.
+        device: this process's.
+        processes: how many share this machine.
         directory: on rank 0's machine at least.
-        generation: how often the run was started before.
         signals: who asks for a stop.
         quiet: show nothing on the terminal.
     """
@@ -41,9 +41,9 @@ class Run:
     task_name: str
     config: RunConfig
     data: DataPlan
-    world: World
+    device: torch.device
+    processes: int
     directory: RunDirectory
-    generation: int
     signals: StopSignals
     quiet: bool
 
@@ -63,7 +63,7 @@ class Run:
         """A fresh context of the run's precision."""
         if self.config.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.world.device.type, _AMP_DTYPES[self.config.precision])
+        return torch.autocast(self.device.type, _AMP_DTYPES[self.config.precision])
 
     def build_loader(self) -> Loader:
         """The training data.
@@ -79,7 +79,7 @@ class Run:
                 num_shards=self.num_shards,
                 min_shard=task.min_shard,
                 seed=self.config.seed,
-                device=self.world.device,
+                device=self.device,
                 collate=task.collate,
             )
         assert data.order is not None
@@ -87,10 +87,8 @@ class Run:
             data.train,
             data.order,
             seed=self.config.seed,
-            device=self.world.device,
-            workers=resolve_workers(
-                data.train, task.collate, self.config.workers, self.world.local_world_size
-            ),
+            device=self.device,
+            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes),
             collate=task.collate,
             index_map=None if data.carved is None else data.carved.train,
         )
@@ -112,10 +110,10 @@ class Run:
             dataset,
             _EVAL_SHARDS * -(-self.global_batch_size // self.num_shards),
             seed=self.config.seed,
-            device=self.world.device,
-            workers=resolve_workers(dataset, task.collate, self.config.workers, self.world.local_world_size),
+            device=self.device,
+            workers=resolve_workers(dataset, task.collate, self.config.workers, self.processes),
             collate=task.collate,
             index_map=index_map,
             split=split,
         )
-        return Evaluator(task, self.world, batches, seed=self.config.seed, autocast=self.autocast)
+        return Evaluator(task, self.device, batches, seed=self.config.seed, autocast=self.autocast)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.manifest import CheckpointInfo
+from paceline.checkpoint.storage import holds_version
 from paceline.config import Interval, parse_interval
-from paceline.data.ledger import LedgerWriter
+from paceline.data.ledger import LedgerEntry, LedgerWriter, recorded_until
 from paceline.distributed.reducer import StepSums
+from paceline.distributed.world import World
 from paceline.training.pins import current_pins
 from paceline.training.run import Run
 from paceline.training.state import Progress
+
+_FLUSH_EVERY = 64
+RECENT_STEPS = 4 * _FLUSH_EVERY
+"""How many steps' ledger entries each rank keeps: more than a dead rank 0 can have kept to itself."""
 
 
 def is_due(every: Interval, progress: Progress) -> bool:
@@ -29,25 +36,27 @@ class Saver:
 
     Args:
         run: the run.
-        resumed_version: the state version that is continued from; None for a new run.
+        world: the ranks.
+        progress: where the state stands that is continued from.
+        recent: the last steps' ledger entries as far as this rank knows them; kept up to date. A new
+            rank 0 writes those that an earlier one did not get to disk.
     """
 
-    def __init__(self, run: Run, resumed_version: int | None) -> None:
+    def __init__(self, run: Run, world: World, progress: Progress, recent: deque[LedgerEntry]) -> None:
         self._run = run
+        self._world = world
+        self._recent = recent
         self._every = [parse_interval(text, "checkpoint_every") for text in run.config.checkpoint_every]
-        self._pins = current_pins(run.config, run.world.device)
-        self._saved_version = resumed_version
+        self._pins = current_pins(run.config, run.device)
+        self._saved_version: int | None = None
         self._saved_at = time.monotonic()
         self._checkpointer: Checkpointer | None = None
         self._ledger: LedgerWriter | None = None
-        if run.world.rank == 0:
-            self._ledger = LedgerWriter(
-                run.directory.ledger,
-                run.data.order,
-                generation=run.generation,
-                parent_version=resumed_version,
-            )
+        if world.rank == 0:
+            self._ledger = self._open_ledger(progress.version)
             self._checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep)
+            if holds_version(run.directory.checkpoints, progress.version):
+                self._saved_version = progress.version
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +70,22 @@ class Saver:
             finally:
                 self._ledger.close()
 
+    def _open_ledger(self, version: int) -> LedgerWriter:
+        """This generation's file, which says how the state got from what is on disk to ``version``."""
+        directory = self._run.directory.ledger
+        recorded = recorded_until(directory)
+        missing = [entry for entry in self._recent if (recorded or 0) < entry.version <= version]
+        ledger = LedgerWriter(
+            directory,
+            self._run.data.order,
+            generation=self._world.generation,
+            parent_version=recorded if missing else version or None,
+        )
+        for entry in missing:
+            ledger.append(**entry._asdict())
+        ledger.flush(sync=False)
+        return ledger
+
     @property
     def stall_s(self) -> float:
         """Seconds for which saving held the training up so far."""
@@ -68,8 +93,6 @@ class Saver:
 
     def record_step(self, progress: Progress, epoch: int, step_in_epoch: int, sums: StepSums) -> None:
         """Enter a committed step into the ledger."""
-        if self._ledger is None:
-            return
         order = self._run.data.order
         # A stream's positions are counted from the start of the run.
         start, stop = (
@@ -77,15 +100,14 @@ class Saver:
             if order is None
             else order.batch_range(step_in_epoch)
         )
-        self._ledger.append(
-            version=progress.version,
-            epoch=epoch,
-            step=step_in_epoch,
-            start=start,
-            stop=stop,
-            ranks=self._run.world.world_size,
-            checksum=sums.checksum,
+        entry = LedgerEntry(
+            progress.version, epoch, step_in_epoch, start, stop, self._world.world_size, sums.checksum
         )
+        self._recent.append(entry)
+        if self._ledger is not None:
+            self._ledger.append(**entry._asdict())
+            if progress.step % _FLUSH_EVERY == 0:
+                self._ledger.flush(sync=False)
 
     def flush_ledger(self) -> None:
         """Hand the ledger's entries to the operating system."""
@@ -93,8 +115,10 @@ class Saver:
             self._ledger.flush(sync=False)
 
     def is_due(self, progress: Progress) -> bool:
-        """Whether a save is due by steps or epochs."""
-        return any(is_due(every, progress) for every in self._every)
+        """Whether a save is due by steps or epochs, or because this is the best model so far."""
+        return progress.best_version == progress.version or any(
+            is_due(every, progress) for every in self._every
+        )
 
     def is_due_by_clock(self) -> bool:
         """Whether a save is due by rank 0's clock; the control word tells the others."""
@@ -138,7 +162,7 @@ class Saver:
             step=progress.step,
             state_version=progress.version,
             epoch=progress.epoch,
-            generation=self._run.generation,
+            generation=self._world.generation,
             shards=self._run.num_shards,
             pins=self._pins,
             best_version=progress.best_version,

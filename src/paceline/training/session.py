@@ -1,58 +1,38 @@
-"""From a joined world to a trained run: create or continue it, train, conclude."""
+"""From a run to its end: agree on the state, train, conclude; in one world, or in one after another."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import platform
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from paceline import __version__
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.manifest import CheckpointInfo, differences, require_same_run
-from paceline.checkpoint.storage import newest_verified
-from paceline.config import RunConfig, config_from_mapping
+from paceline.checkpoint.storage import holds_version, newest_verified
 from paceline.distributed.world import World
-from paceline.errors import CheckpointError, RunDirectoryError, TaskError
+from paceline.errors import CheckpointError, PeerLostError, StopRequested
+from paceline.membership.channel import Place
+from paceline.membership.handover import agree, hand_over
+from paceline.membership.join import open_view
+from paceline.membership.member import Member
 from paceline.run_directory import RunDirectory
-from paceline.task import (
-    Task,
-    TaskReference,
-    build_task,
-    load_task_class,
-    parse_assignments,
-    task_fields,
-)
+from paceline.training import preparation
 from paceline.training.conclusion import conclude
-from paceline.training.control import StopSignals
-from paceline.training.pins import configure_numerics, current_pins
-from paceline.training.plan import DataPlan, check_world, continued, plan_data, resolve
+from paceline.training.control import StopSignals, exit_code
+from paceline.training.pins import current_pins
+from paceline.training.preparation import Request
 from paceline.training.run import Run
 from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What somebody asked for, before anything is resolved; the same on every rank.
-
-    Attributes:
-        config: the options as given.
-        task: the task itself, where a script has built it; else ``config.task`` names it.
-        threads: CPU threads of this process.
-        quiet: show nothing on the terminal.
-    """
-
-    config: RunConfig
-    task: Task | None
-    threads: int
-    quiet: bool
+_REFORMED = "left it as asked, after a step"
 
 
 def train(request: Request, world: World, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
@@ -69,145 +49,220 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
         PacelineError: the training failed; the last checkpoint is good.
     """
     started = time.perf_counter()
-    recorded = world.broadcast_json(_recorded(request.config, directory) if world.rank == 0 else None)
-    if recorded["result"] is not None:
-        _say(world, request, f"{directory.path} has finished; nothing is left to train.")
-        return dict(recorded["result"])
-    task, spec = _load_task(request, recorded["manifest"])
-    config, notes = _configure(request.config, recorded["manifest"], task, world.world_size)
-    config = dataclasses.replace(config, task=spec, run=str(directory.path))
-    configure_numerics(config, request.threads)
-    data = plan_data(config, task)
-    if world.rank == 0 and recorded["manifest"] is None:
-        directory.write_manifest(_manifest(config, task, data, world))
-        directory.append_event("created", task=spec)
-    run = Run(
-        task=task,
-        task_name=spec,
-        config=config,
-        data=data,
-        world=world,
-        directory=directory,
-        generation=world.generation,
-        signals=signals,
-        quiet=request.quiet,
+    found: dict[str, Any] | None = None
+    if world.rank == 0:
+        preparation.check_resume(request.config, directory)
+        found = preparation.recorded(directory)
+    found = world.broadcast_json(found)
+    assert found is not None
+    if found["result"] is not None:
+        if world.rank == 0:
+            _say_finished(request, directory)
+        return dict(found["result"])
+    run, notes = preparation.prepare(
+        request,
+        found["manifest"],
+        directory,
+        signals,
+        device=world.device,
+        world_size=world.world_size,
+        processes=world.local_world_size,
     )
-    for note in notes:
-        _say(world, request, note)
-    resumed = _newest_checkpoint(run)
     with Trainer(run) as trainer:
-        before = {"step": 0, "samples": 0} if resumed is None else resumed["progress"]
-        if world.rank == 0:
-            directory.append_event(
-                "started",
-                generation=world.generation,
-                world_size=world.world_size,
-                shards=run.num_shards,
-                step=before["step"],
-                total_steps=data.total_steps,
-            )
-        trainer.fit(resumed)
-        result = conclude(trainer, started, trainer.state.progress.samples - before["samples"])
-        if world.rank == 0:
-            directory.write_result(result)
-            directory.append_event("finished")
-        trainer.monitor.finish(result)
+        result = _Session(trainer, notes, started).take_part(world)
+    assert result is not None, "the ranks of a world that stays do not leave it"
     world.barrier()
     return result
 
 
-def _recorded(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
-    """What rank 0 finds in the directory: the run's manifest and result, where there are any."""
-    if not directory.exists():
-        if config.resume == "must":
-            raise RunDirectoryError(
-                f"--resume must: {directory.path} holds no run (no run.toml). Check --run DIR."
+def train_as_member(
+    request: Request,
+    member: Member,
+    directory: RunDirectory,
+    signals: StopSignals,
+    *,
+    processes: int,
+    at_rank_0: Callable[[], None],
+) -> dict[str, Any]:
+    """What :func:`train` does, as one of several processes of a machine that come and go.
+
+    A member prepares itself alone, whether the run begins or has gone on for long, and then takes part
+    in one view after another. After a loss it goes on from its own state, or from another member's.
+
+    Args:
+        request: what somebody asked for; the same in every member.
+        member: tells of the views.
+        directory: the run's; the agent holds its lock.
+        signals: who asks for a stop.
+        processes: how many members there are to be.
+        at_rank_0: called whenever this member becomes rank 0.
+
+    Returns:
+        The content of ``result.json``.
+
+    Raises:
+        Retired: the agent does not need this member any more.
+        UserError, StopRequested, PacelineError: as :func:`train`.
+    """
+    started = time.perf_counter()
+    found = preparation.recorded(directory)
+    if found["result"] is not None:
+        return dict(found["result"])
+    device = torch.device("cpu")
+    run, notes = preparation.prepare(
+        request,
+        found["manifest"],
+        directory,
+        signals,
+        device=device,
+        world_size=processes,
+        processes=processes,
+    )
+    with Trainer(run, member) as trainer:
+        session = _Session(trainer, notes, started)
+        left, why = -1, "has just started"
+        while True:
+            place = member.next_view(left, why, partial(_has_nothing_to_save, trainer))
+            if place is None:
+                raise StopRequested(
+                    "stopped before the first step, as asked; nothing is to be saved.",
+                    exit_code=exit_code(signals.received),
+                )
+            if place.rank == 0:
+                at_rank_0()
+            result, why = _take_part_in_view(session, member, place)
+            # Who loses the others only after the run's end has nothing left to do.
+            result = result or directory.read_result()
+            if result is not None:
+                return result
+            left = place.generation
+
+
+def _has_nothing_to_save(trainer: Trainer) -> bool:
+    return bool(trainer.run.signals.received) and not trainer.valid
+
+
+def _take_part_in_view(session: _Session, member: Member, place: Place) -> tuple[dict[str, Any] | None, str]:
+    """The run's result, or None and why this member left the view."""
+    result, why = None, _REFORMED
+    try:
+        with open_view(
+            place, device=session.run.device, abandoned=partial(member.broken, place.generation)
+        ) as world:
+            try:
+                result = session.take_part(world, joined=partial(member.joined, place.generation))
+            except PeerLostError as error:
+                why = str(error)
+                _let_go(error)
+            session.leave()
+    except PeerLostError as error:
+        why = str(error)
+        _let_go(error)
+    return result, why
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames that an error holds: what they refer to, such as the group, would live on."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class _Session:
+    """A trainer's way through one world after another.
+
+    Args:
+        trainer: whose run it is.
+        notes: what to say aloud when the run is created.
+        started: ``time.perf_counter()`` when this process began.
+    """
+
+    def __init__(self, trainer: Trainer, notes: list[str], started: float) -> None:
+        self.run = trainer.run
+        self._trainer = trainer
+        self._notes = notes
+        self._started = started
+
+    def take_part(self, world: World, joined: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+        """Agree on the state, train to the end and conclude; all ranks of ``world`` do so together.
+
+        Args:
+            world: the ranks.
+            joined: called once this rank has the state and can train.
+
+        Returns:
+            The content of ``result.json``; None where the ranks left together before the end.
+
+        Raises:
+            PeerLostError: a rank is gone.
+            PacelineError: as :func:`train` says.
+        """
+        trainer = self._trainer
+        self._agree_on_state(world)
+        trainer.attach(world)
+        joined()
+        if not trainer.fit():
+            return None
+        result = conclude(trainer, self._started)
+        if world.rank == 0:
+            self.run.directory.write_result(result)
+            self.run.directory.append_event("finished")
+        trainer.monitor.finish(result)
+        self.leave()
+        world.barrier()
+        return result
+
+    def leave(self) -> None:
+        """Close what belongs to the world; a second call does nothing.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        self._trainer.detach()
+
+    def _agree_on_state(self, world: World) -> None:
+        """Have every rank hold the state that the furthest one holds, or else the newest that is saved."""
+        trainer = self._trainer
+        agreement = agree(world, valid=trainer.valid, version=trainer.state.progress.version)
+        if agreement.source is not None:
+            state = trainer.state_to_give() if world.rank == agreement.source else None
+            received = hand_over(world, agreement, state)
+            if received is not None:
+                trainer.take(received)
+            if not self._best_is_lost(world):
+                return
+        if world.rank == 0 and not self.run.directory.exists():
+            preparation.create(self.run)
+            for note in self._notes:
+                _say(self.run.quiet, note)
+        trainer.restore(world, _newest_checkpoint(self.run, world))
+        if world.rank == 0:
+            self.run.directory.append_event(
+                "started",
+                generation=world.generation,
+                world_size=world.world_size,
+                shards=self.run.num_shards,
+                step=trainer.state.progress.step,
+                total_steps=self.run.data.total_steps,
             )
-        return {"manifest": None, "result": None}
-    if config.resume == "never":
-        raise RunDirectoryError(
-            f"--resume never: {directory.path} holds a run already. "
-            "Choose another --run DIR, or leave --resume out."
+
+    def _best_is_lost(self, world: World) -> bool:
+        """Whether the best model is on no disk: rank 0 died while it wrote it, and the run went on.
+
+        Then a part of the run is done again, from the newest checkpoint, to get it back.
+        """
+        progress = self._trainer.state.progress
+        lost = (
+            world.rank == 0
+            and progress.best_version not in (None, progress.version)
+            and not holds_version(self.run.directory.checkpoints, progress.best_version or 0)
         )
-    return {"manifest": directory.read_manifest(), "result": directory.read_result()}
+        return bool(world.broadcast_json(lost))
 
 
-def _load_task(request: Request, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
-    """The task and its name, checked against the run's record."""
-    if request.task is not None:
-        task, spec = request.task, request.config.task
-    else:
-        spec = request.config.task or (manifest or {}).get("task", {}).get("spec", "")
-        if not spec:
-            raise TaskError(
-                "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
-            )
-        fields: Mapping[str, Any] = parse_assignments(request.config.set)
-        if manifest is not None:
-            fields = {**manifest["task"]["fields"], **fields}
-        task = TaskReference(spec, fields).load()
-    if manifest is not None:
-        _require_same_task(manifest["task"], spec, task, request.config)
-    return task, spec
-
-
-def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, config: RunConfig) -> None:
-    if recorded["spec"] != spec and load_task_class(spec).__qualname__ != recorded["name"]:
-        raise RunDirectoryError(
-            f"{config.run} is a run of {recorded['spec']}, not of {spec}. Choose another --run DIR."
-        )
-    before, now = task_fields(build_task(type(task), recorded["fields"])), task_fields(task)
-    changed = [
-        f"  {name}: {before[name]} when the run was created, {now[name]} now"
-        for name in now
-        if before[name] != now[name]
-    ]
-    if changed:
-        raise RunDirectoryError(
-            f"{config.run} was created with other hyperparameters:\n" + "\n".join(changed) + "\n"
-            "Leave them out to continue the run, or start a new one with another --run DIR."
-        )
-
-
-def _configure(
-    config: RunConfig, manifest: Mapping[str, Any] | None, task: Task, world_size: int
-) -> tuple[RunConfig, list[str]]:
-    if manifest is None:
-        return resolve(config, task, world_size)
-    resolved = continued(config, config_from_mapping(manifest["config"], "run.toml"))
-    check_world(resolved, world_size)
-    return resolved, []
-
-
-def _manifest(config: RunConfig, task: Task, data: DataPlan, world: World) -> dict[str, Any]:
-    """The content of ``run.toml``."""
-    order = data.order
-    # TOML has no null; the word is turned back where the field may be None.
-    fields = {name: "none" if value is None else value for name, value in task_fields(task).items()}
-    return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "task": {"spec": config.task, "name": type(task).__qualname__, "fields": fields},
-        "config": {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in ("task", "set")
-        },
-        "data": {
-            "train_samples": None if order is None else order.num_samples,
-            "val_samples": None if data.carved is None else len(data.carved.val),
-            "steps_per_epoch": data.steps_per_epoch,
-            "total_steps": data.total_steps,
-        },
-        "versions": {
-            "paceline": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
-        "pins": current_pins(config, world.device),
-    }
-
-
-def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
+def _newest_checkpoint(run: Run, world: World) -> dict[str, Any] | None:
     """The state of the newest checkpoint that verifies on every rank, or None."""
-    world, directory = run.world, run.directory
+    directory = run.directory
     failed: list[str] = []
     while True:
         choice: dict[str, Any] = {"path": None, "skipped": []}
@@ -227,7 +282,7 @@ def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
             checkpoint, problem = None, str(error)
         problems = [p for p in world.all_gather_json(problem) if p]
         if checkpoint is not None and not problems:
-            _compare(run, path.name, checkpoint.manifest.info)
+            _compare(run, world, path.name, checkpoint.manifest.info)
             return checkpoint.state
         _log.warning(
             "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
@@ -235,15 +290,15 @@ def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
         failed.append(path.name)
 
 
-def _compare(run: Run, name: str, recorded: CheckpointInfo) -> None:
+def _compare(run: Run, world: World, name: str, recorded: CheckpointInfo) -> None:
     """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
     now = dataclasses.replace(
-        recorded, task=run.task_name, shards=run.num_shards, pins=current_pins(run.config, run.world.device)
+        recorded, task=run.task_name, shards=run.num_shards, pins=current_pins(run.config, run.device)
     )
     if run.directory.read_manifest()["task"]["spec"] != recorded.task:
         require_same_run(run.directory.checkpoints / name, recorded, now)
     changed = differences(recorded.pins, now.pins)
-    if changed and run.world.rank == 0:
+    if changed and world.rank == 0:
         _log.warning(
             "this process differs from the one that wrote %s, so the model will be equal within rounding, "
             "not bit for bit: %s",
@@ -252,6 +307,10 @@ def _compare(run: Run, name: str, recorded: CheckpointInfo) -> None:
         )
 
 
-def _say(world: World, request: Request, text: str) -> None:
-    if world.rank == 0 and not request.quiet:
+def _say_finished(request: Request, directory: RunDirectory) -> None:
+    _say(request.quiet, f"{directory.path} has finished; nothing is left to train.")
+
+
+def _say(quiet: bool, text: str) -> None:
+    if not quiet:
         _log.warning(text)

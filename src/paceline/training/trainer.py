@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Interval, parse_interval
+from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
+from paceline.distributed.world import World
 from paceline.errors import NonFiniteLossError, StopRequested
+from paceline.membership.member import Member
 from paceline.monitoring.monitor import Monitor
+from paceline.monitoring.phases import PHASES
 from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
 from paceline.training import control
@@ -20,7 +25,7 @@ from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.judge import Judge
 from paceline.training.randomness import seed_model, seed_shard
 from paceline.training.run import Run
-from paceline.training.saving import Saver, is_due
+from paceline.training.saving import RECENT_STEPS, Saver, is_due
 from paceline.training.state import TrainingState
 
 if TYPE_CHECKING:
@@ -32,28 +37,44 @@ _STEP_TIMEOUT_S = 1800.0
 class Trainer:
     """Trains a run from where its state stands to its end; every rank has one and calls it alike.
 
+    It is made alone; then it takes part in one world, or in one after another as ranks come and go:
+    :meth:`attach`, :meth:`fit`, :meth:`detach`. What belongs to the run stays: the task's model and
+    optimizers, the data, and the state. What belongs to a world is made anew.
+
     Use it as a context manager: what it opens is closed at exit.
+
+    Attributes:
+        run: what is trained.
+        state: the model and all that changes with it.
+        valid: whether ``state`` is whole, and so is what its version says.
+        recent: the last steps' ledger entries.
+        samples: of the steps that this process took part in.
+        world: the ranks; from :meth:`attach` on, like ``strategy``, ``monitor``, ``saver``, ``profiler``.
+
+    Args:
+        run: what is trained.
+        member: what tells of other ranks' coming and going; None where the world is to stay.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built.
     """
 
-    def __init__(self, run: Run) -> None:
+    world: World
+    strategy: Strategy
+    monitor: Monitor
+    saver: Saver
+    profiler: StepProfiler | None
+
+    def __init__(self, run: Run, member: Member | None = None) -> None:
         self.run = run
+        self._member = member
         self._resources = ExitStack()
-        seed_model(run.config.seed)
-        module = run.task.build_model().to(run.world.device)
-        options = StrategyOptions(
-            num_shards=run.num_shards,
-            kind="exact" if run.config.reduction == "exact" else "fast",
-            row_length=control.ROW_LENGTH,
-            timeout_s=_STEP_TIMEOUT_S,
-            compile=run.config.compile,
-            static_graph=run.task.static_graph,
-        )
-        self.strategy: Strategy = build_strategy(module, run.world, run.config, options)
-        self._resources.callback(self.strategy.close)
-        self.state = TrainingState(run.task, run.config, module, run.world.device, run.data.total_steps)
+        self._of_world = ExitStack()
+        self._earlier_phases = dict.fromkeys(PHASES, 0.0)
+        self.samples = 0
+        self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
+        self.state = self._new_state()
+        self.valid, self._pristine = False, True
         self.loader = self._resources.enter_context(closing(run.build_loader()))
         self.evaluator = run.build_evaluator("val")
         if self.evaluator is not None:
@@ -65,62 +86,100 @@ class Trainer:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._resources.__exit__(*error)
+        try:
+            self._of_world.__exit__(*error)
+        finally:
+            self._resources.__exit__(*error)
 
-    def fit(self, resumed: Mapping[str, Any] | None) -> None:
-        """Train to the end, and save.
+    def _new_state(self) -> TrainingState:
+        run = self.run
+        seed_model(run.config.seed)
+        module = run.task.build_model().to(run.device)
+        return TrainingState(run.task, run.config, module, run.device, run.data.total_steps)
+
+    def restore(self, world: World, saved: Mapping[str, Any] | None) -> None:
+        """Begin, or go on from a checkpoint; all ranks do so together.
 
         Args:
-            resumed: the state of the checkpoint to continue from; None to begin.
+            world: the ranks.
+            saved: the state of the checkpoint, the same on all ranks; None to begin.
 
         Raises:
-            StopRequested: a signal asked for it; the state is saved.
-            NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
-            CheckpointError: a checkpoint could not be written, or ``resumed`` does not fit.
+            CheckpointError: ``saved`` does not fit the task.
+            PeerLostError: a rank is gone.
         """
-        self._begin(resumed)
-        if self._settle():
-            self._save()
-        while not self._finished():
-            sums = self._step()
-            word = control.merge(sums.rows)
-            self.state.progress.epoch_ended = not word.more
-            if word.stop:
-                self._stop(word.stop)
-            improved = self._settle()
-            if improved or word.save or self.saver.is_due(self.state.progress):
-                self._save()
-            if self.profiler is not None:
-                self.profiler.step_done(self.state.progress.step)
-        self._save(synchronous=True)
+        self.valid = False
+        self.recent.clear()
+        if not self._pristine:
+            self.state = self._new_state()
+        if saved is not None:
+            self.take(saved)
+            return
+        # A model may be built with randomness that no seed of torch's reaches.
+        world.broadcast_module(self.state.module)
+        if self.state.ema is not None:
+            world.broadcast_module(self.state.ema)
+        self.valid, self._pristine = True, False
 
-    def _begin(self, resumed: Mapping[str, Any] | None) -> None:
-        """Take over the resumed state, and open what is written while training."""
-        run, progress = self.run, self.state.progress
-        if resumed is not None:
-            self.state.load_state_dict(resumed)
-            progress = self.state.progress
-            if isinstance(self.loader, StreamLoader):
-                self.loader.load_state_dict(resumed["streams"])
-        self.monitor = self._resources.enter_context(
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that a checkpoint or another rank gave.
+
+        Raises:
+            CheckpointError: it does not fit the task.
+        """
+        self.valid, self._pristine = False, False
+        self.state.load_state_dict(state)
+        if isinstance(self.loader, StreamLoader) and "streams" in state:
+            self.loader.load_state_dict(state["streams"])
+        if "recent" in state:
+            self.recent.clear()
+            self.recent.extend(LedgerEntry(*entry) for entry in state["recent"])
+        self.valid = True
+
+    def state_to_give(self) -> dict[str, Any]:
+        """The state for a rank that lacks it: what :meth:`take` takes."""
+        return {**self.state.state_dict(), "recent": [list(entry) for entry in self.recent]}
+
+    def attach(self, world: World) -> None:
+        """Take part in a world whose ranks all hold the state; all of them call this together.
+
+        Raises:
+            UserError: the strategy cannot work with so many processes, or the run directory is not writable.
+            PeerLostError: a rank is gone.
+        """
+        run, progress, stack = self.run, self.state.progress, self._of_world
+        self.world = world
+        options = StrategyOptions(
+            num_shards=run.num_shards,
+            kind="exact" if run.config.reduction == "exact" else "fast",
+            row_length=control.ROW_LENGTH,
+            timeout_s=_STEP_TIMEOUT_S,
+            compile=run.config.compile,
+            static_graph=run.task.static_graph,
+        )
+        self.strategy = build_strategy(self.state.module, world, run.config, options)
+        stack.callback(self.strategy.close)
+        stack.callback(self.strategy.abandon)
+        self.monitor = stack.enter_context(
             Monitor(
                 run.directory,
-                rank=run.world.rank,
-                world_size=run.world.world_size,
+                rank=world.rank,
+                world_size=world.world_size,
                 total_steps=run.data.total_steps,
                 steps_per_epoch=run.data.steps_per_epoch,
                 first_step=progress.step,
                 log_every=run.config.log_every,
                 quiet=run.quiet,
-                device=run.world.device,
+                device=run.device,
             )
         )
-        self.saver = self._resources.enter_context(Saver(run, None if resumed is None else progress.version))
-        self.profiler: StepProfiler | None = None
+        stack.callback(self._keep_phases)
+        self.saver = stack.enter_context(Saver(run, world, progress, self.recent))
+        self.profiler = None
         if run.config.profile:
             from paceline.monitoring.profiler import profile_steps
 
-            self.profiler = self._resources.enter_context(
+            self.profiler = stack.enter_context(
                 closing(
                     profile_steps(
                         run.directory, steps=run.config.profile, first=progress.step, monitor=self.monitor
@@ -129,6 +188,55 @@ class Trainer:
             )
         self.strategy.module.train()
         self.monitor.timer.mark("other")
+        self._beat()
+
+    def detach(self) -> None:
+        """Leave the world, as far as it was attached: the state is what it was after the last whole step.
+
+        Raises:
+            CheckpointError: a save in the background failed.
+            RunDirectoryError: the ledger cannot be written.
+        """
+        self._of_world.close()
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, over all worlds."""
+        now = self.monitor.timer.seconds
+        return {phase: seconds + now[phase] for phase, seconds in self._earlier_phases.items()}
+
+    def _keep_phases(self) -> None:
+        self._earlier_phases = self.phases()
+
+    def fit(self) -> bool:
+        """Train to the end, and save.
+
+        Returns:
+            Whether the end is reached; else the ranks left together, after a step, for another world.
+
+        Raises:
+            StopRequested: a signal asked for it; the state is saved.
+            NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
+            CheckpointError: a checkpoint could not be written.
+            PeerLostError: a rank is gone; :meth:`detach` leaves the state of the last whole step.
+        """
+        # What a run owes after its last step, it owes also if that was in another world.
+        if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
+            self._save()
+        while not self._finished():
+            sums = self._step()
+            word = control.merge(sums.rows)
+            self.state.progress.epoch_ended = not word.more
+            if word.stop:
+                self._stop(word.stop)
+            if word.reform:
+                return False
+            improved = self._settle()
+            if improved or word.save or self.saver.is_due(self.state.progress):
+                self._save()
+            if self.profiler is not None:
+                self.profiler.step_done(self.state.progress.step)
+        self._save(synchronous=True)
+        return True
 
     def _step(self) -> StepSums:
         """Fetch, forward and backward, reduce, update, commit."""
@@ -156,9 +264,11 @@ class Trainer:
         mark("reduction")
         self._refuse_non_finite(sums)
 
+        self.valid = False
         self.state.update(run.config.clip_norm)
         mark("optimizer")
         self._commit(sums)
+        self.valid = True
         return sums
 
     def _commit(self, sums: StepSums) -> None:
@@ -169,10 +279,17 @@ class Trainer:
         progress.step += 1
         progress.step_in_epoch += 1
         progress.samples += sums.samples
+        self.samples += sums.samples
+        self._beat()
         self.saver.record_step(progress, epoch, step_in_epoch, sums)
         rows = partial(control.statuses, sums.rows)
         self.monitor.step_done(progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows)
         self.monitor.timer.mark("other")
+
+    def _beat(self) -> None:
+        if self._member is not None:
+            self._member.pulse.step = self.state.progress.step
+            self._member.pulse.version = self.state.progress.version
 
     def _settle(self) -> bool:
         """Make the transitions that are due after a step; return whether the model became the best.
@@ -194,7 +311,7 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator) -> bool:
         progress = self.state.progress
         self.monitor.activity("evaluating val")
-        metrics = evaluator.run(self.state.evaluated_module)
+        metrics = evaluator.run(self.world, self.state.evaluated_module)
         progress.evaluated_step = progress.step
         progress.version += 1
         improved = self.judge.apply(metrics, progress)
@@ -238,7 +355,12 @@ class Trainer:
 
     def _control(self) -> control.Control:
         more = not (isinstance(self.loader, StreamLoader) and self.loader.exhausted(self.strategy.shards))
-        return control.Control(stop=self.run.signals.received, save=self.saver.is_due_by_clock(), more=more)
+        return control.Control(
+            stop=self.run.signals.received,
+            save=self.saver.is_due_by_clock(),
+            more=more,
+            reform=self._member is not None and self._member.should_reform(self.world.generation),
+        )
 
     def _status(self) -> Sequence[float] | None:
         step = self.state.progress.step + 1
@@ -248,10 +370,10 @@ class Trainer:
         """Save and leave: raises always."""
         run, step = self.run, self.state.progress.step
         self._save(synchronous=True)
-        if run.world.rank == 0:
+        if self.world.rank == 0:
             run.directory.append_event("stopped", signal=number, step=step)
         # Whoever leaves breaks the others' connections, so nobody does before the state is safe.
-        run.world.barrier()
+        self.world.barrier()
         raise StopRequested(
             f"stopped after step {step}, as asked; everything is saved. "
             f"Continue with: paceline resume {run.directory.path}",
@@ -262,7 +384,7 @@ class Trainer:
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
             state["streams"] = {}
-            for of_rank in self.run.world.all_gather_json(self.loader.state_dict(self.strategy.shards)):
+            for of_rank in self.world.all_gather_json(self.loader.state_dict(self.strategy.shards)):
                 state["streams"] |= of_rank
         self.saver.save(state, self.state.progress, synchronous=synchronous)
         self.monitor.timer.mark("checkpoint")

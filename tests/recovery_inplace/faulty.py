@@ -1,0 +1,118 @@
+"""A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
+
+A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
+``PLACE`` is where in the step the process is; ``KIND`` is ``kill`` or ``stop``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.checkpoint import storage
+from paceline.membership import handover, join
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+CLASSES, SIDE = 3, 6
+
+
+class Harm:
+    """Counts this process's steps, and carries out what the plan says of them."""
+
+    def __init__(self) -> None:
+        self.plan = Path()
+        self.rank = -1
+
+    def at(self, place: str, step: int) -> None:
+        for path in self.plan.glob(f"{place}-{step}-{self.rank}-*"):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                continue  # another process of that rank did it
+            os.kill(os.getpid(), _SIGNALS[path.name.rpartition("-")[2]])
+
+
+harm = Harm()
+
+
+def _hooked() -> None:
+    """Know the rank, and reach places inside the engine: a view being formed, a state being copied, a save."""
+    form, send, write = join._form, handover._send, storage._write_file
+
+    def formed(place: Any) -> None:
+        harm.rank = place.rank
+        harm.at("form", place.generation)
+        form(place)
+        harm.at("formed", place.generation)
+
+    def sent(world: Any, tensors: Any, behind: Any) -> None:
+        harm.at("give", 0)
+        send(world, tensors[: len(tensors) // 2], behind)
+        harm.at("give", 1)
+        send(world, tensors[len(tensors) // 2 :], behind)
+
+    def written(*arguments: Any) -> Any:
+        harm.at("save", 0)
+        return write(*arguments)
+
+    join._form, handover._send, storage._write_file = formed, sent, written
+
+
+@dataclass
+class Faulty(paceline.Task):
+    """Batch norm, dropout, AdamW, batches that divide into nothing, and a validation split."""
+
+    plan: str = ""
+    num: int = 410
+    num_val: int = 50
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=21, shards=6, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        if self.plan and harm.plan != Path(self.plan):
+            harm.plan = Path(self.plan)
+            _hooked()
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(4 * (SIDE - 2) ** 2, CLASSES),
+        )
+
+    def build_dataset(self, split: str) -> Any:
+        number = {"train": self.num, "val": self.num_val, "test": self.num_val}[split]
+        generator = torch.Generator().manual_seed(len(split))
+        labels = torch.arange(number) % CLASSES
+        images = torch.randn(number, 1, SIDE, SIDE, generator=generator)
+        return TensorDataset(images + labels.view(-1, 1, 1, 1) * 0.5, labels)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.model = model
+        self.optimizer = AdamW(model.parameters(), lr=0.01)
+        return self.optimizer
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        if model.training:
+            harm.at("step", self._steps())
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        harm.at("eval", self._steps())
+        return {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).float()}
+
+    def _steps(self) -> int:
+        """Steps done: the optimizer counts them, also where the state came from elsewhere."""
+        state = self.optimizer.state.get(self.model[0].weight)
+        return int(state["step"]) if state else 0

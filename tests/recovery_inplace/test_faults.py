@@ -1,0 +1,93 @@
+"""Whatever happens to the workers, the model is that of the undisturbed run, and each sample was seen once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.data.audit import audit
+from paceline.run_directory import RunDirectory
+
+TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"
+STEPS = 40  # of the whole run; an evaluation every 7, a checkpoint every 5
+
+
+def train(run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "inplace") -> dict[str, Any]:
+    plan = run.with_name(run.name + "-plan")
+    plan.mkdir()
+    for harm in harms:
+        (plan / harm).touch()
+    options = ["--recover", recover] if nproc > 1 else []
+    command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(run), "--nproc", str(nproc)]
+    command += ["--threads", "1", "--set", f"plan={plan}", "--eval-every", "7steps", "--best", "max:accuracy"]
+    process = subprocess.Popen(
+        [*command, "--checkpoint-every", "5steps", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    )
+    try:
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    assert sorted(path.name for path in plan.iterdir()) == [], "a harm was never done"
+    assert [p.pid for p in psutil.process_iter(["cmdline"]) if str(run) in (p.info["cmdline"] or [])] == []
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    report = audit(RunDirectory(run))
+    assert report.clean, report.verdict
+    assert report.steps == STEPS
+    return result
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("undisturbed") / "run", 1)
+
+
+def same(result: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    for field in ("model_sha256", "metrics", "steps", "samples", "state_version", "best_step"):
+        assert result[field] == undisturbed[field], field
+
+
+HARMS = {
+    "nothing": [],
+    "kill rank 0": ["step-9-0-kill"],
+    "kill rank 1": ["step-9-1-kill"],
+    "kill rank 2": ["step-9-2-kill"],
+    "kill two at once": ["step-11-0-kill", "step-11-2-kill"],
+    "kill all": ["step-12-0-kill", "step-12-1-kill", "step-12-2-kill"],
+    "kill all before the first checkpoint": ["step-2-0-kill", "step-2-1-kill", "step-2-2-kill"],
+    "stop rank 0": ["step-8-0-stop"],
+    "stop rank 2": ["step-8-2-stop"],
+    "kill in an evaluation": ["eval-7-1-kill", "eval-14-0-kill"],
+    "kill in the last evaluations": ["eval-40-0-kill"],
+    "kill in a save": ["save-0-0-kill"],
+    "kill in the first view": ["form-0-1-kill"],
+    "kill after forming a view": ["step-6-1-kill", "formed-1-0-kill"],
+    "kill a giver": ["step-6-1-kill", "give-1-0-kill"],
+}
+
+
+@pytest.mark.parametrize("harms", HARMS.values(), ids=HARMS)
+def test_model_is_that_of_the_undisturbed_run(
+    harms: list[str], tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    same(train(tmp_path / "run", 3, harms), undisturbed)
+
+
+def test_many_faults(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    chosen = random.Random(5)
+    harms = [f"step-{step}-{chosen.randrange(2)}-kill" for step in range(3, STEPS - 2, 6)]
+    same(train(tmp_path / "run", 4, harms), undisturbed)
