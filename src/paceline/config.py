@@ -58,6 +58,16 @@ class RunConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "Where the model lives.", group="Processes")
 
+    recover: Literal["auto", "inplace", "none"] = _option(
+        "auto",
+        "When a process dies. inplace: the others go on and it is replaced; none: the job ends. "
+        "auto: inplace under spawn on one machine without GPUs.",
+        group="Recovery",
+    )
+    max_restarts: int = _option(
+        8, "Replaced processes without a step of progress, after which the job ends.", group="Recovery"
+    )
+
     strategy: Literal["auto", "single", "ddp"] = _option(
         "auto", "How work is split. auto: single for one process, else ddp.", group="Parallelism"
     )
@@ -129,7 +139,7 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 1)
-        for name in ("profile", "workers"):
+        for name in ("profile", "workers", "max_restarts"):
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 0)

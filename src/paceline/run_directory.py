@@ -185,8 +185,10 @@ class RunDirectory:
         )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the run's lock, so that no second run writes here.
+    def locked(self) -> Iterator[int]:
+        """Hold the run's lock, so that no second run writes here; yields its descriptor.
+
+        A process that inherits the descriptor holds the lock too, until it ends.
 
         Raises:
             RunInUseError: somebody else holds it.
@@ -201,7 +203,7 @@ class RunDirectory:
                         raise self.in_use() from None
                     # is_running() in another process holds it for an instant.
                     time.sleep(0.02)
-            yield
+            yield file.fileno()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

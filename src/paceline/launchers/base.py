@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from paceline.distributed.environment import Environment, default_threads
 from paceline.errors import ConfigError
@@ -38,6 +38,8 @@ class JobSpec:
         grace_s: how long the others may take to end after one rank failed.
         master_port: port of rank 0's store on one machine; default: a free one.
         python: the interpreter.
+        recover: "inplace": workers that die are replaced, and the others go on.
+        max_restarts: replacements without progress after which the job ends.
     """
 
     command: tuple[str, ...]
@@ -52,6 +54,8 @@ class JobSpec:
     grace_s: float = 10.0
     master_port: int | None = None
     python: str = sys.executable
+    recover: Literal["inplace", "none"] = "none"
+    max_restarts: int = 8
 
     def __post_init__(self) -> None:
         if not self.command:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.distributed.process import Failure, read_failure
+from paceline.distributed.process import Failure, describe, read_failure
 from paceline.run_directory import RunDirectory
 
 STOPPED = (75, 130)
@@ -28,6 +29,34 @@ class Exit:
     code: int
     time: float
     stopped: bool = False
+
+
+def conclude(
+    directory: RunDirectory | None, exits: Sequence[Exit], asked: int | None, verdict: str = ""
+) -> int:
+    """Print one message if a job failed; return its exit code.
+
+    Args:
+        directory: the run's.
+        exits: of the job's processes.
+        asked: the signal that asked the launcher to stop, if one did.
+        verdict: what else to say about a failure.
+    """
+    failure = first_failure(directory, exits)
+    # While the ranks still join, a signal ends one at once, and the others lose it.
+    if failure is not None and not (failure.victim and asked is not None):
+        print(f"paceline: {describe(failure, directory)}", file=sys.stderr)
+        if verdict:
+            print(f"  {verdict}", file=sys.stderr)
+        return failure.exit_code
+    codes = {end.code for end in exits}
+    if codes == {0}:
+        return 0
+    for code in STOPPED:
+        if code in codes:
+            return code
+    # Stopped as asked, by processes that know no better than to die of the signal.
+    return 128 + (asked or signal.SIGTERM)
 
 
 def first_failure(directory: RunDirectory | None, exits: Sequence[Exit]) -> Failure | None:

@@ -41,6 +41,7 @@ def prepare(
         quiet=quiet,
         supervised=name != "inprocess",
     )
+    inplace = _recovers_in_place(config, name, directory)
     spec = JobSpec(
         command=("-m", "paceline.worker", str(_job_file(config, directory))),
         nproc=nproc,
@@ -50,6 +51,8 @@ def prepare(
         rdzv_id=config.rdzv_id,
         threads=config.threads,
         directory=directory,
+        recover="inplace" if inplace else "none",
+        max_restarts=config.max_restarts,
     )
     return name, get_launcher(name).render(spec), job, directory
 
@@ -72,6 +75,35 @@ def launch(
     directory.create()
     write_atomically(_job_file(config, directory), job.to_toml().encode())
     return get_launcher(name).submit(rendered).wait(), directory
+
+
+def _recovers_in_place(config: RunConfig, name: str, directory: RunDirectory) -> bool:
+    """Whether workers that die are replaced while the others go on.
+
+    Raises:
+        ConfigError: that was asked for, and cannot be.
+    """
+    if config.recover == "none":
+        return False
+    reduction = config.reduction
+    if directory.exists():
+        reduction = directory.read_manifest()["config"].get("reduction", reduction)
+    obstacles = [
+        obstacle
+        for obstacle, there in (
+            (f"--on {name}", name != "spawn"),
+            (f"--nodes {config.nodes}", config.nodes > 1),
+            (f"--reduction {reduction}", reduction == "torch"),
+            ("a GPU", config.device != "cpu" and _visible_gpus() > 0),
+        )
+        if there
+    ]
+    if obstacles and config.recover == "inplace":
+        raise ConfigError(
+            f"--recover inplace does not work with {', '.join(obstacles)} yet: it needs --on spawn on one "
+            "machine, --reduction exact or fast, and --device cpu. Use --recover none."
+        )
+    return not obstacles
 
 
 def _job_file(config: RunConfig, directory: RunDirectory) -> Path:

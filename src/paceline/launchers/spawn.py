@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from paceline.distributed.environment import JOB_ID, LISTEN_FD, parse_endpoint
 from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec, Launcher, Rendered, RenderedProcess, bound_loopback_socket
+from paceline.launchers.base import (
+    JobHandle,
+    JobSpec,
+    Launcher,
+    Rendered,
+    RenderedProcess,
+    bound_loopback_socket,
+)
 from paceline.launchers.supervision import SupervisedJob
 
 
@@ -14,7 +21,12 @@ class SpawnLauncher(Launcher):
     """Starts ``nproc`` subprocesses here; on several machines it is run on each."""
 
     def render(self, spec: JobSpec) -> Rendered:
-        """Render one command a rank. A free port is looked up where the spec names none."""
+        """Render one command a rank. A free port is looked up where the spec names none.
+
+        For recovery in place there is one command only: the agent's zygote, which forks the ranks.
+        """
+        if spec.recover == "inplace":
+            return Rendered(spec=spec, processes=(_render_zygote(spec),))
         if spec.nodes > 1:
             if spec.node_rank is None:
                 raise ConfigError(
@@ -31,9 +43,13 @@ class SpawnLauncher(Launcher):
             processes=tuple(_render_rank(spec, first + i, i, host, port) for i in range(spec.nproc)),
         )
 
-    def submit(self, rendered: Rendered) -> SupervisedJob:
+    def submit(self, rendered: Rendered) -> JobHandle:
         """Start the ranks. Where another process took the port since, the job gets a new one."""
         spec = rendered.spec
+        if spec.recover == "inplace":
+            from paceline.agent.agent import Agent
+
+            return Agent(rendered)
         if spec.nodes > 1:
             return SupervisedJob(rendered)
         port = int(rendered.processes[0].env["MASTER_PORT"])
@@ -74,6 +90,14 @@ def _render_rank(spec: JobSpec, rank: int, local_rank: int, host: str, port: int
     log = spec.directory.log_of(rank) if spec.directory is not None and rank > 0 else None
     return RenderedProcess(
         title=f"rank {rank}", argv=(spec.python, *spec.command), env=env, rank=rank, log=log
+    )
+
+
+def _render_zygote(spec: JobSpec) -> RenderedProcess:
+    return RenderedProcess(
+        title=f"forks {spec.nproc} workers of {spec.command[-1]}, and replaces those that die",
+        argv=(spec.python, "-m", "paceline.agent.zygote"),
+        env={**spec.thread_variables(), **spec.env},
     )
 
 

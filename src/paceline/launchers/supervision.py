@@ -17,10 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.distributed import tether
-from paceline.distributed.process import describe
 from paceline.errors import LaunchError
 from paceline.launchers.base import Rendered, RenderedProcess
-from paceline.launchers.failures import STOPPED, Exit, expand, first_failure
+from paceline.launchers.failures import STOPPED, Exit, conclude, expand
 
 _TETHER = str(Path(tether.__file__).resolve())
 
@@ -190,16 +189,4 @@ class SupervisedJob:
 
     def _conclude(self) -> int:
         exits = [under for end in self._exits for under in expand(end, self._directory)]
-        failure = first_failure(self._directory, exits)
-        # While the ranks still join, a signal ends one at once, and the others lose it.
-        if failure is not None and not (failure.victim and self._signal is not None):
-            print(f"paceline: {describe(failure, self._directory)}", file=sys.stderr)
-            return failure.exit_code
-        codes = {end.code for end in exits}
-        if codes == {0}:
-            return 0
-        for code in STOPPED:
-            if code in codes:
-                return code
-        # Stopped as asked, by processes that know no better than to die of the signal.
-        return 128 + (self._signal or signal.SIGTERM)
+        return conclude(self._directory, exits, self._signal)

@@ -5,8 +5,12 @@ A worker is *starting* until it first asks for a view, then *waiting* until it i
 *member*. A view is broken once a member has died or has left it. Then every living member leaves
 it too (a death is felt by all as a lost peer), asks for a new one, and the next generation is
 formed of all that wait: survivors first, in their old order, so that rank 0 is one that holds the
-state, then those who join. No view is formed while a living member of the last one may still act
-in it; whoever never leaves it is silent, and is killed by the agent before that.
+state, then those who join. Where nobody survives, the next view waits for all, like the first. No view
+is formed while a living member of the last one may still act in it; whoever never leaves it is silent,
+and is killed by the agent before that.
+
+A worker that ends in good order, because the run is finished or was asked to stop, breaks nothing:
+the others of its view are about to end too. Whoever loses it before that asks for a new view.
 """
 
 from __future__ import annotations
@@ -87,13 +91,16 @@ class Coordinator:
         most: how many a view may hold (the number of shards); the others wait as spares.
         view: the current view, None before the first.
         generation: the last view's.
+        hiring: whether who is lacking is started.
     """
 
     target: int
     most: int
     generation: int
     view: View | None = None
+    hiring: bool = True
     _workers: dict[int, _Worker] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)  # those who ended in good order
     _next_worker: int = 0
     _asked: int = -1  # the generation whose members were asked to re-form
     _broken: int = -1  # the generation whose members were told that it is broken
@@ -111,6 +118,13 @@ class Coordinator:
     def exited(self, worker: int) -> list[Action]:
         """A worker's process has ended."""
         self._workers.pop(worker, None)
+        return self._decide()
+
+    def done(self, worker: int) -> list[Action]:
+        """A worker's process has ended in good order; from now on nobody is started."""
+        self._workers.pop(worker, None)
+        self._done.add(worker)
+        self.hiring = False
         return self._decide()
 
     def resize(self, target: int) -> list[Action]:
@@ -150,9 +164,10 @@ class Coordinator:
         """Start whom the target lacks, and mark whom it does not need, the highest slots first."""
         staying = [w for w in self.workers if not self._workers[w].retiring]
         actions: list[Action] = []
-        taken = {self._workers[w].slot for w in staying}
+        taken = {worker.slot for worker in self._workers.values()}
         free = (slot for slot in itertools.count() if slot not in taken)
-        for slot in itertools.islice(free, max(0, self.target - len(staying))):
+        lacking = max(0, self.target - len(staying)) if self.hiring else 0
+        for slot in itertools.islice(free, lacking):
             self._workers[self._next_worker] = _Worker(slot)
             actions.append(Start(self._next_worker, slot))
             self._next_worker += 1
@@ -164,7 +179,8 @@ class Coordinator:
 
     def _is_broken(self, members: tuple[int, ...]) -> bool:
         assert self.view is not None
-        return members != self.view.members or any(self._workers[w].status == "waiting" for w in members)
+        lost = [w for w in self.view.members if w not in members and w not in self._done]
+        return bool(lost) or any(self._workers[w].status == "waiting" for w in members)
 
     def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
         """A healthy view changes only for who waits to join it and who is to leave it."""
@@ -179,8 +195,8 @@ class Coordinator:
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next view of all that wait, if there is anything to wait for no longer."""
         waiting = self._waiting()
-        if self.view is None and len(waiting) < min(self.target, self.most):
-            return  # the first view is complete
+        if not survivors and len(waiting) < min(self.target, self.most, len(self._workers)):
+            return
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(Retire(worker))
@@ -195,4 +211,6 @@ class Coordinator:
         actions.append(Form(self.view))
 
     def _waiting(self) -> list[int]:
-        return [w for w in self.workers if self._workers[w].status == "waiting" and not self._workers[w].retiring]
+        return [
+            w for w in self.workers if self._workers[w].status == "waiting" and not self._workers[w].retiring
+        ]

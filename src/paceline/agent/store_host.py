@@ -1,0 +1,50 @@
+"""Serves the stores in which members meet, one a generation, in a process that no fault of a worker hits.
+
+Commands come over a socket pair, one JSON object a packet: ``{"open": generation}`` with a bound and
+listening loopback socket beside it, and ``{"close": generation}``. As the agent has made the socket, it
+knows the port at once, and who connects early waits in its backlog. Closing a store resets its
+clients, which frees members that wait in it for one who never comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from paceline.distributed.sockets import LOOPBACK
+
+_LONGEST = 4096
+
+
+def serve(descriptor: int) -> int:
+    """Serve until the agent has gone."""
+    commands = socket.socket(fileno=descriptor)
+    stores: dict[int, TCPStore] = {}
+    while True:
+        content, descriptors, _, _ = socket.recv_fds(commands, _LONGEST, 1)
+        if not content:
+            # Without waiting for any store's threads: nobody is left to be served.
+            os._exit(0)
+        command = json.loads(content)
+        if "open" in command:
+            stores[command["open"]] = _store(descriptors[0])
+        else:
+            stores.pop(command["close"], None)
+
+
+def _store(listener: int) -> TCPStore:
+    """A store on a listening socket, which it then owns."""
+    with socket.socket(fileno=os.dup(listener)) as known:
+        port = known.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener,
+    )

@@ -1,0 +1,171 @@
+"""What an agent and its workers tell each other: one JSON object a packet, over a socket pair. No torch.
+
+A packet arrives whole or not at all, so any thread of a worker may send. Generations rise over the
+whole life of a run: an agent begins after the last that the run's ledger knows.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from paceline.errors import PacelineError
+
+_LONGEST = 65536  # bytes; a message is a few hundred
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Worker to agent: it is in no view, and asks for one.
+
+    Attributes:
+        left: the generation that it left, -1 for none.
+        why: what made it leave, for the events.
+    """
+
+    kind: ClassVar[str] = "waits"
+    left: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Worker to agent, every ``BEAT_S`` seconds: it lives, and stands here.
+
+    Attributes:
+        step: optimizer steps done; -1 before it knows.
+        version: its state_version; -1 before it knows.
+        phase: what it is doing.
+    """
+
+    kind: ClassVar[str] = "beat"
+    step: int
+    version: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Worker to agent: it holds the state of this view, as all in it do."""
+
+    kind: ClassVar[str] = "joined"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Agent to worker: the view to form, and its place there.
+
+    Attributes:
+        port: of the view's store, on loopback.
+    """
+
+    kind: ClassVar[str] = "view"
+    generation: int
+    rank: int
+    world_size: int
+    port: int
+
+
+@dataclass(frozen=True)
+class Reform:
+    """Agent to worker: leave this view, together with all others and after a step."""
+
+    kind: ClassVar[str] = "reform"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Agent to worker: this view is broken, so give up what waits for its members."""
+
+    kind: ClassVar[str] = "break"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Agent to worker: it is not needed any more, and ends with exit code 0."""
+
+    kind: ClassVar[str] = "retire"
+
+
+Message = Waits | Beat | Joined | Place | Reform | Broken | Leave
+
+BEAT_S = 0.5
+
+_KINDS: dict[str, type[Any]] = {
+    kind.kind: kind for kind in (Waits, Beat, Joined, Place, Reform, Broken, Leave)
+}
+
+
+class ChannelError(PacelineError):
+    """What came through a channel is no message: the two sides are different versions."""
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """The two ends of a new channel; neither survives an ``exec``."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(one), Channel(other)
+
+
+class Channel:
+    """One end. :meth:`send` may be called from any thread, :meth:`receive` from one."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    @classmethod
+    def of(cls, descriptor: int) -> Channel:
+        """Take over an inherited descriptor."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._end.fileno()
+
+    def setblocking(self, blocking: bool) -> None:
+        """As for a socket."""
+        self._end.setblocking(blocking)
+
+    def send(self, message: Message) -> bool:
+        """Send; say whether it went out. It does not where the other side is gone, or its buffer full."""
+        content = json.dumps({"kind": message.kind, **asdict(message)}).encode()
+        try:
+            self._end.send(content, socket.MSG_NOSIGNAL)
+        except (ConnectionError, BlockingIOError):
+            return False
+        return True
+
+    def receive(self) -> Message | None:
+        """The next message; None once the other side is gone.
+
+        Raises:
+            BlockingIOError: there is none now, and the channel does not block.
+            ChannelError: the packet is no message.
+        """
+        try:
+            content = self._end.recv(_LONGEST)
+        except ConnectionError:
+            return None
+        return decode(content) if content else None
+
+    def close(self) -> None:
+        """Close this end; the other one reads its end of file."""
+        self._end.close()
+
+
+def decode(content: bytes) -> Message:
+    """A packet's message.
+
+    Raises:
+        ChannelError: it is none.
+    """
+    try:
+        document = json.loads(content)
+        message: Message = _KINDS[document.pop("kind")](**document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ChannelError(f"a membership message cannot be read: {content[:200]!r}") from error
+    return message

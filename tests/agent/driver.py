@@ -1,0 +1,25 @@
+"""Runs an agent over scripted workers: ``python driver.py NPROC MAX_RESTARTS``, in the run's directory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.agent.agent import Agent
+from paceline.launchers.base import JobSpec, get_launcher
+from paceline.run_directory import RunDirectory
+
+nproc, max_restarts = (int(word) for word in sys.argv[1:])
+spec = JobSpec(
+    command=("-m", "paceline.worker", str(Path("job.json").resolve())),
+    nproc=nproc,
+    directory=RunDirectory(Path.cwd()),
+    grace_s=5,
+    threads=1,
+    recover="inplace",
+    max_restarts=max_restarts,
+)
+rendered = get_launcher("spawn").render(spec)
+zygote = replace(rendered.processes[0], argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
+sys.exit(Agent(replace(rendered, processes=(zygote,)), heartbeat_s=1.5).wait())
