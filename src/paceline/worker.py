@@ -54,6 +54,18 @@ def main(argv: list[str]) -> int:
     return run_reported(job, environment)[0]
 
 
+def preload() -> None:
+    """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
+    import torch._dynamo  # by the first optimizer, else
+
+    import paceline.monitoring.summary
+    import paceline.monitoring.terminal
+    import paceline.training.session  # noqa: F401
+    from paceline.monitoring.writers import preload_tensorboard
+
+    preload_tensorboard()
+
+
 def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
     """Run a job as a member that an agent has forked; return the process's exit code.
 

@@ -46,7 +46,7 @@ harm = Harm()
 
 
 def _hooked() -> None:
-    """Know the rank, and reach places inside the engine: a view being formed, a state being copied, a save."""
+    """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
     form, send, write = join._form, handover._send, storage._write_file
 
     def formed(place: Any) -> None:

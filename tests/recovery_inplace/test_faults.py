@@ -1,4 +1,4 @@
-"""Whatever happens to the workers, the model is that of the undisturbed run, and each sample was seen once."""
+"""Whatever happens to the workers, the model is the undisturbed run's, and each sample was seen once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "i
         (plan / harm).touch()
     options = ["--recover", recover] if nproc > 1 else []
     command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(run), "--nproc", str(nproc)]
-    command += ["--threads", "1", "--set", f"plan={plan}", "--eval-every", "7steps", "--best", "max:accuracy"]
+    command += ["--threads", "1", "--set", f"plan={plan}", "--eval-every", "7steps", "--best", "accuracy:max"]
     process = subprocess.Popen(
         [*command, "--checkpoint-every", "5steps", *options],
         stdout=subprocess.PIPE,

@@ -25,6 +25,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,10 +244,8 @@ def recorded_until(directory: Path) -> int | None:
         if header is None:
             continue  # a crash cut the header short
         file = _parse_header(header, path, generation)
-        last = None
-        for last in lines:
-            pass
-        return file.parent_version if last is None else _parse_entry(last, file, 2).version
+        last = deque(lines, maxlen=1)
+        return _parse_entry(last[0], file, 2).version if last else file.parent_version
     return None
 
 

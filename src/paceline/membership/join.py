@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from paceline.distributed.sockets import LOOPBACK
-from paceline.distributed.world import World, lost_peers_reported
+from paceline.distributed.world import World
 from paceline.errors import PeerLostError
 from paceline.membership.channel import Place
 
@@ -52,8 +52,11 @@ def open_view(place: Place, *, device: torch.device, abandoned: Callable[[], boo
         yield world
         return
     try:
-        with lost_peers_reported():
+        try:
             _form(place)
+        except RuntimeError as error:
+            # Whatever goes wrong between processes of one machine, one of them has gone.
+            raise PeerLostError(f"a view could not be formed: {str(error).splitlines()[0]}") from error
         yield world
     finally:
         if dist.is_initialized():
@@ -71,6 +74,9 @@ def _form(place: Place) -> None:
         LOOPBACK, place.port, place.world_size, is_master=False, timeout=timedelta(seconds=_CONNECT_S)
     )
     store.set_timeout(handshake)
+    # The group's name is in its keys. It is counted, also when a group could not be made, and so
+    # members that failed at different places would never meet again.
+    _world.group_count = 0
     dist.init_process_group(
         "gloo",
         store=PrefixStore(f"gen{place.generation}", store),

@@ -107,6 +107,13 @@ class TensorBoardWriter:
             raise _cannot_write(self._path, error) from error
 
 
+def preload_tensorboard() -> None:
+    """Import what :class:`TensorBoardWriter` needs; that takes a third of a second."""
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.compat.proto.summary_pb2
+    import tensorboard.summary.writer.record_writer  # noqa: F401
+
+
 def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Drop the records after ``step`` from a ``metrics.jsonl``, and return those that stay.
 

@@ -23,6 +23,7 @@ from paceline.strategies.selection import build_strategy
 from paceline.training import control
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.judge import Judge
+from paceline.training.non_finite import describe_non_finite
 from paceline.training.randomness import seed_model, seed_shard
 from paceline.training.run import Run
 from paceline.training.saving import RECENT_STEPS, Saver, is_due
@@ -262,7 +263,10 @@ class Trainer:
 
         sums = strategy.finish_step(self._control().row(self._status()))
         mark("reduction")
-        self._refuse_non_finite(sums)
+        # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
+        overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
+        if not sums.finite and not overflowed:
+            raise NonFiniteLossError(describe_non_finite(progress, run.data.order, sums))
 
         self.valid = False
         self.state.update(run.config.clip_norm)
@@ -320,29 +324,6 @@ class Trainer:
         self.monitor.evaluated("val", progress.step, epoch, metrics)
         self.monitor.timer.mark("evaluation")
         return improved
-
-    def _refuse_non_finite(self, sums: StepSums) -> None:
-        if sums.finite:
-            return
-        if self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss):
-            return  # overflowed gradients: the scaler skips this step and tries a smaller scale
-        progress, order = self.state.progress, self.run.data.order
-        step = (
-            f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
-        )
-        if sums.bad_shard is None:
-            what = f"the gradient of {step} is NaN or infinite, though its loss is {sums.loss:g}"
-        else:
-            what = f"the loss of {step} is NaN or infinite in shard {sums.bad_shard}"
-            if order is not None:
-                start, stop = order.shard_bounds(progress.step_in_epoch)[sums.bad_shard]
-                numbers = order.indices(progress.epoch, start, stop).tolist()
-                shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-                what += f", positions {start} to {stop - 1} of the epoch (samples {shown})"
-        raise NonFiniteLossError(
-            f"{what}. The step was not applied, and the last checkpoint is good. "
-            "Look at the samples, lower the learning rate, or clip gradients with --clip-norm."
-        )
 
     def _backward_of_nothing(self) -> None:
         """Run the backward that the other ranks wait for, weighing nothing, on shard 0's data."""

@@ -1,0 +1,31 @@
+"""Which step, shard and samples made a loss or gradient NaN or infinite, and what to do about it."""
+
+from __future__ import annotations
+
+from paceline.data.order import DataOrder
+from paceline.distributed.reducer import StepSums
+from paceline.training.state import Progress
+
+
+def describe_non_finite(progress: Progress, order: DataOrder | None, sums: StepSums) -> str:
+    """The message about a step that cannot be applied.
+
+    Args:
+        progress: before the step.
+        order: of the training samples; None for streams.
+        sums: the step's.
+    """
+    step = f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
+    if sums.bad_shard is None:
+        what = f"the gradient of {step} is NaN or infinite, though its loss is {sums.loss:g}"
+    else:
+        what = f"the loss of {step} is NaN or infinite in shard {sums.bad_shard}"
+        if order is not None:
+            start, stop = order.shard_bounds(progress.step_in_epoch)[sums.bad_shard]
+            numbers = order.indices(progress.epoch, start, stop).tolist()
+            shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+            what += f", positions {start} to {stop - 1} of the epoch (samples {shown})"
+    return (
+        f"{what}. The step was not applied, and the last checkpoint is good. "
+        "Look at the samples, lower the learning rate, or clip gradients with --clip-norm."
+    )
