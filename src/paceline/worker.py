@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import signal
 import sys
@@ -24,7 +25,7 @@ from paceline.distributed.process import (
     read_failure,
     record_failure,
 )
-from paceline.errors import PeerLostError, RunInUseError, StopRequested, UserError
+from paceline.errors import PeerLostError, RunDirectoryError, RunInUseError, StopRequested, UserError
 from paceline.job import Job, default_run_path
 from paceline.run_directory import RunDirectory
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.task import Task
 
 _SETTLE_S = 1.0
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +43,10 @@ def main(argv: list[str]) -> int:
     environment = detect_environment(rdzv_endpoint=job.config.rdzv_endpoint)
     if environment.source == "torchrun":
         die_with_parent()
-    return run_reported(job, environment)[0]
+    try:
+        return run_reported(job, environment)[0]
+    except KeyboardInterrupt:  # before signals are handled: nothing has begun
+        return 130
 
 
 def run_reported(
@@ -51,7 +56,8 @@ def run_reported(
     directory = RunDirectory(Path(job.config.run)) if job.config.run else None
     try:
         return 0, run(job, environment, task)
-    except Exception as error:
+    except Exception as raised:
+        error = _explained(raised, directory)
         if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
             record_failure(directory, environment.rank, error)
             if directory.exists() and not isinstance(error, StopRequested | PeerLostError):
@@ -62,6 +68,18 @@ def run_reported(
         if not job.supervised:
             _tell(error, environment, directory)
         return exit_code_of(error), None
+
+
+def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
+    """The same error, or one that says what to do about a disk that takes no more."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+        return error
+    explained = RunDirectoryError(
+        f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "
+        f"{error.strerror}. What was saved before is untouched. Make room, then give the same command again."
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def run(job: Job, environment: Environment, task: Task | None = None) -> dict[str, Any]:
@@ -109,9 +127,10 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
         stack.enter_context(_warnings_shown())
         request = Request(
+            given=job.given,
             config=dataclasses.replace(config, run=str(directory.path)),
             task=task,
-            threads=default_threads(environment, config.threads),
+            default_threads=default_threads(environment),
             quiet=job.quiet,
         )
         return train(request, world, directory, signals)

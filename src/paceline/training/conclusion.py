@@ -11,6 +11,7 @@ import torch
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.storage import find_version
+from paceline.monitoring.writers import finite
 from paceline.strategies.selection import strategy_name
 from paceline.training.trainer import Trainer
 
@@ -56,7 +57,7 @@ def conclude(trainer: Trainer, started: float, samples: int) -> dict[str, Any]:
         "samples": progress.samples,
         "state_version": progress.version,
         "best_step": progress.best_step,
-        "metrics": metrics,
+        "metrics": finite(metrics),  # JSON has no NaN
         "model_sha256": sha256,
         "restarts": run.generation,
         "seconds": round(seconds, 3),

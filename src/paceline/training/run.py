@@ -30,6 +30,7 @@ class Run:
 
     Attributes:
         task_name: as the checkpoints record it.
+        run_id: which no other run has.
         config: with nothing left open.
         directory: on rank 0's machine at least.
         generation: how often the run was started before.
@@ -39,6 +40,7 @@ class Run:
 
     task: Task
     task_name: str
+    run_id: str
     config: RunConfig
     data: DataPlan
     world: World

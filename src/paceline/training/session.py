@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import platform
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,15 +45,17 @@ class Request:
     """What somebody asked for, before anything is resolved; the same on every rank.
 
     Attributes:
-        config: the options as given.
+        config: the options.
+        given: the names of those that were asked for.
         task: the task itself, where a script has built it; else ``config.task`` names it.
-        threads: CPU threads of this process.
+        default_threads: CPU threads of this process, where neither options nor the run's record say.
         quiet: show nothing on the terminal.
     """
 
     config: RunConfig
+    given: frozenset[str]
     task: Task | None
-    threads: int
+    default_threads: int
     quiet: bool
 
 
@@ -70,20 +74,20 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     """
     started = time.perf_counter()
     recorded = world.broadcast_json(_recorded(request.config, directory) if world.rank == 0 else None)
+    task, spec = _load_task(request, recorded["manifest"])
+    config, notes = _configure(request, recorded["manifest"], task, world.world_size)
     if recorded["result"] is not None:
         _say(world, request, f"{directory.path} has finished; nothing is left to train.")
         return dict(recorded["result"])
-    task, spec = _load_task(request, recorded["manifest"])
-    config, notes = _configure(request.config, recorded["manifest"], task, world.world_size)
-    config = dataclasses.replace(config, task=spec, run=str(directory.path))
-    configure_numerics(config, request.threads)
+    # Recorded, and so kept when the run is continued: another number of threads gives other bits.
+    threads = config.threads or request.default_threads
+    config = dataclasses.replace(config, task=spec, run=str(directory.path), threads=threads)
+    configure_numerics(config, threads)
     data = plan_data(config, task)
-    if world.rank == 0 and recorded["manifest"] is None:
-        directory.write_manifest(_manifest(config, task, data, world))
-        directory.append_event("created", task=spec)
     run = Run(
         task=task,
         task_name=spec,
+        run_id=recorded["id"],
         config=config,
         data=data,
         world=world,
@@ -97,6 +101,10 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     resumed = _newest_checkpoint(run)
     with Trainer(run) as trainer:
         before = {"step": 0, "samples": 0} if resumed is None else resumed["progress"]
+        # Only now: where the model could not be built, no run was created.
+        if world.rank == 0 and recorded["manifest"] is None:
+            directory.write_manifest({"id": recorded["id"], **_manifest(config, task, data, world)})
+            directory.append_event("created", task=spec)
         if world.rank == 0:
             directory.append_event(
                 "started",
@@ -123,13 +131,14 @@ def _recorded(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
             raise RunDirectoryError(
                 f"--resume must: {directory.path} holds no run (no run.toml). Check --run DIR."
             )
-        return {"manifest": None, "result": None}
+        return {"manifest": None, "result": None, "id": secrets.token_hex(8)}
     if config.resume == "never":
         raise RunDirectoryError(
             f"--resume never: {directory.path} holds a run already. "
             "Choose another --run DIR, or leave --resume out."
         )
-    return {"manifest": directory.read_manifest(), "result": directory.read_result()}
+    manifest = directory.read_complete_manifest()
+    return {"manifest": manifest, "result": directory.read_result(), "id": manifest["id"]}
 
 
 def _load_task(request: Request, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
@@ -170,11 +179,11 @@ def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, confi
 
 
 def _configure(
-    config: RunConfig, manifest: Mapping[str, Any] | None, task: Task, world_size: int
+    request: Request, manifest: Mapping[str, Any] | None, task: Task, world_size: int
 ) -> tuple[RunConfig, list[str]]:
     if manifest is None:
-        return resolve(config, task, world_size)
-    resolved = continued(config, config_from_mapping(manifest["config"], "run.toml"))
+        return resolve(request.config, task, world_size)
+    resolved = continued(request.config, request.given, config_from_mapping(manifest["config"], "run.toml"))
     check_world(resolved, world_size)
     return resolved, []
 
@@ -206,9 +215,14 @@ def _manifest(config: RunConfig, task: Task, data: DataPlan, world: World) -> di
 
 
 def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
-    """The state of the newest checkpoint that verifies on every rank, or None."""
+    """The state of the newest checkpoint that verifies on every rank, or None where there is none.
+
+    Raises:
+        CheckpointError: there are some, and none can be used: nothing is lost without being asked for.
+    """
     world, directory = run.world, run.directory
     failed: list[str] = []
+    passed_over = 0
     while True:
         choice: dict[str, Any] = {"path": None, "skipped": []}
         if world.rank == 0:
@@ -218,7 +232,13 @@ def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
         if world.rank == 0:
             for reason in choice["skipped"]:
                 _log.warning("passed over a checkpoint: %s", reason)
+        passed_over += len(choice["skipped"])
         if choice["path"] is None:
+            if passed_over:
+                raise CheckpointError(
+                    f"no checkpoint in {directory.checkpoints} can be used, for the reasons above. Restore "
+                    "one from a copy, or remove that folder to train from the start."
+                )
             return None
         path = directory.checkpoints / choice["path"]
         try:
@@ -227,27 +247,32 @@ def _newest_checkpoint(run: Run) -> dict[str, Any] | None:
             checkpoint, problem = None, str(error)
         problems = [p for p in world.all_gather_json(problem) if p]
         if checkpoint is not None and not problems:
-            _compare(run, path.name, checkpoint.manifest.info)
+            _compare(run, path, checkpoint.manifest.info)
+            if passed_over and world.rank == 0:
+                _log.warning(
+                    "continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step
+                )
             return checkpoint.state
         _log.warning(
             "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
         )
         failed.append(path.name)
+        passed_over += 1
 
 
-def _compare(run: Run, name: str, recorded: CheckpointInfo) -> None:
+def _compare(run: Run, path: Path, recorded: CheckpointInfo) -> None:
     """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
+    # The same task may have another name by now: its file was moved.
     now = dataclasses.replace(
-        recorded, task=run.task_name, shards=run.num_shards, pins=current_pins(run.config, run.world.device)
+        recorded, run=run.run_id, shards=run.num_shards, pins=current_pins(run.config, run.world.device)
     )
-    if run.directory.read_manifest()["task"]["spec"] != recorded.task:
-        require_same_run(run.directory.checkpoints / name, recorded, now)
+    require_same_run(path, recorded, now)
     changed = differences(recorded.pins, now.pins)
     if changed and run.world.rank == 0:
         _log.warning(
             "this process differs from the one that wrote %s, so the model will be equal within rounding, "
             "not bit for bit: %s",
-            name,
+            path.name,
             "; ".join(changed),
         )
 

@@ -79,6 +79,9 @@ class TrainingState:
             if (scheduler := _build_scheduler(task, optimizer, total_steps)) is not None
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
+        if self.scaler is not None:
+            # It gets its tensors with the first loss, and a rank may have no shard in its first step.
+            self.scaler.scale(torch.zeros((), device=device))
         self.ema: AveragedModel | None = None
         if config.ema is not None:
             average = get_ema_multi_avg_fn(config.ema)  # type: ignore[no-untyped-call]
@@ -185,7 +188,10 @@ def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
                 "it must return a torch.optim.Optimizer, or a dict of them."
             )
         if isinstance(optimizer, LBFGS):
-            raise TaskError("LBFGS evaluates the loss again within a step, which a sharded step cannot. Use another optimizer.")
+            raise TaskError(
+                "LBFGS evaluates the loss again within a step, which a sharded step cannot. "
+                "Use another optimizer."
+            )
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):
         raise TaskError(
             f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter."

@@ -8,13 +8,16 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from paceline.config import Interval, parse_interval
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
-from paceline.errors import NonFiniteLossError, StopRequested
+from paceline.errors import NonFiniteLossError, StopRequested, TaskError
 from paceline.monitoring.monitor import Monitor
 from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
+from paceline.task import Task
 from paceline.training import control
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.judge import Judge
@@ -42,7 +45,7 @@ class Trainer:
         self.run = run
         self._resources = ExitStack()
         seed_model(run.config.seed)
-        module = run.task.build_model().to(run.world.device)
+        module = _built_model(run.task).to(run.world.device)
         options = StrategyOptions(
             num_shards=run.num_shards,
             kind="exact" if run.config.reduction == "exact" else "fast",
@@ -59,6 +62,7 @@ class Trainer:
         if self.evaluator is not None:
             self._resources.enter_context(closing(self.evaluator))
         self.judge = Judge(run.config)
+        self._spare_batch: Any = None
         self._evaluate_every = parse_interval(run.config.eval_every, "eval_every", allow_time=False)
 
     def __enter__(self) -> Trainer:
@@ -145,12 +149,20 @@ class Trainer:
                 loss = as_loss(
                     run.task, run.task.loss(strategy.model, microbatch.batch), microbatch.num_samples
                 )
+            if not loss.sum.requires_grad:
+                raise TaskError(
+                    f"{type(run.task).__name__}.loss does not depend on the model's parameters, so it has no "
+                    "gradient. Do not detach it, and do not turn it into a number."
+                )
             mark("forward")
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
-        if not microbatches and strategy.needs_backward:
-            self._backward_of_nothing()
+        if strategy.needs_backward:
+            if microbatches:
+                self._spare_batch = microbatches[-1].batch
+            else:
+                self._backward_of_nothing()
 
         sums = strategy.finish_step(self._control().row(self._status()))
         mark("reduction")
@@ -213,7 +225,9 @@ class Trainer:
         step = (
             f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
         )
-        if sums.bad_shard is None:
+        if sums.weight == 0:
+            what = f"the weights of the losses of {step} add up to nothing, so there is no mean"
+        elif sums.bad_shard is None:
             what = f"the gradient of {step} is NaN or infinite, though its loss is {sums.loss:g}"
         else:
             what = f"the loss of {step} is NaN or infinite in shard {sums.bad_shard}"
@@ -223,17 +237,23 @@ class Trainer:
                 shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
                 what += f", positions {start} to {stop - 1} of the epoch (samples {shown})"
         raise NonFiniteLossError(
-            f"{what}. The step was not applied, and the last checkpoint is good. "
-            "Look at the samples, lower the learning rate, or clip gradients with --clip-norm."
+            f"{what}. The step was not applied; checkpoints hold the state before it. "
+            f"Mend the samples or the loss, then continue with: paceline resume {self.run.directory.path}. "
+            "Or start a new run with a lower learning rate or with --clip-norm."
         )
 
     def _backward_of_nothing(self) -> None:
-        """Run the backward that the other ranks wait for, weighing nothing, on shard 0's data."""
-        progress = self.state.progress
-        microbatch = self.loader.fetch(progress.epoch, progress.step_in_epoch, range(1))[0]
+        """Run the backward that the other ranks wait for, weighing nothing, on data seen before."""
+        if self._spare_batch is None:
+            # Apart from the loader, whose streams must stay where they are.
+            with closing(self.run.build_loader()) as loader:
+                first = loader.fetch(self.state.progress.epoch, 0, range(self.run.num_shards))
+            if not first:
+                return  # nor has anybody else; the reducer says so
+            self._spare_batch = first[0].batch
         self.strategy.begin_shard()
         with self.run.autocast():
-            loss = as_loss(self.run.task, self.run.task.loss(self.strategy.model, microbatch.batch), 1)
+            loss = as_loss(self.run.task, self.run.task.loss(self.strategy.model, self._spare_batch), 1)
         self.strategy.backward(loss.sum * 0.0)
 
     def _control(self) -> control.Control:
@@ -286,3 +306,23 @@ class Trainer:
         if progress.step == progress.evaluated_step:
             return False
         return is_due(every, progress) or (self._finished() and every != Interval())
+
+
+def _built_model(task: Task) -> nn.Module:
+    """The task's model.
+
+    Raises:
+        TaskError: it is none, or there is nothing in it to train.
+    """
+    module = task.build_model()
+    if not isinstance(module, nn.Module):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a "
+            "torch.nn.Module."
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a model without a trainable parameter: "
+            "there is nothing to train."
+        )
+    return module
