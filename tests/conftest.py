@@ -89,6 +89,16 @@ def run_processes(tmp_path: Path) -> Iterator[Processes]:
         processes.end_all()
 
 
+@pytest.fixture(scope="module")
+def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """The same for a whole module, whose tests look at what one run did."""
+    processes = Processes(tmp_path_factory.mktemp("module"))
+    try:
+        yield processes
+    finally:
+        processes.end_all()
+
+
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
     """Wait for a condition that another process brings about."""

@@ -25,6 +25,7 @@ EXPORTED = [
     "PeerLostError",
     "Result",
     "RunDirectoryError",
+    "RunInUseError",
     "StopRequested",
     "Task",
     "TaskError",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 
 from paceline.config import config_from_mapping
 from paceline.distributed.environment import Environment, detect_environment
-from paceline.errors import LaunchError, StopRequested, TaskError
+from paceline.errors import ConfigError, LaunchError, StopRequested, TaskError
 from paceline.job import Job
 from paceline.launchers.job import launch
 from paceline.task import RECIPES, Task, task_fields
@@ -52,7 +54,13 @@ class Result:
     def of(cls, record: Mapping[str, Any]) -> Result:
         """Take a ``result.json``'s content."""
         names = [name for name in cls.__dataclass_fields__ if name not in ("run", "record")]
-        return cls(run=Path(record["run"]), record=record, **{name: record[name] for name in names})
+        values = {name: record[name] for name in names}
+        # JSON has no NaN, so the record says null.
+        values["metrics"] = {
+            split: {name: math.nan if value is None else value for name, value in of_split.items()}
+            for split, of_split in record["metrics"].items()
+        }
+        return cls(run=Path(record["run"]), record=record, **values)
 
     def __str__(self) -> str:
         shown = ", ".join(
@@ -92,16 +100,20 @@ def fit(
         LaunchError: a started process failed.
         PacelineError: the training failed.
     """
+    if "set" in options:
+        raise ConfigError(
+            "fit(): set is for the command line. Give hyperparameters to the task: Task(lr=0.1)."
+        )
     config = config_from_mapping({**options, "task": task_spec(task)}, "fit()")
+    job = Job(config=config, given=frozenset(options), quiet=quiet)
     environment = detect_environment(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
     )
     if is_rank(environment) or (
         config.nproc == 1 and config.nodes == 1 and config.on in ("auto", "inprocess")
     ):
-        return Result.of(run(Job(config=config, quiet=quiet), environment, task))
-    fields = task_fields(task)
-    code, directory = launch(config, fields=fields, quiet=quiet)
+        return Result.of(run(job, environment, task))
+    code, directory = launch(dataclasses.replace(job, fields=task_fields(task)))
     if code in (75, 130):
         raise StopRequested(f"stopped, as asked; everything is saved in {directory.path}", exit_code=code)
     record = directory.read_result()

@@ -166,6 +166,8 @@ class RunConfig:
             parse_interval(text, "checkpoint_every")
         if self.early_stop is not None:
             parse_early_stop(self.early_stop)
+            if parse_interval(self.eval_every, "eval_every") == Interval():
+                raise ConfigError("--early-stop needs evaluations, but --eval-every is never.")
         if self.best is not None:
             parse_best(self.best)
 
@@ -181,6 +183,7 @@ def _at_least(name: str, value: int, low: int) -> None:
 
 
 _HINTS: dict[str, Any] = {}
+_IN_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def _hints() -> dict[str, Any]:
@@ -208,7 +211,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         if typing.get_origin(option) is Literal:
             wanted += [str(choice) for choice in typing.get_args(option)]
         elif option is not type(None):
-            wanted.append("text" if option is str else getattr(option, "__name__", str(option)))
+            wanted.append(_IN_WORDS.get(option, str(option)))
     choices = " or ".join([", ".join(wanted[:-1]), wanted[-1]] if wanted[:-1] else wanted)
     raise ConfigError(f"{flag(name)} must be {choices}, but is {value!r}.")
 
@@ -223,7 +226,7 @@ def config_from_mapping(values: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def checked_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Refuse keys that are no option, and turn TOML lists into tuples."""
+    """Refuse keys that are no option, and turn lists, and lone texts where a list is meant, into tuples."""
     import difflib
 
     known = [f.name for f in dataclasses.fields(RunConfig)]
@@ -232,7 +235,15 @@ def checked_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key, known, n=3)
             hint = f"Did you mean {' or '.join(near)}?" if near else f"The options: {', '.join(known)}."
             raise ConfigError(f"{source}: there is no option {key!r}. {hint}")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    several = {f.name for f in dataclasses.fields(RunConfig) if isinstance(f.default, tuple)}
+    return {
+        key: tuple(value)
+        if isinstance(value, list)
+        else (value,)
+        if key in several and isinstance(value, str)
+        else value
+        for key, value in values.items()
+    }
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

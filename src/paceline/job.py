@@ -23,12 +23,14 @@ class Job:
 
     Attributes:
         config: the options.
+        given: the names of those that were asked for, be it with their default value.
         fields: the task's fields, where a script gave them.
         quiet: show nothing on the terminal.
         supervised: a launcher of Paceline's tells the user about failures.
     """
 
     config: RunConfig
+    given: frozenset[str] = frozenset()
     fields: Mapping[str, Any] | None = None
     quiet: bool = False
     supervised: bool = False
@@ -36,6 +38,7 @@ class Job:
     def to_toml(self) -> str:
         """The job as text."""
         document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
+        document["given"] = sorted(self.given)
         document["config"] = {
             k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
         }
@@ -55,6 +58,7 @@ class Job:
         fields = document.get("fields")
         return cls(
             config=RunConfig(**checked_keys(document["config"], str(path))),
+            given=frozenset(document["given"]),
             fields=None if fields is None else json.loads(fields),
             quiet=document["quiet"],
             supervised=document["supervised"],

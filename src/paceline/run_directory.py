@@ -98,6 +98,22 @@ class RunDirectory:
         """Whether a run was created here."""
         return self.manifest.is_file()
 
+    def check_resume(self, resume: str) -> None:
+        """Hold ``--resume`` against what is here.
+
+        Raises:
+            RunDirectoryError: there must be a run and is none, or the other way round.
+        """
+        if resume == "must" and not self.exists():
+            raise RunDirectoryError(
+                f"--resume must: {self.path} holds no run (no run.toml). Check --run DIR."
+            )
+        if resume == "never" and self.exists():
+            raise RunDirectoryError(
+                f"--resume never: {self.path} holds a run already. "
+                "Choose another --run DIR, or leave --resume out."
+            )
+
     def create(self) -> None:
         """Make the directory and its parents.
 
@@ -110,10 +126,14 @@ class RunDirectory:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise RunDirectoryError(
-                f"cannot write to the run directory {self.path}: {error.strerror}. "
-                "Choose another with --run DIR."
-            ) from error
+            raise self.unwritable(error) from error
+
+    def unwritable(self, error: OSError) -> RunDirectoryError:
+        """The error for a directory that cannot be written."""
+        return RunDirectoryError(
+            f"cannot write to the run directory {self.path}: {error.strerror}. "
+            "Make it writable and make room, or choose another with --run DIR."
+        )
 
     def read_manifest(self) -> dict[str, Any]:
         """The contents of ``run.toml``.
@@ -126,7 +146,30 @@ class RunDirectory:
         except FileNotFoundError:
             raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise RunDirectoryError(f"{self.manifest} cannot be read: {error}") from error
+            raise RunDirectoryError(
+                f"{self.manifest} cannot be read: {error}. "
+                "Restore it from a copy, or choose another --run DIR."
+            ) from error
+
+    def read_complete_manifest(self) -> dict[str, Any]:
+        """The contents of ``run.toml``, with all that continuing the run takes.
+
+        Raises:
+            RunDirectoryError: there is none, or something is missing in it.
+        """
+        manifest = self.read_manifest()
+        task, config = manifest.get("task"), manifest.get("config")
+        if not (
+            isinstance(manifest.get("id"), str)
+            and isinstance(config, dict)
+            and isinstance(task, dict)
+            and {"spec", "name", "fields"} <= task.keys()
+        ):
+            raise RunDirectoryError(
+                f"{self.manifest} is incomplete: it must hold an id and the tables task and config. "
+                "Restore it from a copy, or choose another --run DIR."
+            )
+        return manifest
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
         """Write ``run.toml`` whole or not at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ from paceline.errors import (
     CheckpointError,
     NonFiniteLossError,
     PeerLostError,
+    RunDirectoryError,
     RunInUseError,
     StopRequested,
     UserError,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.task import Task
 
 _SETTLE_S = 1.0
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(argv: list[str]) -> int:
@@ -51,13 +54,14 @@ def main(argv: list[str]) -> int:
     environment = detect_environment(rdzv_endpoint=job.config.rdzv_endpoint)
     if environment.source == "torchrun":
         die_with_parent()
-    return run_reported(job, environment)[0]
+    try:
+        return run_reported(job, environment)[0]
+    except KeyboardInterrupt:  # before signals are handled: nothing has begun
+        return 130
 
 
 def preload() -> None:
     """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
-    import torch._dynamo  # by the first optimizer, else
-
     import paceline.monitoring.summary
     import paceline.monitoring.terminal
     import paceline.training.session  # noqa: F401
@@ -87,7 +91,8 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
         _run_member(job, member, directory, slot, terminal)
     except Retired:
         return 0
-    except Exception as error:
+    except Exception as raised:
+        error = _explained(raised, directory)
         member.beat()  # the agent judges by the step at which it happened
         if isinstance(error, UserError | NonFiniteLossError | CheckpointError) and directory.exists():
             with suppress(OSError):
@@ -127,9 +132,10 @@ def _run_member(
 
         train_as_member(
             Request(
+                given=job.given,
                 config=config,
                 task=task,
-                threads=default_threads(environment, config.threads),
+                default_threads=default_threads(environment),
                 quiet=job.quiet,
             ),
             member,
@@ -147,7 +153,8 @@ def run_reported(
     directory = RunDirectory(Path(job.config.run)) if job.config.run else None
     try:
         return 0, run(job, environment, task)
-    except Exception as error:
+    except Exception as raised:
+        error = _explained(raised, directory)
         if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
             record_failure(directory, environment.rank, error)
             if directory.exists() and not isinstance(error, StopRequested | PeerLostError):
@@ -158,6 +165,18 @@ def run_reported(
         if not job.supervised:
             _tell(error, environment, directory)
         return exit_code_of(error), None
+
+
+def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
+    """The same error, or one that says what to do about a disk that takes no more."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+        return error
+    explained = RunDirectoryError(
+        f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "
+        f"{error.strerror}. What was saved before is untouched. Make room, then give the same command again."
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def run(job: Job, environment: Environment, task: Task | None = None) -> dict[str, Any]:
@@ -206,9 +225,10 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
         stack.enter_context(_warnings_shown())
         request = Request(
+            given=job.given,
             config=dataclasses.replace(config, run=str(directory.path)),
             task=task,
-            threads=default_threads(environment, config.threads),
+            default_threads=default_threads(environment),
             quiet=job.quiet,
         )
         return train(request, world, directory, signals)

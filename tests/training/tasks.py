@@ -136,6 +136,8 @@ class TwoOptimizers(Points):
         return LambdaLR(optimizer, lambda step: 1 - step / (total_steps + 1))
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> paceline.Loss:
+        if model.training:
+            interruption.count()
         weights = 1.0 + batch[1]
         losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return paceline.Loss((losses * weights).sum(), weights.sum())

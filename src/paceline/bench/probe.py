@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.run_directory import write_atomically
 
 _MEMORY = Path("/proc/self/status")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 _RESET_PEAK = Path("/proc/self/clear_refs")
 
 
@@ -55,7 +56,7 @@ class Probe:
         elif tick == (self.warmup + self.steps) * self.ticks_per_step:
             self._seconds = time.perf_counter() - self._started_s
             if self._imports_kib is not None:
-                self._peak_kib = _status_kib("VmHWM")
+                self._peak_kib = _status_kib("VmHWM") - _shared_with_others_kib()
             return True
         return False
 
@@ -65,6 +66,13 @@ class Probe:
         if self._imports_kib is not None and self._peak_kib is not None:
             report["memory_mib"] = (self._peak_kib - self._imports_kib) / 1024
         write_atomically(path, json.dumps(report).encode())
+
+
+def _shared_with_others_kib() -> int:
+    """The part of shared memory that is others': a page that two processes map is half each one's."""
+    values = dict(line.split(":", 1) for line in _ROLLUP.read_text(encoding="ascii").splitlines()[1:])
+    shares = int(values["Pss_Shmem"].split()[0])
+    return _status_kib("RssShmem") - shares
 
 
 def _status_kib(name: str) -> int:

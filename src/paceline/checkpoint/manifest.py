@@ -35,6 +35,7 @@ class CheckpointInfo:
 
     Attributes:
         task: the task's name.
+        run: the run's id, which no other run has.
         step: optimizer steps done.
         state_version: transitions of the state done; it orders checkpoints.
         epoch: epochs done.
@@ -56,12 +57,15 @@ class CheckpointInfo:
     shards: int
     pins: Mapping[str, Pin]
     best_version: int | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
-        if type(self.task) is not str or len(self.task) > 4096:
-            raise CheckpointError(
-                f"task must be a string of at most 4,096 characters, but is {self.task!r:.80}"
-            )
+        for name in ("task", "run"):
+            value = getattr(self, name)
+            if type(value) is not str or len(value) > 4096:
+                raise CheckpointError(
+                    f"{name} must be a string of at most 4,096 characters, but is {value!r:.80}"
+                )
         for name in ("step", "state_version", "epoch", "generation", "shards"):
             _check_count(name, getattr(self, name))
         if self.best_version is not None:
@@ -293,10 +297,10 @@ def differences(recorded: Mapping[str, Pin], current: Mapping[str, Pin]) -> list
 
 
 def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointInfo) -> None:
-    """Refuse a checkpoint of another task or with another number of shards.
+    """Refuse a checkpoint of another task or run, or with another number of shards.
 
     Raises:
-        CheckpointError: says which of the two differs, and what to do.
+        CheckpointError: says which of them differs, and what to do.
     """
     if recorded.task != current.task:
         raise CheckpointError(
@@ -307,4 +311,9 @@ def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointIn
         raise CheckpointError(
             f"checkpoint {path} was made with --shards {recorded.shards}, not {current.shards}; a run keeps "
             f"its number of shards. Resume with --shards {recorded.shards}, or choose another --run DIR."
+        )
+    if recorded.run != current.run:
+        raise CheckpointError(
+            f"checkpoint {path} was written by another run of {recorded.task!r}. Remove it from this run's "
+            "directory, or continue the run that it belongs to."
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from cyclopts import App
+from cyclopts import App, CoercionError, CycloptsError, UnusedCliTokensError
 
 from paceline import __version__
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 app = App(
     name="paceline",
@@ -31,10 +32,37 @@ for _name, (_place, _help) in _COMMANDS.items():
 def main() -> int:
     """Run the command line; return the exit code."""
     try:
-        code = app()
+        code = app(_given(sys.argv[1:]), exit_on_error=False, print_error=False)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
+    except CycloptsError as error:
+        command = " ".join(["paceline", *(error.command_chain or ())])
+        print(f"paceline: {_explain(error)} See: {command} --help", file=sys.stderr)
+        return ConfigError.exit_code
     except KeyboardInterrupt:
         return 130
     return code if isinstance(code, int) else 0
+
+
+def _given(words: list[str]) -> list[str]:
+    """What the user wrote: ``torch.distributed.launch`` adds an option of its own, beside the variable."""
+    if "LOCAL_RANK" not in os.environ:
+        return words
+    return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
+
+
+def _explain(error: CycloptsError) -> str:
+    """What is wrong with the command line, in a sentence."""
+    from paceline.config import RunConfig, config_from_mapping
+
+    if isinstance(error, UnusedCliTokensError):
+        return f"there is nothing to do with {' '.join(map(repr, error.unused_tokens or ()))}."
+    if isinstance(error, CoercionError) and error.token is not None:
+        field = (error.token.keyword or "").lstrip("-").replace("-", "_")
+        if field in RunConfig.__dataclass_fields__:
+            try:
+                config_from_mapping({field: error.token.value}, "the command line")
+            except ConfigError as known:
+                return str(known)
+    return str(error)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from paceline.cli.options import Options, given
-from paceline.config import RunConfig, config_from_mapping, read_config_file
+from paceline.config import config_from_mapping, read_config_file
 from paceline.distributed.environment import detect_environment
-from paceline.errors import RunDirectoryError
 from paceline.job import Job
 from paceline.launchers.job import launch, prepare
 from paceline.run_directory import RunDirectory
@@ -50,12 +50,16 @@ def train(
         Show no progress.
     """
     values = read_config_file(config) if config is not None else {}
-    if config is not None and not task:
-        task = _task_of(config)
-    if run is not None:
-        values["run"] = run
-    values = {**values, **({"task": task} if task else {}), **given(options)}
-    return _start(config_from_mapping(values, "the command line"), dry_run=dry_run, json=json, quiet=quiet)
+    if config is not None and not task and "task" not in values:
+        values |= _recorded_task(config)
+    asked = {**({"task": task} if task else {}), **({"run": run} if run else {}), **given(options)}
+    if "set" in asked:
+        asked["set"] = (*values.get("set", ()), *asked["set"])  # the last one wins
+    for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+        if length in asked:
+            values.pop(other, None)
+    values |= asked
+    return _start(values, dry_run=dry_run, json=json, quiet=quiet)
 
 
 def resume(
@@ -79,10 +83,10 @@ def resume(
     quiet
         Show no progress.
     """
-    recorded = RunDirectory(Path(run)).read_manifest()["config"]
+    recorded = RunDirectory(Path(run)).read_complete_manifest()["config"]
     kept = {name: recorded[name] for name in _KEPT if name in recorded}
     values = {**kept, **given(options), "run": run, "resume": "must"}
-    return _start(config_from_mapping(values, "the command line"), dry_run=dry_run, json=json, quiet=quiet)
+    return _start(values, dry_run=dry_run, json=json, quiet=quiet)
 
 
 # Options that decide no bit of the model but that a continued run is expected to keep.
@@ -92,34 +96,33 @@ _KEPT: tuple[str, ...] = (
 )
 
 
-def _start(config: RunConfig, *, dry_run: bool, json: bool, quiet: bool) -> int:
+def _start(values: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool) -> int:
+    config = config_from_mapping(values, "the command line")
+    job = Job(config=config, given=frozenset(values), quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
     if environment.source != "single" and not dry_run:
         # Some launcher has made this process a rank: be one.
         from paceline.worker import run_reported
 
-        code, result = run_reported(Job(config=config, quiet=quiet), environment)
+        code, result = run_reported(job, environment)
         if json and result is not None and environment.rank == 0:
             print(json_module.dumps(result), flush=True)
         return code
     if dry_run:
-        _, rendered, job, directory = prepare(config, fields=None, quiet=quiet)
+        _, rendered, job, directory = prepare(job)
         print(f"# {directory.path}/job.toml")
         print("".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
         print(rendered.text, end="")
         return 0
-    code, directory = launch(config, quiet=quiet)
+    code, directory = launch(job)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)
-    elif code in (75, 130) and not quiet:
-        again = f"paceline resume {directory.path}"
-        print(f"paceline: stopped and saved. Continue with: {again}", file=sys.stderr)
     return code
 
 
-def _task_of(config_file: Path) -> str:
-    """The task that a ``run.toml`` names."""
-    try:
-        return str(RunDirectory(config_file.parent).read_manifest()["task"]["spec"])
-    except (RunDirectoryError, KeyError):
-        return ""
+def _recorded_task(run_toml: Path) -> dict[str, Any]:
+    """The task that a ``run.toml`` names, and its fields; nothing where it is some other file."""
+    task = tomllib.loads(run_toml.read_text(encoding="utf-8")).get("task")
+    if not isinstance(task, dict) or "spec" not in task:
+        return {}
+    return {"task": task["spec"], "set": tuple(f"{n}={v}" for n, v in task.get("fields", {}).items())}

@@ -108,7 +108,7 @@ class SampleSource:
     def _next_from_workers(self, workers: _Workers) -> Any:
         try:
             return next(workers)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # whichever end of the pipe notices first
             rows = self._pending[0].rows
             raise DataError(
                 f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from paceline.errors import TaskError
+
 
 class ShardedBuffers:
     """Lets every shard start from the step's base values, and takes the mean of what they made.
@@ -69,6 +71,8 @@ class ShardedBuffers:
             changed += [
                 int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)
             ]
+            # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
+            values = [value.to(total.dtype) for value, total in zip(values, float_sums, strict=True)]
             # Multiplied first: a fused multiply-add would round a lone shard differently from a pair.
             torch._foreach_add_(list(float_sums), torch._foreach_mul(values, float(samples)))
         if self.integers:
@@ -93,6 +97,8 @@ class ShardedBuffers:
         for place, total, times in zip(self._floats, float_sums, changed, strict=True):
             if times:
                 _assign(place, total.div_(samples))
+            else:
+                _bind(place)
         for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
             _assign(place, base + total.div_(shards, rounding_mode="floor"))
         self._float_base, self._integer_base = [], []
@@ -110,10 +116,21 @@ def _current(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) ->
     """The buffer's value now; the module may have bound another tensor to its name."""
     owner, name, buffer = place
     value = owner[name]
-    return buffer if value is None else value
+    if value is None:
+        return buffer
+    if value.shape != buffer.shape:
+        raise TaskError(
+            f"buffer {name!r} had shape {tuple(buffer.shape)} and got {tuple(value.shape)} in forward; "
+            "buffers are averaged over the shards and must keep their shape. Make it a plain attribute."
+        )
+    return value.detach()
 
 
 def _assign(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor], value: torch.Tensor) -> None:
+    place[2].copy_(value)
+    _bind(place)
+
+
+def _bind(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) -> None:
     owner, name, buffer = place
-    buffer.copy_(value)
     owner[name] = buffer

@@ -37,8 +37,9 @@ class FlatLayout:
     """Places for the gradients of ``parameters`` and the contributions to buffers.
 
     Gradients lie in the reverse order of the parameters, about the order in which backward
-    produces them. Floating-point buffers follow in their own dtype's lane; integer buffers
-    (counters) share one int64 lane with the counts of shards and changed buffers.
+    produces them. Floating-point buffers follow in their own dtype's lane, half-precision ones in
+    float32's; integer buffers (counters) share one int64 lane with the counts of shards and changed
+    buffers.
 
     Attributes:
         lanes: elements of each dtype's lane.
@@ -62,7 +63,9 @@ class FlatLayout:
         open_bucket: dict[torch.dtype, int] = {}
         for name, parameter in reversed(list(parameters)):
             if isinstance(parameter, UninitializedParameter):
-                raise TaskError(f"parameter {name!r} has no shape yet; run one batch through the model in build_model().")
+                raise TaskError(
+                    f"parameter {name!r} has no shape yet; run one batch through the model in build_model()."
+                )
             if parameter.is_complex():
                 raise TaskError(
                     f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed."
@@ -79,7 +82,10 @@ class FlatLayout:
                 self.buckets[number] = Bucket(place.dtype, self.buckets[number].start, stop)
             self.bucket_of.insert(0, number)
         self.gradients = dict(self.lanes)
-        self._float_places = [self._append(b.dtype, b, _contiguous_stride(b.shape)) for b in float_buffers]
+        self._float_places = [
+            self._append(torch.promote_types(b.dtype, torch.float32), b, _contiguous_stride(b.shape))
+            for b in float_buffers
+        ]
         self._integer_places = [
             self._append(torch.int64, b, _contiguous_stride(b.shape)) for b in integer_buffers
         ]

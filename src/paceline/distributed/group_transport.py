@@ -65,9 +65,6 @@ class GroupTransport:
         return [row.tolist() for row in rows]
 
     def reduce(self, combine: Combine) -> None:
-        for bucket in range(len(self._buckets)):
-            if bucket not in self._sent:
-                self.launch(bucket)
         gathering: list[dist.Work] = []
         with lost_peers_reported():
             for bucket, sending in sorted(self._sent.items()):

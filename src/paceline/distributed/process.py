@@ -119,6 +119,10 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
     who = f"rank {failure.rank}" if failure.rank >= 0 else "torchrun"
     if failure.type in ("Killed", "Exited"):
         lines = [f"{who} {failure.message}."]
+    elif failure.victim:
+        lines = [
+            f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."
+        ]
     elif failure.type in _DELIBERATE:
         lines = [f"{who} failed first: {failure.message}"]
     else:

@@ -17,7 +17,7 @@ from paceline.distributed.shared_memory import SharedMemoryTransport, supported
 from paceline.distributed.transport import LocalTransport, Slot, Transport, add_slot
 from paceline.distributed.tree import Accumulate, ReductionPlan
 from paceline.distributed.world import World
-from paceline.errors import TaskError
+from paceline.errors import DataError, TaskError
 
 _log = logging.getLogger(__name__)
 _NODE_FIELDS = 4  # samples, weight, loss sum, checksum
@@ -91,6 +91,7 @@ class GradientReducer:
         self._row_length = row_length
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
+        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._buffers = ShardedBuffers(module)
         layout = FlatLayout(named, self._buffers.floats, self._buffers.integers, self._buffers.counts)
         self._header_length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.nodes)
@@ -110,6 +111,11 @@ class GradientReducer:
             for index, parameter in enumerate(self._parameters)
             if self._transport.overlaps
         ]
+        self._guards = [
+            parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._accumulated: set[int] | None = None  # parameters with a gradient of the shard under way
         self._shards: list[int] = []  # still to come in this step, the next one last
         self._steps: list[Accumulate] = []
         self._sums: list[_ShardSums] = []
@@ -122,12 +128,23 @@ class GradientReducer:
         self._shards = list(reversed(present))
         self._steps = list(reversed(self.plan.accumulation(self._rank, present)))
         self._sums = []
+        self._slot = -1  # somebody may have set gradients to None since
         self._missing = []
         self._next_bucket = 0
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TaskError(
+                    f"parameter {name!r} requires a gradient now, but did not when training began. "
+                    "Build the model with it trainable, and give it a learning rate of 0 until then."
+                )
         self._buffers.begin()
         if not present:
             for slot in self._transport.slots:
                 _zero(slot)
+            if self._transport.overlaps:
+                # Before the exchange, as on the ranks that have shards: collectives must come in one order.
+                for bucket in range(len(self._buckets)):
+                    self._transport.launch(bucket)
 
     def begin_shard(self) -> None:
         """Get ready for the next shard's forward and backward."""
@@ -138,12 +155,14 @@ class GradientReducer:
             self._point_gradients_at(step.slot)
         if len(self._steps) == 1 and self._transport.overlaps:
             self._missing = self._bucket_sizes.copy()
+        self._accumulated = set()
 
     def end_shard(
         self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
     ) -> None:
         """Take in what the shard left in the gradients and buffers, and its sums."""
         step = self._steps[-1]
+        self._accumulated = None
         self._sums.append(_ShardSums(self._shards.pop(), samples, weight, loss_sum.detach(), checksum))
         for index in range(len(self._parameters)):
             self._collect_replaced_gradient(index, step.slot)
@@ -181,7 +200,13 @@ class GradientReducer:
             for rank, nodes in enumerate(self.plan.nodes)
             for i in range(len(nodes))
         ]
-        combine = self.plan.combination(tuple(fields[0] > 0 for fields in sums))
+        present = tuple(fields[0] > 0 for fields in sums)
+        if not any(present):
+            raise DataError(
+                "the training stream has no sample for this step, on any rank. "
+                'Check what build_dataset("train") returns: an epoch must not be empty.'
+            )
+        combine = self.plan.combination(present)
         self._transport.reduce(combine)
         for into, other in combine.additions:
             sums[into] = _add(sums[into], sums[other])
@@ -189,6 +214,9 @@ class GradientReducer:
         if self._slot != 0:
             self._point_gradients_at(0)
         self._buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
+        # One step shows how the model is built; from then on the check would only cost.
+        while self._guards:
+            self._guards.pop().remove()
         return StepSums(
             samples=int(samples),
             weight=weight,
@@ -205,7 +233,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Let go of the gradients and of the transport's memory."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._guards):
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
@@ -250,8 +278,9 @@ class GradientReducer:
         finite = True
         for gradients in self._gradient_lanes:
             gradients.div_(weight)
-            # A sum is finite only if all its terms are.
-            finite = finite and math.isfinite(gradients.sum().item())
+            # A sum is finite only if all its terms are; in float16 it would overflow too soon.
+            wide = torch.promote_types(gradients.dtype, torch.float32)
+            finite = finite and math.isfinite(gradients.sum(dtype=wide).item())
         return finite
 
     def _point_gradients_at(self, slot: int) -> None:
@@ -273,17 +302,26 @@ class GradientReducer:
         def hook(parameter: torch.Tensor) -> None:
             if not self._missing:
                 return  # not the rank's last shard of the step
-            if bucket < self._next_bucket:
-                raise TaskError(
-                    "a parameter received its gradient twice in one backward, after it had been sent. "
-                    "With activation checkpointing, pass use_reentrant=False."
-                )
             self._collect_replaced_gradient(index, self._steps[-1].slot)
             self._missing[bucket] -= 1
             while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
                 self._send_next_bucket()
 
         return hook
+
+    def _make_guard(self, index: int) -> Callable[[torch.Tensor], None]:
+        def guard(parameter: torch.Tensor) -> None:
+            if self._accumulated is None:
+                return
+            if index in self._accumulated:
+                # The two parts would be added at other places of the tree for other numbers of ranks.
+                raise TaskError(
+                    "a parameter received its gradient in two parts within one backward. "
+                    "With activation checkpointing, pass use_reentrant=False; do not call backward()."
+                )
+            self._accumulated.add(index)
+
+        return guard
 
     def _send_next_bucket(self) -> None:
         bucket = self._buckets[self._next_bucket]

@@ -218,15 +218,16 @@ def _chunk(numel: int, rank: int, world_size: int) -> slice:
 def _map_shared(world: World, nbytes: int) -> mmap.mmap:
     """Map the same fresh memory in every rank.
 
-    The file never has a name, so that nothing stays behind whenever a rank is killed.
+    The file has no name, so that nothing stays behind whenever a rank is killed, and lies in no file
+    system, whose limit (64 MiB in many containers' /dev/shm) would be ours.
     """
     memory: mmap.mmap | None = None
     descriptor, place, failure = -1, "", ""
     try:
         if world.rank == 0:
             try:
-                descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                # Reserve the pages now: a mapping of a full tmpfs kills with SIGBUS on first touch.
+                descriptor = os.memfd_create("paceline")
+                # Reserve the pages now: touching one that cannot be had kills with SIGBUS.
                 os.posix_fallocate(descriptor, 0, nbytes)
                 memory = mmap.mmap(descriptor, nbytes)
                 place = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -250,4 +251,4 @@ def _map_shared(world: World, nbytes: int) -> mmap.mmap:
 
 
 def _too_little(nbytes: int, error: OSError) -> str:
-    return f"{nbytes / 2**20:.0f} MiB of shared memory in /dev/shm: {error.strerror}"
+    return f"{nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}"

@@ -55,7 +55,7 @@ class World:
         device: this rank's.
         backend: ``"gloo"`` or ``"nccl"``: what reduces tensors on ``device``.
         generation: rank 0's, the same everywhere.
-        one_host: all ranks run under one kernel and share network, IPC and /dev/shm.
+        one_host: all ranks run under one kernel and share network, IPC and process numbers.
         abandoned: whether it is known from elsewhere that a rank is gone; may be asked at any time.
     """
 
@@ -250,7 +250,6 @@ def _host_identity() -> list[str | int]:
     """Equal for two processes exactly if they share a kernel, its network and its shared memory."""
     identity: list[str | int] = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     identity += [os.readlink(f"/proc/self/ns/{namespace}") for namespace in ("net", "ipc", "pid")]
-    identity.append(os.stat("/dev/shm").st_dev)
     return identity
 
 

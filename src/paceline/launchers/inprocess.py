@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -54,7 +55,11 @@ class InProcessJob:
         command = self._process.argv[1:]
         try:
             if command[0] == "-m":
-                with _arguments(command[1:]), _variables(self._process.env):
+                with _arguments(command[1:]), _variables(self._process.env), warnings.catch_warnings():
+                    # A script that calls fit() has imported the worker; to run it once more is meant.
+                    warnings.filterwarnings(
+                        "ignore", ".* found in sys.modules after import of package", RuntimeWarning
+                    )
                     runpy.run_module(command[1], run_name="__main__", alter_sys=True)
             else:
                 with _arguments(command), _variables(self._process.env):

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+import sys
 from pathlib import Path
-from typing import Any
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 from paceline.job import Job, default_run_path
 from paceline.launchers.base import JobSpec, Rendered, get_launcher
+from paceline.launchers.failures import STOPPED
 from paceline.run_directory import RunDirectory, write_atomically
 from paceline.task import check_spec
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def prepare(
-    config: RunConfig, *, fields: Mapping[str, Any] | None, quiet: bool
-) -> tuple[str, Rendered, Job, RunDirectory]:
-    """The launcher's name, what would run, the job file's content and the run's directory; touches nothing.
+def prepare(job: Job) -> tuple[str, Rendered, Job, RunDirectory]:
+    """The launcher's name, what would run, the job with nothing left open, and the run's directory.
+
+    Nothing is touched.
 
     Raises:
         ConfigError: no launcher can run this.
         TaskError: there is no such task; a wrong name is told before anything is started.
     """
+    config = job.config
     if config.task or config.run is None or not RunDirectory(Path(config.run)).exists():
         check_spec(config.task)
     nproc = available_processes(config) if config.nproc == "auto" else config.nproc
@@ -35,12 +36,8 @@ def prepare(
     if config.nodes > 1 and config.rdzv_endpoint is None:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
     directory = RunDirectory(Path(config.run or default_run_path(config.task)))
-    job = Job(
-        config=dataclasses.replace(config, run=str(directory.path), nproc=nproc),
-        fields=fields,
-        quiet=quiet,
-        supervised=name != "inprocess",
-    )
+    config = dataclasses.replace(config, run=str(directory.path), nproc=nproc)
+    job = dataclasses.replace(job, config=config, supervised=name != "inprocess")
     inplace = _recovers_in_place(config, name, directory)
     spec = JobSpec(
         command=("-m", "paceline.worker", str(_job_file(config, directory))),
@@ -57,9 +54,7 @@ def prepare(
     return name, get_launcher(name).render(spec), job, directory
 
 
-def launch(
-    config: RunConfig, *, fields: Mapping[str, Any] | None = None, quiet: bool = False
-) -> tuple[int, RunDirectory]:
+def launch(job: Job) -> tuple[int, RunDirectory]:
     """Start a run and wait for its end; return the exit code and the run's directory.
 
     Raises:
@@ -68,13 +63,29 @@ def launch(
         RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
-    name, rendered, job, directory = prepare(config, fields=fields, quiet=quiet)
+    name, rendered, job, directory = prepare(job)
+    config = job.config
     # By hand on several machines, machine 0 may be at work in the shared directory already.
     if not config.node_rank and directory.is_running():
         raise directory.in_use()
+    if not config.node_rank:
+        directory.check_resume(config.resume)
     directory.create()
-    write_atomically(_job_file(config, directory), job.to_toml().encode())
-    return get_launcher(name).submit(rendered).wait(), directory
+    try:
+        write_atomically(_job_file(config, directory), job.to_toml().encode())
+    except OSError as error:
+        raise directory.unwritable(error) from error
+    code = get_launcher(name).submit(rendered).wait()
+    if code in STOPPED and job.supervised and not job.quiet:
+        last = directory.read_events()[-1:]
+        # Interrupted before its ranks had met, a job has saved nothing.
+        if last and last[0]["event"] == "stopped":
+            print(
+                "paceline: stopped, as asked; everything is saved. "
+                f"Continue with: paceline resume {directory.path}",
+                file=sys.stderr,
+            )
+    return code, directory
 
 
 def _recovers_in_place(config: RunConfig, name: str, directory: RunDirectory) -> bool:

@@ -33,7 +33,7 @@ class TorchDDP:
         self._ddp = DistributedDataParallel(
             module,
             device_ids=[world.device] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # the reducer takes their mean
+            forward_sync_buffers=False,  # the reducer takes their mean
             gradient_as_bucket_view=True,
             static_graph=options.static_graph,
         )
@@ -74,6 +74,8 @@ class TorchDDP:
 
     def finish_step(self, row: Sequence[float]) -> StepSums:
         sums = self._reducer.finish(row)
+        if not sums.weight > 0:
+            return sums
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         # DDP divides by the number of ranks; what is wanted is the sum over the summed weights.
         torch._foreach_mul_(gradients, self._world_size / sums.weight)

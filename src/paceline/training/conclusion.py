@@ -12,6 +12,7 @@ from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.storage import find_version
 from paceline.monitoring.phases import OUTSIDE_STEPS
+from paceline.monitoring.writers import finite
 from paceline.strategies.selection import strategy_name
 from paceline.training.trainer import Trainer
 
@@ -57,7 +58,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "samples": progress.samples,
         "state_version": progress.version,
         "best_step": progress.best_step,
-        "metrics": metrics,
+        "metrics": finite(metrics),  # JSON has no NaN
         "model_sha256": sha256,
         "restarts": world.generation,
         "seconds": round(seconds, 3),

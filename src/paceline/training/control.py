@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from paceline.monitoring.telemetry import ROW_WIDTH
 
@@ -69,15 +69,22 @@ def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
 class StopSignals:
     """Turns SIGTERM and SIGINT into a flag; a second signal ends the process at once.
 
-    Outside the main thread signals cannot be handled, and none is.
+    Python runs handlers in the main thread, and not while that is inside C++ (a long operation, a
+    wait for a dead peer). So a thread of its own reads the signals' numbers from a pipe, and
+    counts them. Outside the main thread signals cannot be handled, and none is.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(self._pipe[1], False)
+            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._watcher = threading.Thread(target=self._watch, name="paceline-signals", daemon=True)
+            self._watcher.start()
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -86,12 +93,24 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.close(self._pipe[1])
+            self._watcher.join()
+            os.close(self._pipe[0])
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
+        self.received = self.received or number
+
+    def _watch(self) -> None:
+        is_second = False
+        while content := os.read(self._pipe[0], 1):
+            if content[0] in (signal.SIGTERM, signal.SIGINT):
+                if is_second:
+                    os._exit(128 + content[0])
+                self.received = self.received or content[0]
+                is_second = True
 
 
 def exit_code(number: int) -> int:

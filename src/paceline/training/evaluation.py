@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from paceline.data.evaluation import EvalBatches
-from paceline.distributed.world import World, lost_peers_reported
+from paceline.distributed.world import World
 from paceline.errors import TaskError
 from paceline.task import Loss, Task
 from paceline.training.randomness import seed_evaluation
+from paceline.training.whole_metrics import WholeMetrics
 
 
 class Autocast(Protocol):
@@ -27,7 +28,7 @@ class Evaluator:
     """Evaluates a split in fixed blocks, which the ranks share.
 
     Each block's sums are kept apart and added exactly (``math.fsum``), so neither the number of
-    ranks nor the order of the blocks matters.
+    ranks nor the order of the blocks matters. Rank r of W takes the blocks r, r + W, r + 2 W, ...
 
     Args:
         task: whose ``metrics`` and ``loss`` are evaluated.
@@ -44,7 +45,7 @@ class Evaluator:
         self._batches = batches
         self._seed = seed
         self._autocast = autocast
-        self._objects = {name: metric.to(device) for name, metric in task.build_metrics().items()}
+        self._whole = WholeMetrics(task, device)
 
     @torch.no_grad()
     def run(self, world: World, module: nn.Module) -> dict[str, float]:
@@ -56,43 +57,38 @@ class Evaluator:
         """
         was_training = module.training
         module.eval()
-        for metric in self._objects.values():
-            metric.reset()
+        self._whole.reset()
         num_blocks = self._batches.num_blocks
-        blocks = range(
-            world.rank * num_blocks // world.world_size, (world.rank + 1) * num_blocks // world.world_size
-        )
+        blocks = self._batches.read(range(world.rank, num_blocks, world.world_size))
         sums: dict[str, list[tuple[float, float]]] = {}
-        for batch in self._batches.read(blocks):
-            seed_evaluation(self._seed, batch.shard)
-            with self._autocast():
-                values = self._block(module, batch.batch, batch.num_samples)
-            for name, pair in values.items():
-                sums.setdefault(name, []).append(pair)
+        for _ in range(0, num_blocks, world.world_size):
+            arguments = None
+            batch = next(blocks, None)
+            if batch is not None:
+                seed_evaluation(self._seed, batch.shard)
+                with self._autocast():
+                    pairs, arguments = self._block(module, batch.batch, batch.num_samples)
+                for name, pair in pairs.items():
+                    sums.setdefault(name, []).append(pair)
+            self._whole.update(world, arguments)
         module.train(was_training)
-        metrics = _totals(world, sums)
-        for name, metric in self._objects.items():
-            with lost_peers_reported():
-                metrics[name] = float(metric.compute())  # gathers over the ranks by itself
-        return metrics
+        return _totals(world, sums) | self._whole.compute()
 
     def close(self) -> None:
         """End the split's data workers."""
         self._batches.close()
 
-    def _block(self, module: nn.Module, batch: Any, samples: int) -> dict[str, tuple[float, float]]:
-        """One block's (sum, weight) by name; torchmetrics objects take theirs in."""
-        pairs = {}
+    def _block(
+        self, module: nn.Module, batch: Any, samples: int
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
+        """One block's (sum, weight) by name, and what torchmetrics objects take in, by name."""
         values = self._task.metrics(module, batch)
-        for name, value in values.items():
-            if name in self._objects:
-                self._objects[name].update(*value)
-            else:
-                pairs[name] = self._pair(name, value, samples)
+        pairs = {n: self._pair(n, v, samples) for n, v in values.items() if n not in self._whole.names}
+        arguments = {name: value for name, value in values.items() if name in self._whole.names}
         if "loss" not in values:
             loss = as_loss(self._task, self._task.loss(module, batch), samples)
             pairs["loss"] = (float(loss.sum), float(loss.weight))
-        return pairs
+        return pairs, arguments
 
     def _pair(self, name: str, value: Any, samples: int) -> tuple[float, float]:
         if isinstance(value, torch.Tensor) and value.shape == (samples,):
@@ -132,11 +128,11 @@ def as_loss(task: Task, value: Any, samples: int) -> Loss:
         what = (
             f"a tensor of shape {tuple(total.shape)}"
             if isinstance(total, torch.Tensor)
-            else type(value).__name__
+            else type(total).__name__
         )
         raise TaskError(
-            f"{type(task).__name__}.loss returned {what}; it must return the mean loss of the batch "
-            "as a scalar tensor, or paceline.Loss(sum, weight)."
+            f"{type(task).__name__}.loss returned {'' if loss is None else 'a Loss whose sum is '}{what}; "
+            "it must return the mean loss of the batch as a scalar tensor, or paceline.Loss(sum, weight)."
         )
     if loss is not None:
         return loss

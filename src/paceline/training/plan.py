@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,13 @@ def check_world(config: RunConfig, world_size: int) -> None:
         )
 
 
-def continued(config: RunConfig, recorded: RunConfig) -> RunConfig:
+def continued(config: RunConfig, given: Collection[str], recorded: RunConfig) -> RunConfig:
     """The options of a run that is continued: the recorded ones, and what may change.
+
+    Args:
+        config: the options now.
+        given: the names of those that were asked for.
+        recorded: the options with which the run was created.
 
     Raises:
         ConfigError: an option that decides the model's bits was given another value.
@@ -78,7 +84,7 @@ def continued(config: RunConfig, recorded: RunConfig) -> RunConfig:
         now, before = getattr(config, field.name), getattr(recorded, field.name)
         if field.name in CHANGEABLE:
             changes[field.name] = now
-        elif now not in (field.default, before, "auto"):
+        elif field.name in given and now not in (before, "auto"):
             conflicts.append(f"  {flag(field.name)}: {before} when the run was created, {now} now")
     if conflicts:
         raise ConfigError(
@@ -87,6 +93,7 @@ def continued(config: RunConfig, recorded: RunConfig) -> RunConfig:
             + "\nLeave them out to continue the run, or start a new one with another --run DIR."
         )
     changes["accumulate"] = recorded.accumulate
+    changes["threads"] = config.threads or recorded.threads
     return dataclasses.replace(recorded, **changes)
 
 
@@ -115,11 +122,6 @@ class DataPlan:
         """None for streams."""
         return None if self.order is None else self.order.steps_per_epoch
 
-    @property
-    def has_val(self) -> bool:
-        """Whether there is anything to validate on."""
-        return self.val is not None or self.carved is not None
-
 
 def plan_data(config: RunConfig, task: Task) -> DataPlan:
     """Build the training and validation datasets and the order of the samples.
@@ -136,6 +138,11 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
             f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.'
         )
     val = task.build_dataset("val")
+    if config.early_stop is not None and val is None and config.val_fraction is None:
+        raise ConfigError(
+            f"--early-stop needs a validation split, and {type(task).__name__} has none. "
+            "Carve one out of the training data with --val-fraction 0.1, or leave --early-stop out."
+        )
     stream = as_stream(train)
     if stream is not None:
         if config.val_fraction is not None:

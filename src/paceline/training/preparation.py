@@ -34,15 +34,17 @@ class Request:
     """What somebody asked for, before anything is resolved; the same on every rank.
 
     Attributes:
-        config: the options as given.
+        config: the options.
+        given: the names of those that were asked for.
         task: the task itself, where a script has built it; else ``config.task`` names it.
-        threads: CPU threads of this process.
+        default_threads: CPU threads of this process, where neither options nor the run's record say.
         quiet: show nothing on the terminal.
     """
 
     config: RunConfig
+    given: frozenset[str]
     task: Task | None
-    threads: int
+    default_threads: int
     quiet: bool
 
 
@@ -70,10 +72,11 @@ def prepare(
     Raises:
         UserError: options, task or data cannot work, or are not those of the run in the directory.
     """
-    task, spec = _load_task(request, manifest)
-    config, notes = _configure(request.config, manifest, task, world_size)
-    config = dataclasses.replace(config, task=spec, run=str(directory.path))
-    configure_numerics(config, request.threads)
+    task, spec, config, notes = check(request, manifest, world_size)
+    # Recorded, and so kept when the run is continued: another number of threads gives other bits.
+    threads = config.threads or request.default_threads
+    config = dataclasses.replace(config, task=spec, run=str(directory.path), threads=threads)
+    configure_numerics(config, threads)
     run = Run(
         task=task,
         task_name=spec,
@@ -88,34 +91,30 @@ def prepare(
     return run, notes
 
 
-def create(run: Run) -> None:
-    """Write ``run.toml``; rank 0 does, once."""
-    run.directory.write_manifest(_manifest(run.config, run.task, run.data, run.device))
-    run.directory.append_event("created", task=run.task_name)
-
-
-def check_resume(config: RunConfig, directory: RunDirectory) -> None:
-    """Hold ``--resume`` against what is in the directory.
+def check(
+    request: Request, manifest: Mapping[str, Any] | None, world_size: int
+) -> tuple[Task, str, RunConfig, list[str]]:
+    """The task, its name, the options with nothing left open, and what to say aloud about them.
 
     Raises:
-        RunDirectoryError: there must be a run and is none, or the other way round.
+        UserError: task or options cannot work, or are not those of the run in the directory.
     """
-    if config.resume == "must" and not directory.exists():
-        raise RunDirectoryError(
-            f"--resume must: {directory.path} holds no run (no run.toml). Check --run DIR."
-        )
-    if config.resume == "never" and directory.exists():
-        raise RunDirectoryError(
-            f"--resume never: {directory.path} holds a run already. "
-            "Choose another --run DIR, or leave --resume out."
-        )
+    task, spec = _load_task(request, manifest)
+    config, notes = _configure(request, manifest, task, world_size)
+    return task, spec, config, notes
+
+
+def create(run: Run, run_id: str) -> None:
+    """Write ``run.toml``; rank 0 does, once."""
+    run.directory.write_manifest({"id": run_id, **_manifest(run.config, run.task, run.data, run.device)})
+    run.directory.append_event("created", task=run.task_name)
 
 
 def recorded(directory: RunDirectory) -> dict[str, Any]:
     """The run's manifest and result, where there are any."""
     if not directory.exists():
         return {"manifest": None, "result": None}
-    return {"manifest": directory.read_manifest(), "result": directory.read_result()}
+    return {"manifest": directory.read_complete_manifest(), "result": directory.read_result()}
 
 
 def _load_task(request: Request, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
@@ -156,11 +155,11 @@ def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, confi
 
 
 def _configure(
-    config: RunConfig, manifest: Mapping[str, Any] | None, task: Task, world_size: int
+    request: Request, manifest: Mapping[str, Any] | None, task: Task, world_size: int
 ) -> tuple[RunConfig, list[str]]:
     if manifest is None:
-        return resolve(config, task, world_size)
-    resolved = continued(config, config_from_mapping(manifest["config"], "run.toml"))
+        return resolve(request.config, task, world_size)
+    resolved = continued(request.config, request.given, config_from_mapping(manifest["config"], "run.toml"))
     check_world(resolved, world_size)
     return resolved, []
 

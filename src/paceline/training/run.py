@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ class Run:
     directory: RunDirectory
     signals: StopSignals
     quiet: bool
+
+    @cached_property
+    def run_id(self) -> str:
+        """What no other run is called, from ``run.toml``: there once the run is created."""
+        return str(self.directory.read_complete_manifest()["id"])
 
     @property
     def num_shards(self) -> int:

@@ -159,6 +159,7 @@ class Saver:
     def _info(self, progress: Progress) -> CheckpointInfo:
         return CheckpointInfo(
             task=self._run.task_name,
+            run=self._run.run_id,
             step=progress.step,
             state_version=progress.version,
             epoch=progress.epoch,

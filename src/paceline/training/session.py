@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,11 +53,12 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     started = time.perf_counter()
     found: dict[str, Any] | None = None
     if world.rank == 0:
-        preparation.check_resume(request.config, directory)
+        directory.check_resume(request.config.resume)
         found = preparation.recorded(directory)
     found = world.broadcast_json(found)
     assert found is not None
     if found["result"] is not None:
+        preparation.check(request, found["manifest"], world.world_size)
         if world.rank == 0:
             _say_finished(request, directory)
         return dict(found["result"])
@@ -107,6 +110,7 @@ def train_as_member(
     started = time.perf_counter()
     found = preparation.recorded(directory)
     if found["result"] is not None:
+        preparation.check(request, found["manifest"], processes)
         return dict(found["result"])
     device = torch.device("cpu")
     run, notes = preparation.prepare(
@@ -231,12 +235,16 @@ class _Session:
                 trainer.take(received)
             if not self._best_is_lost(world):
                 return
-        if world.rank == 0 and not self.run.directory.exists():
-            preparation.create(self.run)
-            for note in self._notes:
-                _say(self.run.quiet, note)
-        trainer.restore(world, _newest_checkpoint(self.run, world))
+        directory = self.run.directory
+        new = bool(world.broadcast_json(not directory.exists()))
+        run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
+        trainer.restore(world, _newest_checkpoint(self.run, world, run_id))
         if world.rank == 0:
+            # Only now: where the model could not be built, no run was created.
+            if new:
+                preparation.create(self.run, run_id)
+                for note in self._notes:
+                    _say(self.run.quiet, note)
             self.run.directory.append_event(
                 "started",
                 generation=world.generation,
@@ -260,10 +268,15 @@ class _Session:
         return bool(world.broadcast_json(lost))
 
 
-def _newest_checkpoint(run: Run, world: World) -> dict[str, Any] | None:
-    """The state of the newest checkpoint that verifies on every rank, or None."""
+def _newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | None:
+    """The state of the newest checkpoint that verifies on every rank, or None where there is none.
+
+    Raises:
+        CheckpointError: there are some, and none can be used: nothing is lost without being asked for.
+    """
     directory = run.directory
     failed: list[str] = []
+    passed_over = 0
     while True:
         choice: dict[str, Any] = {"path": None, "skipped": []}
         if world.rank == 0:
@@ -273,7 +286,13 @@ def _newest_checkpoint(run: Run, world: World) -> dict[str, Any] | None:
         if world.rank == 0:
             for reason in choice["skipped"]:
                 _log.warning("passed over a checkpoint: %s", reason)
+        passed_over += len(choice["skipped"])
         if choice["path"] is None:
+            if passed_over:
+                raise CheckpointError(
+                    f"no checkpoint in {directory.checkpoints} can be used, for the reasons above. Restore "
+                    "one from a copy, or remove that folder to train from the start."
+                )
             return None
         path = directory.checkpoints / choice["path"]
         try:
@@ -282,27 +301,32 @@ def _newest_checkpoint(run: Run, world: World) -> dict[str, Any] | None:
             checkpoint, problem = None, str(error)
         problems = [p for p in world.all_gather_json(problem) if p]
         if checkpoint is not None and not problems:
-            _compare(run, world, path.name, checkpoint.manifest.info)
+            _compare(run, world, run_id, path, checkpoint.manifest.info)
+            if passed_over and world.rank == 0:
+                _log.warning(
+                    "continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step
+                )
             return checkpoint.state
         _log.warning(
             "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
         )
         failed.append(path.name)
+        passed_over += 1
 
 
-def _compare(run: Run, world: World, name: str, recorded: CheckpointInfo) -> None:
+def _compare(run: Run, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
     """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
+    # The same task may have another name by now: its file was moved.
     now = dataclasses.replace(
-        recorded, task=run.task_name, shards=run.num_shards, pins=current_pins(run.config, run.device)
+        recorded, run=run_id, shards=run.num_shards, pins=current_pins(run.config, run.device)
     )
-    if run.directory.read_manifest()["task"]["spec"] != recorded.task:
-        require_same_run(run.directory.checkpoints / name, recorded, now)
+    require_same_run(path, recorded, now)
     changed = differences(recorded.pins, now.pins)
     if changed and world.rank == 0:
         _log.warning(
             "this process differs from the one that wrote %s, so the model will be equal within rounding, "
             "not bit for bit: %s",
-            name,
+            path.name,
             "; ".join(changed),
         )
 

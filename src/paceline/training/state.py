@@ -79,6 +79,9 @@ class TrainingState:
             if (scheduler := _build_scheduler(task, optimizer, total_steps)) is not None
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
+        if self.scaler is not None:
+            # It gets its tensors with the first loss, and a rank may have no shard in its first step.
+            self.scaler.scale(torch.zeros((), device=device))
         self.ema: AveragedModel | None = None
         if config.ema is not None:
             average = get_ema_multi_avg_fn(config.ema)  # type: ignore[no-untyped-call]
@@ -166,6 +169,26 @@ class TrainingState:
             ) from error
 
 
+def built_model(task: Task) -> nn.Module:
+    """The task's model.
+
+    Raises:
+        TaskError: it is none, or there is nothing in it to train.
+    """
+    module = task.build_model()
+    if not isinstance(module, nn.Module):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a "
+            "torch.nn.Module."
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a model without a trainable parameter: "
+            "there is nothing to train."
+        )
+    return module
+
+
 def _load_each(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     if parts.keys() != states.keys():
         raise ValueError(
@@ -185,7 +208,10 @@ def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
                 "it must return a torch.optim.Optimizer, or a dict of them."
             )
         if isinstance(optimizer, LBFGS):
-            raise TaskError("LBFGS evaluates the loss again within a step, which a sharded step cannot. Use another optimizer.")
+            raise TaskError(
+                "LBFGS evaluates the loss again within a step, which a sharded step cannot. "
+                "Use another optimizer."
+            )
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):
         raise TaskError(
             f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter."

@@ -14,7 +14,7 @@ from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.world import World
-from paceline.errors import NonFiniteLossError, StopRequested
+from paceline.errors import NonFiniteLossError, StopRequested, TaskError
 from paceline.membership.member import Member
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PHASES
@@ -27,7 +27,7 @@ from paceline.training.non_finite import describe_non_finite
 from paceline.training.randomness import seed_model, seed_shard
 from paceline.training.run import Run
 from paceline.training.saving import RECENT_STEPS, Saver, is_due
-from paceline.training.state import TrainingState
+from paceline.training.state import TrainingState, built_model
 
 if TYPE_CHECKING:
     from paceline.monitoring.profiler import StepProfiler
@@ -81,6 +81,7 @@ class Trainer:
         if self.evaluator is not None:
             self._resources.enter_context(closing(self.evaluator))
         self.judge = Judge(run.config)
+        self._spare_batch: Any = None
         self._evaluate_every = parse_interval(run.config.eval_every, "eval_every", allow_time=False)
 
     def __enter__(self) -> Trainer:
@@ -95,7 +96,7 @@ class Trainer:
     def _new_state(self) -> TrainingState:
         run = self.run
         seed_model(run.config.seed)
-        module = run.task.build_model().to(run.device)
+        module = built_model(run.task).to(run.device)
         return TrainingState(run.task, run.config, module, run.device, run.data.total_steps)
 
     def restore(self, world: World, saved: Mapping[str, Any] | None) -> None:
@@ -254,19 +255,27 @@ class Trainer:
                 loss = as_loss(
                     run.task, run.task.loss(strategy.model, microbatch.batch), microbatch.num_samples
                 )
+            if not loss.sum.requires_grad:
+                raise TaskError(
+                    f"{type(run.task).__name__}.loss does not depend on the model's parameters, so it has no "
+                    "gradient. Do not detach it, and do not turn it into a number."
+                )
             mark("forward")
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
-        if not microbatches and strategy.needs_backward:
-            self._backward_of_nothing()
+        if strategy.needs_backward:
+            if microbatches:
+                self._spare_batch = microbatches[-1].batch
+            else:
+                self._backward_of_nothing()
 
         sums = strategy.finish_step(self._control().row(self._status()))
         mark("reduction")
         # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
         overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
         if not sums.finite and not overflowed:
-            raise NonFiniteLossError(describe_non_finite(progress, run.data.order, sums))
+            raise NonFiniteLossError(describe_non_finite(run.directory, progress, run.data.order, sums))
 
         self.valid = False
         self.state.update(run.config.clip_norm)
@@ -326,12 +335,17 @@ class Trainer:
         return improved
 
     def _backward_of_nothing(self) -> None:
-        """Run the backward that the other ranks wait for, weighing nothing, on shard 0's data."""
-        progress = self.state.progress
-        microbatch = self.loader.fetch(progress.epoch, progress.step_in_epoch, range(1))[0]
+        """Run the backward that the other ranks wait for, weighing nothing, on data seen before."""
+        if self._spare_batch is None:
+            # Apart from the loader, whose streams must stay where they are.
+            with closing(self.run.build_loader()) as loader:
+                first = loader.fetch(self.state.progress.epoch, 0, range(self.run.num_shards))
+            if not first:
+                return  # nor has anybody else; the reducer says so
+            self._spare_batch = first[0].batch
         self.strategy.begin_shard()
         with self.run.autocast():
-            loss = as_loss(self.run.task, self.run.task.loss(self.strategy.model, microbatch.batch), 1)
+            loss = as_loss(self.run.task, self.run.task.loss(self.strategy.model, self._spare_batch), 1)
         self.strategy.backward(loss.sum * 0.0)
 
     def _control(self) -> control.Control:

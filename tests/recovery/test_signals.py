@@ -1,0 +1,91 @@
+"""SIGTERM and SIGINT: the step is finished, the state saved, and the run continues as if nothing had been."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import Any
+
+import pytest
+
+LAUNCHED = {
+    "inprocess": ("--nproc", "1"),
+    "spawn": ("--nproc", "2"),
+    "torchrun": ("--nproc", "2", "--on", "torchrun"),
+}
+
+
+def _assert_stopped(small: Any, done: Any, code: int, number: int) -> int:
+    """The run stopped as asked, with everything saved; return after which step."""
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("Continue with: paceline resume run") == 1
+    if "torch.distributed.elastic" not in done.stderr:  # torchrun's agent always prints its own
+        assert "Traceback" not in done.stderr
+    last = small.run.read_events()[-1]
+    assert (last["event"], last["signal"]) == ("stopped", number)
+    step: int = last["step"]
+    assert 8 <= step < 30
+    assert any(path.name.startswith(f"step-{step:08d}-") for path in small.run.checkpoints.iterdir())
+    assert small.run.read_result() is None
+    return step
+
+
+def _assert_equal(
+    small: Any, result: dict[str, Any], undisturbed: dict[str, Any], recomputed: int = 0
+) -> None:
+    assert result["model_sha256"] == undisturbed["model_sha256"]
+    assert (result["steps"], result["samples"]) == (undisturbed["steps"], undisturbed["samples"])
+    report = small.audit()
+    assert report.clean, report.verdict
+    assert (report.steps, report.recomputed_steps) == (30, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "code", "nproc_after"),
+    [
+        ("inprocess", signal.SIGTERM, 75, 1),
+        ("spawn", signal.SIGINT, 130, 1),
+        ("torchrun", signal.SIGTERM, 75, 2),
+    ],
+)
+def test_a_signal_to_the_launcher(
+    small: Any, undisturbed: dict[str, Any], launcher: str, number: int, code: int, nproc_after: int
+) -> None:
+    running = small.train(*LAUNCHED[launcher], fault="slow 8 0")
+    small.wait_for_the_fault(running)
+    running.send_signal(number)
+    _assert_stopped(small, small.finish(running), code, number)
+    result = small.resume("--on", "auto", "--nproc", str(nproc_after))
+    assert result["restarts"] == 1
+    _assert_equal(small, result, undisturbed)
+
+
+def test_a_signal_to_one_worker_stops_all(small: Any, undisturbed: dict[str, Any]) -> None:
+    done = small.finish(small.train("--nproc", "2", fault="sigterm 10 1"))
+    assert _assert_stopped(small, done, 75, signal.SIGTERM) == 11
+    assert small.audit().steps == 11
+    _assert_equal(small, small.resume("--nproc", "2"), undisturbed)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_second_signal_ends_at_once(small: Any, nproc: int) -> None:
+    running = small.train("--nproc", str(nproc), fault="hang 5 0")
+    small.wait_for_the_fault(running)
+    running.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGINT)
+    done = small.finish(running)
+    assert done.returncode in (130, 143), done.stderr
+    assert "Traceback" not in done.stderr
+    assert small.step() < 5
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_who_waits_for_the_other_machine_can_be_interrupted(small: Any, number: int, code: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as machine_0:
+        endpoint = f"127.0.0.1:{machine_0.getsockname()[1]}"
+        running = small.train("--nodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint)
+        machine_0.settimeout(60)
+        machine_0.accept()[0].close()
+        running.send_signal(number)
+        done = small.finish(running)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

@@ -1,0 +1,346 @@
+"""The parts of training that are functions: the plan, the judge, the control word, losses."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from paceline.config import RunConfig
+from paceline.data.evaluation import EvalBatches
+from paceline.distributed.world import World
+from paceline.errors import CheckpointError, ConfigError, DataError, TaskError
+from paceline.task import Defaults, Loss, Task
+from paceline.training.control import ROW_LENGTH, Control, StopSignals, exit_code, merge, statuses
+from paceline.training.evaluation import Evaluator, as_loss
+from paceline.training.judge import Judge
+from paceline.training.plan import check_world, continued, plan_data, resolve
+from paceline.training.randomness import seed_shard
+from paceline.training.state import Progress, TrainingState
+
+
+@dataclass
+class Line(Task):
+    """A line; what a test changes is an argument."""
+
+    datasets: Any = None
+    value: Any = None
+    optimizers: Any = None
+
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=8, shards=2, epochs=3, best="error:min")
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def build_dataset(self, split: str) -> Any:
+        return self.datasets.get(split)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        return SGD(model.parameters(), lr=0.1) if self.optimizers is None else self.optimizers
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[0])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return {"value": self.value}
+
+
+def points(number: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(number))[:, None])
+
+
+# --- the plan
+
+
+def test_what_is_left_open_is_filled_in_once() -> None:
+    config, notes = resolve(RunConfig(), Line(), 1)
+    assert (config.shards, config.global_batch_size, config.epochs, config.best) == (2, 8, 3, "error:min")
+    assert notes == []
+
+
+def test_what_is_given_wins_over_the_task() -> None:
+    given = RunConfig(shards=4, global_batch_size=16, max_steps=5, best="loss:min")
+    config, _ = resolve(given, Line(), 1)
+    assert (config.shards, config.global_batch_size, config.epochs, config.max_steps) == (4, 16, None, 5)
+    assert config.best == "loss:min"
+
+
+@pytest.mark.parametrize(
+    ("options", "shards"),
+    [({"shards": "auto"}, 3), ({"shards": "auto", "accumulate": 4}, 12), ({"accumulate": 2}, 6)],
+)
+def test_auto_shards_are_said_aloud(options: dict[str, Any], shards: int) -> None:
+    config, notes = resolve(RunConfig(**options), Line(), 3)
+    assert config.shards == shards
+    assert notes == [f"shards: {shards} (3 processes x {config.accumulate}), fixed for this run"]
+
+
+def test_more_processes_than_shards_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"5 processes cannot share 4 shards.*--nproc 4 or fewer.*--shards 5"
+    ):
+        check_world(RunConfig(shards=4), 5)
+
+
+def test_a_continued_run_keeps_its_options_and_takes_over_what_decides_no_bits() -> None:
+    recorded = RunConfig(shards=4, seed=7, epochs=3, nproc=1, threads=1)
+    config = continued(RunConfig(nproc=2, workers=0, seed=7, run="a"), {"nproc", "workers", "seed"}, recorded)
+    assert (config.seed, config.shards, config.epochs) == (7, 4, 3)
+    assert (config.nproc, config.workers, config.run, config.threads) == (2, 0, "a", 1)
+
+
+def test_a_continued_run_refuses_what_decides_bits() -> None:
+    recorded = RunConfig(shards=4, seed=7, epochs=3)
+    with pytest.raises(ConfigError) as caught:
+        continued(
+            RunConfig(seed=8, epochs=3, precision="bf16", run="runs/a"),
+            {"seed", "epochs", "precision"},
+            recorded,
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("runs/a was created with other options")
+    assert lines[1:3] == [
+        "  --seed: 7 when the run was created, 8 now",
+        "  --precision: fp32 when the run was created, bf16 now",
+    ]
+
+
+def planned(config: RunConfig, **datasets: Any) -> Any:
+    task = Line(datasets=datasets)
+    return plan_data(resolve(config, task, 1)[0], task)
+
+
+def test_the_length_of_a_run() -> None:
+    assert planned(RunConfig(), train=points(20)).total_steps == 3 * 3
+    assert planned(RunConfig(max_steps=4), train=points(20)).total_steps == 4
+    carved = planned(RunConfig(val_fraction=0.2), train=points(20))
+    assert (carved.total_steps, len(carved.carved.val), carved.order.num_samples) == (3 * 2, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [({}, "returned None; there is nothing to train on"), ({"train": iter([1])}, "has no length")],
+)
+def test_no_data_is_refused(datasets: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        planned(RunConfig(), **datasets)
+
+
+# --- the judge
+
+
+def judged(values: list[float], **options: Any) -> tuple[list[bool], Progress]:
+    judge, progress = Judge(RunConfig(**options)), Progress()
+    improved = []
+    for number, value in enumerate(values, start=1):
+        progress.step = progress.version = number
+        improved.append(judge.apply({"loss": value, "accuracy": value}, progress))
+    return improved, progress
+
+
+def test_the_lowest_loss_is_the_best_unless_told_otherwise() -> None:
+    assert judged([3.0, 2.0, 2.0, 4.0, 1.0])[0] == [True, True, False, False, True]
+    improved, progress = judged([3.0, 2.0, 2.0, 4.0, 1.0], best="accuracy:max")
+    assert improved == [True, False, False, True, False]
+    assert (progress.best, progress.best_step, progress.best_metrics["accuracy"]) == (4.0, 4, 4.0)
+
+
+def test_nan_is_never_the_best() -> None:
+    improved, progress = judged([math.nan, 2.0, math.nan], early_stop="loss:3")
+    assert improved == [False, True, False]
+    assert progress.best == 2.0
+    assert judged([math.nan] * 3, early_stop="loss:3")[1].stopped_early
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stops"),
+    [
+        ({"early_stop": "loss:2"}, [3.0, 2.0, 2.0, 2.0], True),
+        ({"early_stop": "loss:2"}, [3.0, 3.0, 2.0, 2.0], False),
+        ({"early_stop": "accuracy:2"}, [3.0, 2.0, 2.0], True),
+        ({"early_stop": "accuracy:2", "best": "accuracy:min"}, [3.0, 2.0, 1.0], False),
+        ({}, [3.0, 4.0, 5.0], False),
+    ],
+)
+def test_early_stopping_counts_evaluations_without_a_better_one(
+    options: dict[str, Any], values: list[float], stops: bool
+) -> None:
+    assert judged(values, **options)[1].stopped_early is stops
+
+
+# --- the control word
+
+
+def test_what_one_rank_says_all_obey() -> None:
+    rows = [
+        Control().row(),
+        Control(stop=15, more=False).row(),
+        Control(save=True, more=False).row([1.0] * 4),
+    ]
+    assert {len(row) for row in rows} == {ROW_LENGTH}
+    assert merge(rows) == Control(stop=15, save=True, more=True)
+    assert merge(rows[1:]).more is False
+    assert statuses(rows)[2] == [1.0] * 4
+
+
+def test_a_signal_sets_a_flag_and_the_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert signals.received == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (exit_code(signal.SIGTERM), exit_code(signal.SIGINT)) == (75, 130)
+
+
+# --- losses, metrics and randomness
+
+
+def test_a_mean_is_multiplied_out() -> None:
+    assert as_loss(Line(), torch.tensor(2.0), 3) == (torch.tensor(6.0), 3.0)
+    given = Loss(torch.tensor(2.0), 5.0)
+    assert as_loss(Line(), given, 3) is given
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.zeros(3), r"a tensor of shape \(3,\)"),
+        (2.0, "float"),
+        (None, "NoneType"),
+        (Loss(1.0, 2.0), "a Loss whose sum is float"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_loss_is_refused(value: Any, what: str) -> None:
+    with pytest.raises(TaskError, match=rf"Line\.loss returned {what}.*paceline\.Loss\(sum, weight\)"):
+        as_loss(Line(), value, 3)
+
+
+WORLD = World(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    device=torch.device("cpu"),
+    backend="gloo",
+    generation=0,
+    one_host=True,
+)
+
+
+def evaluated(task: Task, number: int = 5) -> dict[str, float]:
+    batches = EvalBatches(points(number), 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
+    evaluator = Evaluator(task, WORLD, batches, seed=0, autocast=nullcontext)
+    return evaluator.run(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.zeros(4, 2), r"a tensor of shape \(4, 2\)"),
+        (torch.tensor(1.0), r"a tensor of shape \(\)"),
+        (0.5, "float"),
+    ],
+)
+def test_what_is_no_metric_is_refused(value: Any, what: str) -> None:
+    with pytest.raises(TaskError, match=rf"Line\.metrics gave {what} for 'value' in a batch of 4 samples"):
+        evaluated(Line(value=value))
+
+
+def test_sums_are_divided_by_their_weights_once() -> None:
+    # Two blocks, of four samples and of one.
+    assert evaluated(Line(value=(torch.tensor(3.0), 4)))["value"] == 0.75
+    assert math.isnan(evaluated(Line(value=(0.0, 0.0)))["value"])
+
+
+class Whole(Line):
+    """Metrics of torchmetrics, one of them wrong in a way that a test chooses."""
+
+    def build_metrics(self) -> Mapping[str, Any]:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return {"value": MulticlassAccuracy(num_classes=2, average=None)}
+
+
+def test_a_metric_object_must_compute_one_number_from_a_tuple() -> None:
+    labels = torch.tensor([0, 1])
+    with pytest.raises(
+        TaskError, match=r"build_metrics: 'value' computes a tensor of shape \(2,\).*one number"
+    ):
+        evaluated(Whole(value=(labels, labels)))
+    with pytest.raises(TaskError, match=r"Whole\.metrics gave a Tensor for 'value'; it must be a tuple"):
+        evaluated(Whole(value=labels))
+
+
+def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
+    with torch.random.fork_rng():
+        draws = []
+        for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0)):
+            seed_shard(*key)
+            draws.append(float(torch.rand(())))
+    assert draws[0] == draws[-1]
+    assert len(set(draws)) == 4
+
+
+# --- the state
+
+
+def state_of(task: Task, **options: Any) -> TrainingState:
+    config, _ = resolve(RunConfig(**options), task, 1)
+    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), 10)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    state = state_of(Line()).state_dict()
+    other = state_of(Line(optimizers={"a": SGD([nn.Parameter(torch.zeros(1))], lr=0.1)}))
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the task as it is now: it holds main, the task builds a"
+    ):
+        other.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="does not fit the task as it is now"):
+        state_of(Line(), ema=0.5).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        ({}, "no optimizer with a trainable parameter"),
+        ({"main": "adam"}, "returned a str for 'main'"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(optimizers: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        state_of(Line(optimizers=optimizers))
+
+
+def test_the_average_starts_at_the_first_step_and_then_follows() -> None:
+    state = state_of(Line(), ema=0.75)
+    seen = []
+    for gradient in (1.0, -2.0, 5.0):
+        for parameter in state.module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        state.update(None)
+        seen.append(state.module.weight.detach().clone())
+    expected = 0.75 * (0.75 * seen[0] + 0.25 * seen[1]) + 0.25 * seen[2]
+    torch.testing.assert_close(state.evaluated_module.weight.detach(), expected)
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    state = state_of(Line())
+    before = [parameter.detach().clone() for parameter in state.module.parameters()]
+    for parameter in state.module.parameters():
+        parameter.grad = torch.full_like(parameter, 30.0)
+    state.update(0.5)
+    moved = [a - b.detach() for a, b in zip(before, state.module.parameters(), strict=True)]
+    # The learning rate is 0.1; two parameters share the norm.
+    torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), torch.full((2,), 0.1 * 0.5 / 2**0.5))
