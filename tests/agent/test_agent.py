@@ -50,16 +50,15 @@ class Job:
 
         self.wait_until(there, f"step {step}")
 
+    def wait_gone(self, pids: list[int]) -> None:
+        self.wait_until(lambda: not any(_runs(pid) for pid in pids), f"the end of {pids}")
+
     def pids(self, slot: int) -> list[int]:
         return [int(line) for line in (self.path / f"starts-{slot}").read_text().split()]
 
     def alive(self) -> list[int]:
         started = [int(pid) for file in self.path.glob("starts-*") for pid in file.read_text().split()]
-        return [
-            pid
-            for pid in started
-            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        ]
+        return [pid for pid in started if _runs(pid)]
 
     def views(self) -> dict[int, list[int]]:
         """The slots of each generation, by rank."""
@@ -73,6 +72,13 @@ class Job:
         file = self.path / "events.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
@@ -175,15 +181,7 @@ def test_workers_do_not_survive_an_agent_that_is_killed(job: Job) -> None:
     # Not even one that is stopped, and would see no end of file.
     os.kill(job.pids(1)[0], signal.SIGSTOP)
     popen.kill()
-    job.wait_until(
-        lambda: (
-            not any(
-                psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-                for pid in family
-            )
-        ),
-        f"the end of {family}",
-    )
+    job.wait_gone(family)
 
 
 def test_a_run_is_in_use_until_its_last_worker_has_gone(job: Job) -> None:
@@ -194,6 +192,17 @@ def test_a_run_is_in_use_until_its_last_worker_has_gone(job: Job) -> None:
     assert popen.poll() is None
     popen.send_signal(signal.SIGTERM)
     assert job.finish(popen).returncode == 75
+
+
+def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
+    popen = job.start(2, {"1:1": [150, "kill"]}, steps=500)
+    job.wait_for_step(popen, 20)
+    workers = {job.pids(0)[0], job.pids(1)[0]}
+    (zygote,) = psutil.Process(popen.pid).children()
+    (host,) = [child for child in zygote.children() if child.pid not in workers]
+    os.kill(host.pid, signal.SIGSTOP)
+    job.wait_gone([host.pid])
+    assert job.finish(popen).returncode == 0
 
 
 def test_the_zygote_and_the_store_host_are_replaced_too(job: Job) -> None:

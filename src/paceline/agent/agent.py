@@ -111,11 +111,14 @@ class Agent:
     def _turn(self) -> None:
         now = time.monotonic()
         due = [self._deadline or now + 60.0, *(w.deadline for w in self._workers.values())]
+        due += [self._host.deadline] if self._host is not None else []
         for key, _ in self._selector.select(max(0.0, min(due) - now)):
             key.data()
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if w.deadline <= now]:
             self._overdue(worker)
+        if self._host is not None and now >= self._host.deadline:
+            self._end_host()
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._kill_all()
@@ -196,6 +199,10 @@ class Agent:
                 self._zygotes = 0
                 if number != STORE_HOST:
                     self._forked(number, pid, pidfd)
+                elif self._host is not None:
+                    self._host.runs(pidfd)
+                else:
+                    os.close(pidfd)
             case NotForked(number, error):
                 if number in self._workers:
                     self._workers[number].killed = f"could not be started: {error}"
@@ -223,12 +230,18 @@ class Agent:
     def _stores(self) -> StoreHost:
         if self._host is None:
             self._host = StoreHost(self._zygote)
-            self._watch(self._host, partial(self._host_ended, self._host))
+            self._watch(self._host, partial(self._on_host, self._host))
         return self._host
 
-    def _host_ended(self, host: StoreHost) -> None:
-        self._selector.unregister(host)
-        host.end()
+    def _on_host(self, host: StoreHost) -> None:
+        if host is self._host and not host.report():
+            self._end_host()
+
+    def _end_host(self) -> None:
+        """Its clients lose it, ask for another view, and meet in a store of the next host."""
+        assert self._host is not None
+        self._selector.unregister(self._host)
+        self._host.end()
         self._host = None
 
     # Workers: started, heard, ended.

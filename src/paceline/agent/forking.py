@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ STORE_HOST = -1
 
 _LONGEST = 65536
 _END_S = 5.0
+_SERVED_S = 2.0  # how long the store host may take to open or close a store: milliseconds, unless it hangs
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,6 @@ class Zygote:
             return Exited(document["exited"], document["code"])
         if "failed" in document:
             return NotForked(document["failed"], document["error"])
-        if document["forked"] == STORE_HOST:
-            # Its socket says when it ends.
-            os.close(descriptors[0])
         return Forked(document["forked"], document["pid"], descriptors[0])
 
     def end(self) -> int:
@@ -126,6 +127,9 @@ class StoreHost:
     """A process that serves one store a generation; see :mod:`paceline.agent.store_host`."""
 
     def __init__(self, zygote: Zygote) -> None:
+        self._pidfd: int | None = None
+        self._owed = 0  # commands that were not answered yet
+        self._patience_ends = math.inf
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             zygote.host(theirs.fileno())
@@ -141,15 +145,41 @@ class StoreHost:
             port: int = listener.getsockname()[1]
         return port
 
+    @property
+    def deadline(self) -> float:
+        """When the host should have done what it was told, by the monotonic clock."""
+        return self._patience_ends if self._owed and self._pidfd is not None else math.inf
+
+    def runs(self, pidfd: int) -> None:
+        """It was forked; ``pidfd`` is its own now."""
+        self._pidfd = pidfd
+        self._patience_ends = time.monotonic() + _SERVED_S
+
+    def report(self) -> bool:
+        """Take note of what it reports; False once it has ended."""
+        content = b""
+        with suppress(ConnectionError):
+            content = self._socket.recv(_LONGEST)
+        if content:
+            self._owed -= 1
+        return bool(content)
+
     def close(self, generation: int) -> None:
         """Serve it no longer, and reset who is connected to it."""
         self._tell({"close": generation}, [])
 
     def end(self) -> None:
-        """Let the host end."""
+        """End the host, even where it hangs; its clients are reset."""
         self._socket.close()
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def _tell(self, command: Mapping[str, int], descriptors: Sequence[int]) -> None:
+        self._patience_ends = time.monotonic() + _SERVED_S
+        self._owed += 1
         # Where the host has died, the members' connections are refused, and they ask again.
         with suppress(ConnectionError):
             socket.send_fds(self._socket, [json.dumps(command).encode()], list(descriptors))

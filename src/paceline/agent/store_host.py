@@ -3,7 +3,8 @@
 Commands come over a socket pair, one JSON object a packet: ``{"open": generation}`` with a bound and
 listening loopback socket beside it, and ``{"close": generation}``. As the agent has made the socket, it
 knows the port at once, and who connects early waits in its backlog. Closing a store resets its
-clients, which frees members that wait in it for one who never comes.
+clients, which frees members that wait in it for one who never comes. ``{"done": command}`` answers
+each command; where it does not come, this process hangs, and the agent ends it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -34,6 +36,8 @@ def serve(descriptor: int) -> int:
             stores[command["open"]] = _store(descriptors[0])
         else:
             stores.pop(command["close"], None)
+        with suppress(ConnectionError):
+            commands.send(json.dumps({"done": command}).encode())
 
 
 def _store(listener: int) -> TCPStore:
