@@ -306,7 +306,7 @@ class GradientReducer:
                 # The two parts would be added at other places of the tree for other numbers of ranks.
                 raise TaskError(
                     "a parameter received its gradient in two parts within one backward. "
-                    "With activation checkpointing, pass use_reentrant=False; do not call backward() yourself."
+                    "With activation checkpointing, pass use_reentrant=False; do not call backward()."
                 )
             self._accumulated.add(index)
 
