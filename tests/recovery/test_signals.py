@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from typing import Any
 
 import pytest
+
+from paceline.training.control import StopSignals
 
 LAUNCHED = {
     "inprocess": ("--nproc", "1"),
@@ -89,3 +92,19 @@ def test_who_waits_for_the_other_machine_can_be_interrupted(small: Any, number: 
         running.send_signal(number)
         done = small.finish(running)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
+    ready, say_ready = os.pipe()
+    with StopSignals() as signals:
+        child = os.fork()
+        if child == 0:
+            os.write(say_ready, b"!")
+            signal.pause()
+            os._exit(1)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert signals.received == 0
+    os.close(ready)
+    os.close(say_ready)

@@ -66,6 +66,10 @@ def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
     return [row[_CONTROL_WIDTH:] for row in rows]
 
 
+_END = b"\0"
+_entered: list[StopSignals] = []
+
+
 class StopSignals:
     """Turns SIGTERM and SIGINT into a flag; a second signal ends the process at once.
 
@@ -87,6 +91,7 @@ class StopSignals:
             self._watcher.start()
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._on_signal)
+            _entered.append(self)
         return self
 
     def __exit__(
@@ -95,22 +100,35 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
+            _entered.remove(self)
             signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._pipe[1])
+            os.write(self._pipe[1], _END)
             self._watcher.join()
-            os.close(self._pipe[0])
+            for descriptor in self._pipe:
+                os.close(descriptor)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
 
     def _watch(self) -> None:
         is_second = False
-        while content := os.read(self._pipe[0], 1):
+        while (content := os.read(self._pipe[0], 1)) != _END:
             if content[0] in (signal.SIGTERM, signal.SIGINT):
                 if is_second:
                     os._exit(128 + content[0])
                 self.received = self.received or content[0]
                 is_second = True
+
+
+def _let_go() -> None:
+    """A forked child's signals are its own: they neither reach its parent's pipe nor only set a flag."""
+    if _entered:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def exit_code(number: int) -> int:
