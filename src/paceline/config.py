@@ -58,10 +58,10 @@ class RunConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "Where the model lives.", group="Processes")
 
-    recover: Literal["auto", "inplace", "none"] = _option(
-        "auto",
-        "When a process dies. inplace: the others go on and it is replaced; none: the job ends. "
-        "auto: inplace under spawn on one machine without GPUs.",
+    recover: Literal["none", "inplace"] = _option(
+        "none",
+        "When a process dies. none: the job ends, and is resumed by hand; inplace: the others go on and it "
+        "is replaced (--on spawn, one machine, CPU).",
         group="Recovery",
     )
     max_restarts: int = _option(

@@ -247,6 +247,7 @@ def checkpointed(world: World, reentrant: bool | None) -> dict[str, str] | str:
     except PacelineError as error:
         return f"{type(error).__name__}: {error}"
     finally:
+        world.barrier()  # whoever leaves early breaks the others' connections
         reduction.close()
 
 

@@ -240,8 +240,8 @@ WORLD = World(
 
 def evaluated(task: Task, number: int = 5) -> dict[str, float]:
     batches = EvalBatches(points(number), 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
-    evaluator = Evaluator(task, WORLD, batches, seed=0, autocast=nullcontext)
-    return evaluator.run(nn.Linear(1, 1))
+    evaluator = Evaluator(task, WORLD.device, batches, seed=0, autocast=nullcontext)
+    return evaluator.run(WORLD, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,8 @@ class Agent:
                     self._stores().close(generation)
                     self._tell(members, Broken(generation))
                     for worker in members:
-                        self._workers[worker].owes_leave(_LEAVE_S)
+                        if worker in self._workers:
+                            self._workers[worker].owes_leave(_LEAVE_S)
                 case Retire(worker):
                     self._workers[worker].retired = True
                     self._tell((worker,), Leave())
@@ -413,7 +414,9 @@ class Agent:
 
     def _tell(self, workers: Sequence[int], message: Place | Reform | Broken | Leave) -> None:
         for number in workers:
-            self._workers[number].channel.send(message)
+            # One that has ended may be in the view still.
+            if number in self._workers:
+                self._workers[number].channel.send(message)
 
     def _since_loss(self) -> float | None:
         return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)

@@ -94,7 +94,7 @@ def _recovers_in_place(config: RunConfig, name: str, directory: RunDirectory) ->
     Raises:
         ConfigError: that was asked for, and cannot be.
     """
-    if config.recover == "none":
+    if config.recover != "inplace":
         return False
     reduction = config.reduction
     if directory.exists():
@@ -109,12 +109,12 @@ def _recovers_in_place(config: RunConfig, name: str, directory: RunDirectory) ->
         )
         if there
     ]
-    if obstacles and config.recover == "inplace":
+    if obstacles:
         raise ConfigError(
             f"--recover inplace does not work with {', '.join(obstacles)} yet: it needs --on spawn on one "
             "machine, --reduction exact or fast, and --device cpu. Use --recover none."
         )
-    return not obstacles
+    return True
 
 
 def _job_file(config: RunConfig, directory: RunDirectory) -> Path:
