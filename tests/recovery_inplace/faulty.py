@@ -1,13 +1,15 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is; ``KIND`` is ``kill`` or ``stop``.
+``PLACE`` is where in the step the process is; ``KIND`` is ``kill`` or ``stop``. ``reform-GENERATION-RANK-wait`` has a
+rank go on only once somebody waits to join that generation: else a short run may end first.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.checkpoint import storage
 from paceline.membership import handover, join
+from paceline.membership.member import Member
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 CLASSES, SIDE = 3, 6
@@ -32,6 +35,10 @@ class Harm:
     def __init__(self) -> None:
         self.plan = Path()
         self.rank = -1
+
+    def awaited(self, generation: int) -> Path | None:
+        path = self.plan / f"reform-{generation}-{self.rank}-wait"
+        return path if path.exists() else None
 
     def at(self, place: str, step: int) -> None:
         for path in self.plan.glob(f"{place}-{step}-{self.rank}-*"):
@@ -48,6 +55,7 @@ harm = Harm()
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
     form, send, write = join._form, handover._send, storage._write_file
+    asked_to_reform = Member.should_reform
 
     def formed(place: Any) -> None:
         harm.rank = place.rank
@@ -65,7 +73,16 @@ def _hooked() -> None:
         harm.at("save", 0)
         return write(*arguments)
 
+    def should_reform(member: Member, generation: int) -> bool:
+        awaited = harm.awaited(generation)
+        while awaited is not None and not asked_to_reform(member, generation):
+            time.sleep(0.005)
+        if awaited is not None:
+            awaited.unlink()
+        return asked_to_reform(member, generation)
+
     join._form, handover._send, storage._write_file = formed, sent, written
+    Member.should_reform = should_reform  # type: ignore[method-assign]
 
 
 @dataclass

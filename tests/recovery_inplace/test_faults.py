@@ -76,7 +76,7 @@ HARMS = {
     "kill in a save": ["save-0-0-kill"],
     "kill in the first view": ["form-0-1-kill"],
     "kill after forming a view": ["step-6-1-kill", "formed-1-0-kill"],
-    "kill a giver": ["step-6-1-kill", "give-1-0-kill"],
+    "kill a giver": ["step-6-1-kill", "reform-1-0-wait", "give-1-0-kill"],
 }
 
 
