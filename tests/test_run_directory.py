@@ -33,9 +33,7 @@ def test_creating_leaves_no_probe_behind(run: RunDirectory) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RunDirectoryError, match=r"cannot write to the run directory .*file/a: .*another"
-    ):
+    with pytest.raises(RunDirectoryError, match=r"cannot write to the run directory .*file/a: .*another"):
         RunDirectory(tmp_path / "file" / "a").create()
 
 
