@@ -15,6 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+# A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
+# inherit that: Ctrl-C could not be tried.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Processes:
     """Starts commands; all of them, and all that they started, end with the test."""

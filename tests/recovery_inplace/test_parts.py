@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,16 @@ def test_highest_version_that_is_whole_wins(
 
 
 @pytest.fixture
-def agent() -> tuple[Channel, Member]:
+def agent() -> Iterator[tuple[Channel, Member]]:
     ours, theirs = channel_pair()
-    # Held open to the end of the process: its end of file would end this process.
-    _KEPT.append(ours)
-    return ours, Member(theirs)
-
-
-_KEPT: list[Channel] = []
+    before = set(threading.enumerate())
+    member = Member(theirs, orphaned=lambda: None)
+    serving = set(threading.enumerate()) - before
+    yield ours, member
+    ours.close()
+    for thread in serving:
+        thread.join(timeout=30)
+    theirs.close()
 
 
 def heard(channel: Channel, kind: type) -> Any:

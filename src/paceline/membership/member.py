@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 
 from paceline.errors import PacelineError
@@ -28,6 +27,10 @@ _ORPHANED = 1  # exit code of a worker whose agent is gone; nobody is left to re
 _GLANCE_S = 0.1
 
 
+def _end_process() -> None:
+    os._exit(_ORPHANED)
+
+
 class Retired(PacelineError):
     """The agent does not need this worker any more."""
 
@@ -46,13 +49,13 @@ class Pulse:
 class Member:
     """This worker, as the agent knows it.
 
-    The process ends at once when the agent is gone, as nobody could tell it who its peers are.
-
     Args:
         channel: this worker's end.
+        orphaned: called once the agent is gone. By default the process ends at once, as nobody could
+            tell it who its peers are.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, orphaned: Callable[[], None] = _end_process) -> None:
         self.pulse = Pulse()
         self._channel = channel
         self._news = threading.Condition()
@@ -60,6 +63,8 @@ class Member:
         self._to_reform = -1
         self._broken = -1
         self._retired = False
+        self._orphaned = orphaned
+        self._agent_gone = threading.Event()
         for serve in (self._listen, self._beat):
             threading.Thread(target=serve, name=f"paceline-membership{serve.__name__}", daemon=True).start()
 
@@ -110,7 +115,8 @@ class Member:
             with self._news:
                 self._take(message)
                 self._news.notify_all()
-        os._exit(_ORPHANED)
+        self._agent_gone.set()
+        self._orphaned()
 
     def _take(self, message: Message) -> None:
         match message:
@@ -124,6 +130,6 @@ class Member:
                 self._retired = True
 
     def _beat(self) -> None:
-        while True:
+        while not self._agent_gone.is_set():
             self.beat()
-            time.sleep(BEAT_S)
+            self._agent_gone.wait(BEAT_S)
