@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ from paceline.distributed.process import (
     failure_of,
     read_failure,
     record_failure,
+    signals_handled,
 )
 from paceline.distributed.sockets import loopback_interface
 from paceline.errors import (
@@ -206,7 +206,8 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         if environment.rank == 0:
             mine.create()
             stack.enter_context(mine.locked())
-        with _ended_by_signals():
+        # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
+        with signals_handled((signal.SIGTERM, signal.SIGINT), signal.SIG_DFL):
             world = stack.enter_context(
                 open_world(
                     environment,
@@ -238,23 +239,6 @@ def _next_generation(directory: RunDirectory) -> int:
     from paceline.data.ledger import generations
 
     return max(generations(directory.ledger), default=-1) + 1
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the process at once: while ranks wait for each other nothing can be saved.
-
-    Handlers in Python would not even run, because the store is waited for in C++.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

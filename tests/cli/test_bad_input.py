@@ -123,16 +123,9 @@ class Said(NamedTuple):
     err: str
 
 
+pytestmark = pytest.mark.usefixtures("numerics")
+
 Paceline = Callable[..., Said]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def numerics() -> Iterator[None]:
-    """Runs in this process set torch's threads and determinism for the whole of it."""
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(before[0])
-    torch.use_deterministic_algorithms(before[1])
 
 
 @pytest.fixture

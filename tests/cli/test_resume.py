@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paceline import cli
 from paceline.data.audit import audit
@@ -56,16 +55,9 @@ class Small(paceline.Task):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 TRAIN = ("train", "small.py:Small", "--set", "lr=0.2", "--epochs", "3", "--threads", "1", "--seed", "3")
+pytestmark = pytest.mark.usefixtures("numerics")
+
 Paceline = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def numerics() -> Iterator[None]:
-    """Runs in this process set torch's threads and determinism for the whole of it."""
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_num_threads(before[0])
-    torch.use_deterministic_algorithms(before[1])
 
 
 @pytest.fixture

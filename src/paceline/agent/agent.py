@@ -11,10 +11,9 @@ import os
 import selectors
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
 
@@ -22,7 +21,7 @@ from paceline.agent.forking import STORE_HOST, Exited, Forked, NotForked, StoreH
 from paceline.agent.policy import Budget, describe_code, meaning
 from paceline.agent.workers import Worker
 from paceline.data.ledger import generations
-from paceline.distributed.process import read_failure
+from paceline.distributed.process import STOP_SIGNALS, read_failure, signals_handled
 from paceline.errors import LaunchError
 from paceline.launchers.base import Rendered
 from paceline.launchers.failures import Exit, conclude
@@ -93,7 +92,7 @@ class Agent:
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code."""
         try:
-            with self._signals_noted():
+            with signals_handled(STOP_SIGNALS, self._on_signal):
                 while self._workers:
                     self._turn()
         finally:
@@ -133,20 +132,6 @@ class Agent:
         self._selector.register(file, selectors.EVENT_READ, handler)
 
     # Signals.
-
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)

@@ -1,4 +1,4 @@
-"""What a worker process owes its launcher: a record of its end, and its stacks when asked. No torch."""
+"""What processes of a job owe each other: a record of their end, stacks when asked, signals. No torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import json
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 from paceline import errors
 from paceline.distributed.tether import die_with_parent as die_with_parent
 from paceline.errors import DataError, PacelineError, PeerLostError, UserError
 from paceline.run_directory import RunDirectory, write_atomically
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a launcher to stop its job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +141,22 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
     if directory is not None and failure.rank >= 0:
         lines.append(f"  log: {directory.log_of(failure.rank)}")
     return "\n".join(lines)
+
+
+@contextmanager
+def signals_handled(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
+    """Handle these signals so until the block ends; nothing outside the main thread, as Python cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def dump_stacks_on_signal() -> None:

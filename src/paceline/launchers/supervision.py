@@ -8,15 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from paceline.distributed import tether
+from paceline.distributed.process import STOP_SIGNALS, signals_handled
 from paceline.errors import LaunchError
 from paceline.launchers.base import Rendered, RenderedProcess
 from paceline.launchers.failures import STOPPED, Exit, conclude, expand
@@ -92,7 +91,7 @@ class SupervisedJob:
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code."""
         try:
-            with self._signals_passed_on():
+            with signals_handled(STOP_SIGNALS, self._on_signal):
                 while self._running:
                     self._wait_once()
         finally:
@@ -165,20 +164,6 @@ class SupervisedJob:
         os.close(running.pidfd)
         self._running.remove(running)
         return code
-
-    @contextmanager
-    def _signals_passed_on(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:
