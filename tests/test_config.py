@@ -27,8 +27,8 @@ from paceline.errors import ConfigError
     ("options", "message"),
     [
         ({"nproc": 0}, "--nproc must be at least 1, but is 0"),
-        ({"nproc": "all"}, "--nproc must be a whole number or auto, but is 'all'"),
-        ({"nodes": 0}, "--nodes must be at least 1, but is 0"),
+        ({"nproc": "all"}, "--nproc must be a whole number, auto, or a list such as 8,4, but is 'all'"),
+        ({"nodes": 0}, "--nodes must be at least 1, or MIN:MAX such as 1:4, but is 0"),
         ({"shards": -1}, "--shards must be at least 1, but is -1"),
         ({"shards": 1.5}, "--shards must be a whole number or auto, but is 1.5"),
         ({"accumulate": 0}, "--accumulate must be at least 1, but is 0"),

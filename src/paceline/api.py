@@ -110,7 +110,7 @@ def fit(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
     )
     if is_rank(environment) or (
-        config.nproc == 1 and config.nodes == 1 and config.on in ("auto", "inprocess")
+        config.nproc in (1, "1") and config.nodes in (1, "1") and config.on in ("auto", "inprocess")
     ):
         return Result.of(run(job, environment, task))
     code, directory = launch(dataclasses.replace(job, fields=task_fields(task)))

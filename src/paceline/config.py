@@ -34,13 +34,24 @@ class RunConfig:
     on: Literal["auto", "inprocess", "spawn", "torchrun"] = _option(
         "auto", "The launcher. auto: inprocess for one process, spawn for several.", group="Processes"
     )
-    nproc: int | Literal["auto"] = _option(
-        1, "Processes on this machine; auto: one a GPU, else one a core.", group="Processes"
+    nproc: int | str = _option(
+        1,
+        "Processes on this machine; auto: one a GPU, else one a core. 8,4: for machines 0 and 1.",
+        group="Processes",
     )
-    nodes: int = _option(1, "Machines; the same command is run on each.", group="Processes")
+    nodes: int | str = _option(
+        1,
+        "Machines; the same command is run on each. MIN:MAX: begin with MIN, others join and leave.",
+        group="Processes",
+    )
     node_rank: int | None = _option(None, "This machine's number, 0 to nodes - 1.", group="Processes")
     rdzv_endpoint: str | None = _option(
         None, "HOST:PORT of machine 0, where several machines meet.", group="Processes"
+    )
+    token_file: str | None = _option(
+        None,
+        "Holds the secret by which the machines of a run know each other. Default: in the run's directory.",
+        group="Processes",
     )
     rdzv_id: str = _option("paceline", "A name that all machines of one run share.", group="Processes")
     backend: Literal["auto", "gloo", "nccl"] = _option(
@@ -58,10 +69,16 @@ class RunConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "Where the model lives.", group="Processes")
 
-    recover: Literal["none", "inplace"] = _option(
-        "none",
-        "When a process dies. none: the job ends, and is resumed by hand; inplace: the others go on and it "
-        "is replaced (--on spawn, one machine, CPU).",
+    recover: Literal["auto", "none", "inplace", "restart"] = _option(
+        "auto",
+        "When a process dies. inplace: the others go on and it is replaced; restart: all start again from "
+        "the newest checkpoint; none: the job ends, and is resumed by hand. auto: inplace where that works "
+        "(--on spawn, CPU, reduction exact or fast), else restart with --on spawn, else none.",
+        group="Recovery",
+    )
+    spares: int = _option(
+        0,
+        "Processes more, over all machines, that hold the state and compute only once others are lost.",
         group="Recovery",
     )
     max_restarts: int = _option(
@@ -133,13 +150,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             _check_type(f.name, getattr(self, f.name), _hints()[f.name])
-        for name in ("nodes", "accumulate", "keep", "log_every"):
+        for name in ("accumulate", "keep", "log_every"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("nproc", "shards", "global_batch_size", "epochs", "max_steps", "threads"):
+        for name in ("shards", "global_batch_size", "epochs", "max_steps", "threads"):
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 1)
-        for name in ("profile", "workers", "max_restarts"):
+        for name in ("profile", "workers", "max_restarts", "spares"):
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 0)
@@ -155,10 +172,12 @@ class RunConfig:
             raise ConfigError("give --epochs or --max-steps, not both.")
         if self.reduction == "torch" and self.strategy == "single":
             raise ConfigError("--reduction torch is DistributedDataParallel; it needs --strategy ddp.")
-        if self.nodes > 1 and self.rdzv_endpoint is None and self.on in ("spawn", "torchrun"):
+        most_nodes = parse_nodes(self.nodes)[1]
+        if most_nodes > 1 and self.rdzv_endpoint is None and self.on in ("spawn", "torchrun"):
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
-            raise ConfigError(f"--node-rank must be between 0 and {self.nodes - 1}, but is {self.node_rank}.")
+        if self.node_rank is not None and not 0 <= self.node_rank < most_nodes:
+            raise ConfigError(f"--node-rank must be between 0 and {most_nodes - 1}, but is {self.node_rank}.")
+        parse_nproc(self.nproc)
         parse_duration_s(self.init_timeout, "init_timeout")
         parse_shuffle(self.shuffle)
         parse_interval(self.eval_every, "eval_every", allow_time=False)
@@ -315,6 +334,35 @@ def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval
             pass
     times = ", 5min" if allow_time else ""
     raise ConfigError(f"{flag(name)} must be such as 50steps, 1epoch{times} or never, but is {text!r}.")
+
+
+def parse_nodes(value: int | str) -> tuple[int, int]:
+    """The least and the greatest number of machines of 2, "2" or "1:4".
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value).strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nodes must be at least 1, or MIN:MAX such as 1:4, but is {value}.")
+    return least, most
+
+
+def parse_nproc(value: int | str) -> tuple[int, ...] | None:
+    """The processes of one machine, or of each, of 2, "2" or "8,4"; None for "auto".
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if value == "auto":
+        return None
+    if isinstance(value, str) and not re.fullmatch(r"\d+(,\d+)*", value.strip()):
+        raise ConfigError(f"--nproc must be a whole number, auto, or a list such as 8,4, but is {value!r}.")
+    counts = tuple(int(word) for word in str(value).split(","))
+    for count in counts:
+        _at_least("nproc", count, 1)
+    return counts
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Job:
         fields: the task's fields, where a script gave them.
         quiet: show nothing on the terminal.
         supervised: a launcher of Paceline's tells the user about failures.
+        world_size: how many processes begin the run, over all machines; None where each process knows.
     """
 
     config: RunConfig
@@ -34,10 +35,13 @@ class Job:
     fields: Mapping[str, Any] | None = None
     quiet: bool = False
     supervised: bool = False
+    world_size: int | None = None
 
     def to_toml(self) -> str:
         """The job as text."""
         document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
+        if self.world_size is not None:
+            document["world_size"] = self.world_size
         document["given"] = sorted(self.given)
         document["config"] = {
             k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
@@ -62,6 +66,7 @@ class Job:
             fields=None if fields is None else json.loads(fields),
             quiet=document["quiet"],
             supervised=document["supervised"],
+            world_size=document.get("world_size"),
         )
 
 

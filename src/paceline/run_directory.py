@@ -82,6 +82,11 @@ class RunDirectory:
         return self.path / "result.json"
 
     @property
+    def agents(self) -> Path:
+        """``agents.json``: where the agents of a job on several machines listen."""
+        return self.path / "agents.json"
+
+    @property
     def lock(self) -> Path:
         """``run.lock``, held by rank 0 while it runs."""
         return self.path / "run.lock"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import os
 import signal
 import sys
 import time
@@ -26,7 +25,6 @@ from paceline.distributed.process import (
     record_failure,
     signals_handled,
 )
-from paceline.distributed.sockets import loopback_interface
 from paceline.errors import (
     CheckpointError,
     NonFiniteLossError,
@@ -110,15 +108,15 @@ def _run_member(
     from paceline.training.preparation import Request
     from paceline.training.session import train_as_member
 
-    config, processes = job.config, job.config.nproc
+    config, processes, world_size = job.config, job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"
+    assert world_size is not None
     task = None if job.fields is None else TaskReference(config.task, job.fields).load()
     environment = Environment(
         rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
     )
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
         directory.error_of(slot).unlink(missing_ok=True)
         stack.enter_context(capture_rank_output(directory, slot, processes))
         stack.enter_context(_warnings_shown())
@@ -142,6 +140,7 @@ def _run_member(
             directory,
             signals,
             processes=processes,
+            world_size=world_size,
             at_rank_0=at_rank_0,
         )
 

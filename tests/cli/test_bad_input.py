@@ -170,7 +170,7 @@ def _assert_refused(said: Said, *parts: str, code: int = 2) -> None:
         (("train", "tasks.py:Good", "again"), ("nothing to do with 'again'",)),
         (
             ("train", "tasks.py:Good", "--nproc", "two"),
-            ("--nproc must be a whole number or auto, but is 'two'.",),
+            ("--nproc must be a whole number, auto, or a list such as 8,4, but is 'two'.",),
         ),
         (("train", "tasks.py:Good", "--reduction", "fst"), ("--reduction must be exact, fast or torch",)),
         (("train", "tasks.py:Good", "--seed", "-1"), ("--seed must be between 0 and 2**63 - 1, but is -1.",)),

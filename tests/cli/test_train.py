@@ -201,7 +201,11 @@ def test_more_processes_than_shards(start: Callable[..., Any], run_processes: An
     ("launcher", "starts"),
     [
         ((), ["paceline.worker run/job.toml"]),
-        (("--nproc", "2"), ["RANK=0", "RANK=1", "MASTER_ADDR=127.0.0.1", ">>run/logs/rank-1.log"]),
+        (("--nproc", "2"), ["forks 2 workers of run/job.toml", "-m paceline.agent.zygote"]),
+        (
+            ("--nproc", "2", "--recover", "none"),
+            ["RANK=0", "RANK=1", "MASTER_ADDR=127.0.0.1", ">>run/logs/rank-1.log"],
+        ),
         (("--nproc", "2", "--on", "torchrun"), ["torch.distributed.run --standalone --nproc-per-node=2"]),
     ],
 )

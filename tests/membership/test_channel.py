@@ -25,7 +25,7 @@ MESSAGES: list[Message] = [
     Waits(left=-1, why="é ☃\n"),
     Beat(step=3, version=4, phase="loss"),
     Joined(generation=5),
-    Place(generation=1, rank=2, world_size=3, port=40000),
+    Place(1, 2, 3, local_rank=0, local_world_size=1, computing=3, address="10.0.0.1", port=40000),
     Reform(generation=6),
     Broken(generation=7),
     Leave(),

@@ -16,15 +16,22 @@ from paceline.membership.coordinator import (
     Coordinator,
     Form,
     Retire,
+    Seat,
     Start,
     View,
 )
 
 
-def formed(target: int, most: int | None = None, generation: int = -1) -> Coordinator:
-    """A coordinator whose first view has formed of workers 0, 1, ..."""
-    coordinator = Coordinator(target=target, most=most or target, generation=generation)
-    assert coordinator.begin() == [Start(w, w) for w in range(target)]
+def view(generation: int, members: tuple[int, ...], computing: int | None = None) -> View:
+    """A view in which all compute, unless said otherwise."""
+    return View(generation, members, len(members) if computing is None else computing)
+
+
+def formed(nproc: int, most: int | None = None, generation: int = -1, spares: int = 0) -> Coordinator:
+    """A coordinator of one node whose first view has formed of workers 0, 1, ..."""
+    coordinator = Coordinator(nodes={"a": nproc}, most=most or nproc, generation=generation, spares=spares)
+    target = nproc + spares
+    assert coordinator.begin() == [Start(w, "a", w) for w in range(target)]
     for worker in range(target):
         coordinator.waits(worker)
     assert coordinator.view is not None
@@ -32,32 +39,32 @@ def formed(target: int, most: int | None = None, generation: int = -1) -> Coordi
 
 
 def test_the_first_view_waits_for_all() -> None:
-    coordinator = Coordinator(target=3, most=3, generation=6)
+    coordinator = Coordinator(nodes={"a": 3}, most=3, generation=6)
     coordinator.begin()
     assert coordinator.waits(2) == []
     assert coordinator.waits(0) == []
-    assert coordinator.waits(1) == [Form(View(7, (0, 1, 2)))]
+    assert coordinator.waits(1) == [Form(view(7, (0, 1, 2)))]
 
 
 def test_survivors_go_on_before_the_replacement_is_there() -> None:
     coordinator = formed(3)
-    assert coordinator.exited(0) == [Start(3, 0), Break(0, (1, 2))]
+    assert coordinator.exited(0) == [Start(3, "a", 0), Break(0, (1, 2))]
     assert coordinator.waits(2) == []
-    assert coordinator.waits(1) == [Form(View(1, (1, 2)))]
-    assert coordinator.waits(3) == [AskToReform(View(1, (1, 2)))]
+    assert coordinator.waits(1) == [Form(view(1, (1, 2)))]
+    assert coordinator.waits(3) == [AskToReform(view(1, (1, 2)))]
     assert coordinator.waits(1) == [Break(1, (2,))]
     # The newcomer has the lowest slot, but holds nothing: it is last.
-    assert coordinator.waits(2) == [Form(View(2, (1, 2, 3)))]
+    assert coordinator.waits(2) == [Form(view(2, (1, 2, 3)))]
 
 
 def test_a_view_is_asked_once_to_re_form() -> None:
     coordinator = formed(3)
     coordinator.exited(1)
     coordinator.exited(2)
-    assert coordinator.waits(0) == [Form(View(1, (0,)))]
-    assert coordinator.waits(3) == [AskToReform(View(1, (0,)))]
+    assert coordinator.waits(0) == [Form(view(1, (0,)))]
+    assert coordinator.waits(3) == [AskToReform(view(1, (0,)))]
     assert coordinator.waits(4) == []
-    assert coordinator.waits(0) == [Form(View(2, (0, 3, 4)))]
+    assert coordinator.waits(0) == [Form(view(2, (0, 3, 4)))]
 
 
 def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
@@ -65,15 +72,15 @@ def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
     coordinator.exited(0)
     coordinator.waits(3)
     assert coordinator.waits(1) == []  # 2 is silent
-    assert coordinator.exited(2) == [Start(4, 2), Form(View(1, (1, 3)))]
+    assert coordinator.exited(2) == [Start(4, "a", 2), Form(view(1, (1, 3)))]
 
 
 def test_where_all_are_lost_the_next_view_waits_for_all() -> None:
     coordinator = formed(2)
     coordinator.exited(0)
-    assert coordinator.exited(1) == [Start(3, 1)]
+    assert coordinator.exited(1) == [Start(3, "a", 1)]
     assert coordinator.waits(3) == []
-    assert coordinator.waits(2) == [Form(View(1, (2, 3)))]
+    assert coordinator.waits(2) == [Form(view(1, (2, 3)))]
 
 
 def test_a_member_that_is_done_breaks_nothing() -> None:
@@ -81,39 +88,104 @@ def test_a_member_that_is_done_breaks_nothing() -> None:
     assert coordinator.done(1) == []
     assert coordinator.done(0) == []
     # The last one lost them before it was done itself: it goes on alone, and nobody is started.
-    assert coordinator.waits(2) == [Form(View(1, (2,)))]
+    assert coordinator.waits(2) == [Form(view(1, (2,)))]
     assert coordinator.exited(2) == []
 
 
 def test_nobody_is_started_once_hiring_has_ended() -> None:
-    coordinator = Coordinator(target=3, most=3, generation=-1)
+    coordinator = Coordinator(nodes={"a": 3}, most=3, generation=-1)
     coordinator.begin()
     coordinator.waits(0)
     coordinator.hiring = False
     assert coordinator.exited(1) == []
-    assert coordinator.waits(2) == [Form(View(0, (0, 2)))]
+    assert coordinator.waits(2) == [Form(view(0, (0, 2)))]
 
 
 def test_growing_and_shrinking() -> None:
     coordinator = formed(2, most=4)
-    assert coordinator.resize(4) == [Start(2, 2), Start(3, 3)]
-    assert coordinator.waits(3) == [AskToReform(View(0, (0, 1)))]
+    assert coordinator.resize("a", 4) == [Start(2, "a", 2), Start(3, "a", 3)]
+    assert coordinator.waits(3) == [AskToReform(view(0, (0, 1)))]
     coordinator.waits(2)
     coordinator.waits(0)
-    assert coordinator.waits(1) == [Form(View(1, (0, 1, 2, 3)))]
-    assert coordinator.resize(3) == [AskToReform(View(1, (0, 1, 2, 3)))]
+    assert coordinator.waits(1) == [Form(view(1, (0, 1, 2, 3)))]
+    assert coordinator.resize("a", 3) == [AskToReform(view(1, (0, 1, 2, 3)))]
     for worker in (0, 1, 2):
         coordinator.waits(worker)
-    assert coordinator.waits(3) == [Retire(3), Form(View(2, (0, 1, 2)))]
+    assert coordinator.waits(3) == [Retire(3), Form(view(2, (0, 1, 2)))]
     # The retired one has not ended yet, so its slot, and its log, is not given away.
-    assert coordinator.resize(4) == [Start(4, 4)]
+    assert coordinator.resize("a", 4) == [Start(4, "a", 4)]
 
 
-def test_more_than_a_view_may_hold_wait_as_spares() -> None:
+def test_more_than_can_compute_wait() -> None:
     coordinator = formed(3, most=2)
-    assert coordinator.view == View(0, (0, 1))
-    assert coordinator.exited(1) == [Start(3, 1), Break(0, (0,))]
-    assert coordinator.waits(0) == [Form(View(1, (0, 2)))]
+    assert coordinator.view == view(0, (0, 1))
+    assert coordinator.exited(1) == [Start(3, "a", 1), Break(0, (0,))]
+    assert coordinator.waits(0) == [Form(view(1, (0, 2)))]
+
+
+def test_a_spare_is_a_member_that_computes_once_it_is_needed() -> None:
+    coordinator = formed(2, spares=1)
+    assert coordinator.view == view(0, (0, 1, 2), computing=2)
+    assert coordinator.exited(0) == [Start(3, "a", 0), Break(0, (1, 2))]
+    coordinator.waits(1)
+    assert coordinator.waits(2) == [Form(view(1, (1, 2), computing=2))]
+    assert coordinator.waits(3) == [AskToReform(view(1, (1, 2), computing=2))]
+
+
+def two_nodes(spares: int = 0, least: int = 1) -> Coordinator:
+    """Two nodes of two workers each, and their first view."""
+    coordinator = Coordinator(nodes={"a": 2}, most=12, generation=-1, spares=spares, least=least)
+    assert coordinator.begin() == [Start(0, "a", 0), Start(1, "a", 1)]
+    assert coordinator.node_joins("b", 2) == [Start(2, "b", 2), Start(3, "b", 3)]
+    for worker in coordinator.workers:
+        coordinator.waits(worker)
+    return coordinator
+
+
+def test_with_a_node_all_its_workers_are_gone() -> None:
+    coordinator = two_nodes()
+    assert coordinator.view == view(0, (0, 1, 2, 3))
+    coordinator.hold()  # until the agents have agreed that it is gone
+    assert coordinator.node_lost("a") == [Break(0, (2, 3))]
+    assert coordinator.waits(2) == []
+    assert coordinator.waits(3) == []
+    assert coordinator.release() == [Form(view(1, (2, 3)))]
+    # One that comes takes the free slots, and joins after a step.
+    assert coordinator.node_joins("c", 1) == [Start(4, "c", 0)]
+    assert coordinator.waits(4) == [AskToReform(view(1, (2, 3)))]
+
+
+def test_too_few_nodes_wait_for_others() -> None:
+    coordinator = two_nodes(least=2)
+    assert coordinator.node_lost("b") == [Break(0, (0, 1))]
+    coordinator.waits(0)
+    assert coordinator.waits(1) == []
+    coordinator.node_joins("d", 2)
+    coordinator.waits(4)
+    assert coordinator.waits(5) == []
+
+
+def test_spares_are_on_the_last_nodes() -> None:
+    coordinator = Coordinator(nodes={"a": 2, "b": 2}, most=12, generation=-1, spares=1)
+    assert coordinator.begin() == [
+        Start(0, "a", 0),
+        Start(1, "a", 1),
+        Start(2, "b", 2),
+        Start(3, "b", 3),
+        Start(4, "b", 4),
+    ]
+
+
+def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
+    coordinator = Coordinator(nodes={}, most=12, generation=4)
+    coordinator.hold()  # until enough nodes have told of their workers
+    coordinator.take_over(100)
+    seats = {11: Seat(2, "member"), 12: Seat(3, "waiting")}
+    assert coordinator.node_joins("b", 2, seats) == [Break(4, (11,))]
+    assert coordinator.waits(11) == []
+    assert coordinator.node_joins("c", 2, {21: Seat(1, "member")}) == [Start(100, "c", 0), Break(4, (21,))]
+    coordinator.waits(21)
+    assert coordinator.release() == [Form(view(5, (11, 21, 12)))]
 
 
 @dataclass
@@ -137,7 +209,7 @@ class World:
     """The coordinator, its workers and the messages between them; every step is one event."""
 
     def __init__(self, target: int, most: int, deaths: int, resizes: tuple[int, ...] = ()) -> None:
-        self.coordinator = Coordinator(target=target, most=most, generation=-1)
+        self.coordinator = Coordinator(nodes={"a": target}, most=most, generation=-1)
         self.alive: dict[int, Process] = {}
         self.dead: list[int] = []  # not noticed yet
         self.deaths = deaths
@@ -198,7 +270,7 @@ class World:
         else:
             target, *rest = self.resizes
             self.resizes = tuple(rest)
-            self.perform(coordinator.resize(target))
+            self.perform(coordinator.resize("a", target))
 
     def told(self, worker: int, what: str, generation: int) -> None:
         process = self.alive[worker]
@@ -213,7 +285,7 @@ class World:
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Start(worker, slot):
+                case Start(worker, _, slot):
                     slots = [self.coordinator.slot(w) for w in self.coordinator.workers]
                     assert len(slots) == len(set(slots)), f"slot {slot} is given twice"
                     self.alive[worker] = Process()

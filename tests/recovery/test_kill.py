@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+UNRECOVERED = ("--recover", "none")
+
 
 def _assert_recovered(small: Any, result: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     assert result["model_sha256"] == undisturbed["model_sha256"]
@@ -20,7 +22,7 @@ def _assert_recovered(small: Any, result: dict[str, Any], undisturbed: dict[str,
 
 
 def test_a_killed_worker_and_a_killed_launcher(small: Any, undisturbed: dict[str, Any]) -> None:
-    done = small.finish(small.train("--nproc", "2", fault="sigkill 7 1"))
+    done = small.finish(small.train("--nproc", "2", *UNRECOVERED, fault="sigkill 7 1"))
     assert done.returncode == 1
     assert done.stderr.count("paceline: rank 1 was killed by SIGKILL") == 1
     assert "log: run/logs/rank-1.log" in done.stderr
@@ -28,7 +30,7 @@ def test_a_killed_worker_and_a_killed_launcher(small: Any, undisturbed: dict[str
     assert small.step() == 4
 
     (small.path / "happened").unlink()
-    done = small.finish(small.start("resume", "run", fault="kill-parent 10 0"))
+    done = small.finish(small.start("resume", "run", *UNRECOVERED, fault="kill-parent 10 0"))
     assert done.returncode == -9
     assert 8 <= small.step() <= 16  # the checkpoint of step 12 may have been on its way
 
@@ -51,7 +53,7 @@ def test_ten_random_kills(small: Any, undisturbed: dict[str, Any]) -> None:
         how = draw.choice(["worker", "launcher", "all"])
         after, rank, delay_s = draw.randint(0, 5), draw.randrange(nproc), draw.uniform(0.0, 1.0)
         fault = {"worker": "sigkill", "launcher": "kill-parent", "all": "slow"}[how if nproc > 1 else "all"]
-        arguments = ("--nproc", str(nproc))
+        arguments = ("--nproc", str(nproc), *UNRECOVERED)
         if kill == 0:
             running = small.train(*arguments, fault=f"{fault} {after} {rank}")
         else:

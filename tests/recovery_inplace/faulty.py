@@ -57,10 +57,10 @@ def _hooked() -> None:
     form, send, write = join._form, handover._send, storage._write_file
     asked_to_reform = Member.should_reform
 
-    def formed(place: Any) -> None:
+    def formed(place: Any, backend: str) -> None:
         harm.rank = place.rank
         harm.at("form", place.generation)
-        form(place)
+        form(place, backend)
         harm.at("formed", place.generation)
 
     def sent(world: Any, tensors: Any, behind: Any) -> None:

@@ -68,14 +68,18 @@ def heard(channel: Channel, kind: type) -> Any:
             return message
 
 
+def place(generation: int) -> Place:
+    return Place(generation, 0, 2, 0, 2, computing=2, address="127.0.0.1", port=1234)
+
+
 def test_member_waits_for_a_later_view(agent: tuple[Channel, Member]) -> None:
     channel, member = agent
-    channel.send(Place(3, 0, 2, 1234))
-    assert member.next_view(2, "lost a peer") == Place(3, 0, 2, 1234)
+    channel.send(place(3))
+    assert member.next_view(2, "lost a peer") == place(3)
     assert heard(channel, Waits) == Waits(2, "lost a peer")
-    answer = threading.Timer(0.0, channel.send, [Place(4, 1, 2, 1235)])
+    answer = threading.Timer(0.0, channel.send, [place(4)])
     answer.start()
-    assert member.next_view(3, "again") == Place(4, 1, 2, 1235)
+    assert member.next_view(3, "again") == place(4)
     answer.join()
     member.joined(4)
     assert heard(channel, Joined) == Joined(4)
@@ -87,7 +91,7 @@ def test_member_hears_what_becomes_of_its_view(agent: tuple[Channel, Member]) ->
     assert not member.broken(5)
     channel.send(Reform(5))
     channel.send(Broken(5))
-    channel.send(Place(6, 0, 1, 1))
+    channel.send(place(6))
     member.next_view(5, "")  # packets come in order
     assert member.should_reform(5)
     assert member.broken(5)

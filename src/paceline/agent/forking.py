@@ -138,9 +138,9 @@ class StoreHost:
         """The descriptor that reads an end of file when the host has ended, for a selector."""
         return self._socket.fileno()
 
-    def open(self, generation: int) -> int:
+    def open(self, generation: int, address: str) -> int:
         """Serve a store for this generation; return its port, to which members may connect at once."""
-        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        with socket.create_server((address, 0), backlog=128) as listener:
             self._tell({"open": generation}, [listener.fileno()])
             port: int = listener.getsockname()[1]
         return port

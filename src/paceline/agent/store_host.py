@@ -1,7 +1,7 @@
 """Serves the stores in which members meet, one a generation, in a process that no fault of a worker hits.
 
 Commands come over a socket pair, one JSON object a packet: ``{"open": generation}`` with a bound and
-listening loopback socket beside it, and ``{"close": generation}``. As the agent has made the socket, it
+listening socket beside it, and ``{"close": generation}``. As the agent has made the socket, it
 knows the port at once, and who connects early waits in its backlog. Closing a store resets its
 clients, which frees members that wait in it for one who never comes. ``{"done": command}`` answers
 each command; where it does not come, this process hangs, and the agent ends it.
@@ -16,8 +16,6 @@ from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
-
-from paceline.distributed.sockets import LOOPBACK
 
 _LONGEST = 4096
 
@@ -43,9 +41,9 @@ def serve(descriptor: int) -> int:
 def _store(listener: int) -> TCPStore:
     """A store on a listening socket, which it then owns."""
     with socket.socket(fileno=os.dup(listener)) as known:
-        port = known.getsockname()[1]
+        address, port = known.getsockname()
     return TCPStore(
-        LOOPBACK,
+        address,
         port,
         is_master=True,
         wait_for_workers=False,

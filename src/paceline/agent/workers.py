@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from paceline.membership.channel import channel_pair
+from paceline.membership.coordinator import Status
 
 _START_S = 60.0  # who imports a task or builds a dataset may hold the interpreter's lock for long
 
@@ -25,6 +26,8 @@ class Worker:
         killed: why the agent killed it; "" where it did not.
         ending: its process has ended, and how is not known yet.
         beats: its channel is open.
+        status: as the coordinator knows it.
+        generation: of the view that it was put into last, -1 for none.
         retired: the agent told it to end.
     """
 
@@ -40,7 +43,8 @@ class Worker:
         self.retired = False
         self._owes, self._limit_s, self._by = "start", math.inf, math.inf
         self._leave_by = math.inf
-        self._is_member = False
+        self.status: Status = "starting"
+        self.generation = -1
         self._theirs = ExitStack()
         self.channel, theirs = channel_pair()
         self.channel.setblocking(False)
@@ -83,18 +87,18 @@ class Worker:
 
     def _be_patient(self, heartbeat_s: float) -> None:
         if self.beats and not self.ending and not self.killed:
-            self._owes, self._limit_s = "answer", heartbeat_s if self._is_member else _START_S
+            self._owes, self._limit_s = "answer", heartbeat_s if self.status == "member" else _START_S
             self._by = time.monotonic() + self._limit_s
 
-    def enters(self, heartbeat_s: float) -> None:
+    def enters(self, generation: int, heartbeat_s: float) -> None:
         """It is in a view: from now on others wait for it."""
-        self._is_member = True
+        self.status, self.generation = "member", generation
         self._leave_by = math.inf
         self._be_patient(heartbeat_s)
 
     def left(self) -> None:
         """It is in no view any more."""
-        self._is_member = False
+        self.status = "waiting"
         self._leave_by = math.inf
 
     def owes_leave(self, limit_s: float) -> None:

@@ -67,6 +67,43 @@ def interface_address(name: str) -> str:
     return there[name]
 
 
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 address.
+
+    Raises:
+        ConfigError: none has it.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    raise ConfigError(f"no network interface of this machine has the address {address}; give --interface.")
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's IPv4 address on the way to another one; nothing is sent.
+
+    Raises:
+        ConfigError: there is no such host, or no way to it.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            address: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"there is no way from here to {host}: {error.strerror or error}.") from error
+    return address
+
+
+def is_ours(address: str) -> bool:
+    """Whether a host name or address is this machine's."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
 def loopback_interface() -> str:
     """The name of the loopback interface: ``lo`` on Linux."""
     for name, entries in psutil.net_if_addrs().items():

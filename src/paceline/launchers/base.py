@@ -20,6 +20,8 @@ from paceline.distributed.environment import Environment, default_threads
 from paceline.errors import ConfigError
 from paceline.run_directory import RunDirectory
 
+Recovery = Literal["inplace", "restart", "none"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
@@ -38,8 +40,17 @@ class JobSpec:
         grace_s: how long the others may take to end after one rank failed.
         master_port: port of rank 0's store on one machine; default: a free one.
         python: the interpreter.
-        recover: "inplace": workers that die are replaced, and the others go on.
+        recover: what happens when a worker dies: "inplace": it is replaced, and the others go on; "restart":
+            all are started again; "none": the job ends.
         max_restarts: replacements without progress after which the job ends.
+        least_nodes: with fewer machines a job that recovers waits for others; default: it goes on with one.
+        most_nodes: how many machines may join; default: ``nodes``.
+        spares: processes, over all machines, that hold the state and compute only once others are lost.
+        task_code: a digest of the task's code and options; equal on all machines of a job.
+        joins: this machine joins a job that runs.
+        interface: the network interface to other machines.
+        token_file: holds the secret that the job's agents share; default: in the run's directory.
+        init_timeout_s: how long to look for the other machines.
     """
 
     command: tuple[str, ...]
@@ -54,8 +65,16 @@ class JobSpec:
     grace_s: float = 10.0
     master_port: int | None = None
     python: str = sys.executable
-    recover: Literal["inplace", "none"] = "none"
+    recover: Recovery = "none"
     max_restarts: int = 8
+    least_nodes: int = 1
+    most_nodes: int | None = None
+    spares: int = 0
+    task_code: str = ""
+    joins: bool = False
+    interface: str | None = None
+    token_file: Path | None = None
+    init_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -63,10 +82,11 @@ class JobSpec:
         for name in ("nproc", "nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
-        if self.nodes > 1 and self.rdzv_endpoint is None:
+        most = self.most_nodes or self.nodes
+        if most > 1 and self.rdzv_endpoint is None and not self.joins:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
-            raise ConfigError(f"--node-rank must be between 0 and {self.nodes - 1}, but is {self.node_rank}.")
+        if self.node_rank is not None and not 0 <= self.node_rank < most:
+            raise ConfigError(f"--node-rank must be between 0 and {most - 1}, but is {self.node_rank}.")
 
     def thread_variables(self) -> dict[str, str]:
         """OMP_NUM_THREADS as a worker must find it, so that it is the same under every launcher."""

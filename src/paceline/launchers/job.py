@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import socket
 import sys
 from pathlib import Path
 
-from paceline.config import RunConfig
+from paceline.config import RunConfig, parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError
 from paceline.job import Job, default_run_path
-from paceline.launchers.base import JobSpec, Rendered, get_launcher
+from paceline.launchers.base import JobSpec, Recovery, Rendered, get_launcher
 from paceline.launchers.failures import STOPPED
 from paceline.run_directory import RunDirectory, write_atomically
 from paceline.task import check_spec
@@ -18,7 +20,7 @@ from paceline.task import check_spec
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def prepare(job: Job) -> tuple[str, Rendered, Job, RunDirectory]:
+def prepare(job: Job, *, joins: bool = False) -> tuple[str, Rendered, Job, RunDirectory]:
     """The launcher's name, what would run, the job with nothing left open, and the run's directory.
 
     Nothing is touched.
@@ -30,32 +32,62 @@ def prepare(job: Job) -> tuple[str, Rendered, Job, RunDirectory]:
     config = job.config
     if config.task or config.run is None or not RunDirectory(Path(config.run)).exists():
         check_spec(config.task)
-    nproc = available_processes(config) if config.nproc == "auto" else config.nproc
-    several = nproc > 1 or config.nodes > 1
+    first_nodes, most_nodes = parse_nodes(config.nodes)
+    counts = parse_nproc(config.nproc) or (available_processes(config),)
+    nproc = _processes_here(config, counts)
+    several_nodes = most_nodes > 1
+    several = nproc > 1 or several_nodes
     name = config.on if config.on != "auto" else "spawn" if several else "inprocess"
-    if config.nodes > 1 and config.rdzv_endpoint is None:
+    if several_nodes and config.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
     directory = RunDirectory(Path(config.run or default_run_path(config.task)))
+    recover = _recovery(config, name, directory)
+    if recover == "none" and most_nodes > first_nodes:
+        raise ConfigError(
+            f"--nodes {config.nodes}: machines can only join and leave a run that recovers. "
+            "Use --on spawn, and leave out --recover none."
+        )
+    if recover != "none" and several_nodes and config.run is None:
+        raise ConfigError(
+            "a run on several machines needs --run DIR, a directory that all of them share; "
+            "without one use --recover none."
+        )
     config = dataclasses.replace(config, run=str(directory.path), nproc=nproc)
-    job = dataclasses.replace(job, config=config, supervised=name != "inprocess")
-    inplace = _recovers_in_place(config, name, directory)
+    job = dataclasses.replace(
+        job,
+        config=config,
+        supervised=name != "inprocess",
+        world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
+    )
     spec = JobSpec(
-        command=("-m", "paceline.worker", str(_job_file(config, directory))),
+        command=("-m", "paceline.worker", str(_job_file(config, directory, unnumbered=several_nodes))),
         nproc=nproc,
-        nodes=config.nodes,
+        nodes=first_nodes,
+        least_nodes=first_nodes if most_nodes > first_nodes else 1,
+        most_nodes=most_nodes,
+        spares=config.spares,
+        interface=config.interface,
+        token_file=None if config.token_file is None else Path(config.token_file),
+        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+        task_code=_task_code(job),
+        joins=joins,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint,
         rdzv_id=config.rdzv_id,
         threads=config.threads,
         directory=directory,
-        recover="inplace" if inplace else "none",
+        recover=recover,
         max_restarts=config.max_restarts,
     )
     return name, get_launcher(name).render(spec), job, directory
 
 
-def launch(job: Job) -> tuple[int, RunDirectory]:
+def launch(job: Job, *, joins: bool = False) -> tuple[int, RunDirectory]:
     """Start a run and wait for its end; return the exit code and the run's directory.
+
+    Args:
+        job: what to do.
+        joins: this machine joins a run that others are at.
 
     Raises:
         ConfigError: no launcher can run this.
@@ -63,16 +95,17 @@ def launch(job: Job) -> tuple[int, RunDirectory]:
         RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
-    name, rendered, job, directory = prepare(job)
-    config = job.config
-    # By hand on several machines, machine 0 may be at work in the shared directory already.
-    if not config.node_rank and directory.is_running():
-        raise directory.in_use()
-    if not config.node_rank:
+    name, rendered, job, directory = prepare(job, joins=joins)
+    config, spec = job.config, rendered.spec
+    # Of several machines another one may be at work in the shared directory already.
+    unnumbered = config.node_rank is None and (spec.most_nodes or 1) > 1 and spec.recover != "none"
+    if not (config.node_rank or joins or unnumbered):
+        if directory.is_running():
+            raise directory.in_use()
         directory.check_resume(config.resume)
     directory.create()
     try:
-        write_atomically(_job_file(config, directory), job.to_toml().encode())
+        write_atomically(Path(spec.command[-1]), job.to_toml().encode())
     except OSError as error:
         raise directory.unwritable(error) from error
     code = get_launcher(name).submit(rendered).wait()
@@ -88,38 +121,66 @@ def launch(job: Job) -> tuple[int, RunDirectory]:
     return code, directory
 
 
-def _recovers_in_place(config: RunConfig, name: str, directory: RunDirectory) -> bool:
-    """Whether workers that die are replaced while the others go on.
+def _recovery(config: RunConfig, name: str, directory: RunDirectory) -> Recovery:
+    """What happens when a worker dies.
 
     Raises:
-        ConfigError: that was asked for, and cannot be.
+        ConfigError: something was asked for that cannot be.
     """
-    if config.recover != "inplace":
-        return False
+    if config.recover == "none":
+        return "none"
     reduction = config.reduction
     if directory.exists():
-        reduction = directory.read_manifest()["config"].get("reduction", reduction)
-    obstacles = [
+        reduction = directory.read_manifest().get("config", {}).get("reduction", reduction)
+    survivors = [
         obstacle
         for obstacle, there in (
-            (f"--on {name}", name != "spawn"),
-            (f"--nodes {config.nodes}", config.nodes > 1),
             (f"--reduction {reduction}", reduction == "torch"),
             ("a GPU", config.device != "cpu" and _visible_gpus() > 0),
         )
         if there
     ]
-    if obstacles:
+    if config.recover == "auto":
+        return "none" if name != "spawn" else "restart" if survivors else "inplace"
+    if name != "spawn":
         raise ConfigError(
-            f"--recover inplace does not work with {', '.join(obstacles)} yet: it needs --on spawn on one "
-            "machine, --reduction exact or fast, and --device cpu. Use --recover none."
+            f"--recover {config.recover} does not work with --on {name}: it needs Paceline's agent, which "
+            "--on spawn starts on each machine. Use --recover none."
         )
-    return True
+    if config.recover == "inplace" and survivors:
+        raise ConfigError(
+            f"--recover inplace does not work with {', '.join(survivors)}: a survivor that waits there for a "
+            "lost rank cannot be freed. Use --recover restart."
+        )
+    return config.recover
 
 
-def _job_file(config: RunConfig, directory: RunDirectory) -> Path:
+def _job_file(config: RunConfig, directory: RunDirectory, *, unnumbered: bool) -> Path:
     """The job's file; each machine has its own."""
+    if config.node_rank is None and unnumbered:
+        return directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
     return directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
+
+
+def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
+    """This machine's number of processes, of a list for all machines."""
+    if len(counts) == 1:
+        return counts[0]
+    if config.node_rank is None or config.node_rank >= len(counts):
+        raise ConfigError(
+            f"--nproc {config.nproc} lists the processes of machines 0 to {len(counts) - 1}, so each machine "
+            "must be told which one it is with --node-rank."
+        )
+    return counts[config.node_rank]
+
+
+def _task_code(job: Job) -> str:
+    """A digest of what the task computes: machines that differ in it must not meet."""
+    spec = job.config.task
+    file = Path(spec.rpartition(":")[0])
+    code = file.read_bytes() if file.suffix == ".py" and file.is_file() else spec.encode()
+    parts = (code, spec.rpartition(":")[2].encode(), repr((job.config.set, job.fields)).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def available_processes(config: RunConfig) -> int:

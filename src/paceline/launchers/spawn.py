@@ -23,9 +23,9 @@ class SpawnLauncher(Launcher):
     def render(self, spec: JobSpec) -> Rendered:
         """Render one command a rank. A free port is looked up where the spec names none.
 
-        For recovery in place there is one command only: the agent's zygote, which forks the ranks.
+        Where ranks that die are recovered, there is one command only: the agent's zygote, which forks them.
         """
-        if spec.recover == "inplace":
+        if spec.recover != "none":
             return Rendered(spec=spec, processes=(_render_zygote(spec),))
         if spec.nodes > 1:
             if spec.node_rank is None:
@@ -46,7 +46,7 @@ class SpawnLauncher(Launcher):
     def submit(self, rendered: Rendered) -> JobHandle:
         """Start the ranks. Where another process took the port since, the job gets a new one."""
         spec = rendered.spec
-        if spec.recover == "inplace":
+        if spec.recover != "none":
             from paceline.agent.agent import Agent
 
             return Agent(rendered)

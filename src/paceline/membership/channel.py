@@ -59,14 +59,24 @@ class Place:
     """Agent to worker: the view to form, and its place there.
 
     Attributes:
-        port: of the view's store, on loopback.
+        local_rank: its position among the members on its machine.
+        local_world_size: how many those are.
+        computing: how many members, from rank 0 on, compute shards; the others are spares.
+        address: of the view's store.
+        port: of the view's store.
+        interface: the network interface that the members meet over; "" for loopback.
     """
 
     kind: ClassVar[str] = "view"
     generation: int
     rank: int
     world_size: int
+    local_rank: int
+    local_world_size: int
+    computing: int
+    address: str
     port: int
+    interface: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ class Channel:
 
     def send(self, message: Message) -> bool:
         """Send; say whether it went out. It does not where the other side is gone, or its buffer full."""
-        content = json.dumps({"kind": message.kind, **asdict(message)}).encode()
+        content = json.dumps(to_document(message)).encode()
         try:
             self._end.send(content, socket.MSG_NOSIGNAL)
         except (ConnectionError, BlockingIOError):
@@ -157,6 +167,25 @@ class Channel:
         self._end.close()
 
 
+def to_document(message: Message) -> dict[str, Any]:
+    """A message as a JSON object."""
+    return {"kind": message.kind, **asdict(message)}
+
+
+def from_document(document: Any) -> Message:
+    """The message of a JSON object.
+
+    Raises:
+        ChannelError: it is none.
+    """
+    try:
+        values = dict(document)
+        message: Message = _KINDS[values.pop("kind")](**values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ChannelError(f"a membership message cannot be read: {str(document)[:200]}") from error
+    return message
+
+
 def decode(content: bytes) -> Message:
     """A packet's message.
 
@@ -165,7 +194,6 @@ def decode(content: bytes) -> Message:
     """
     try:
         document = json.loads(content)
-        message: Message = _KINDS[document.pop("kind")](**document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ChannelError(f"a membership message cannot be read: {content[:200]!r}") from error
-    return message
+    return from_document(document)

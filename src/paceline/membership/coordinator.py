@@ -1,4 +1,4 @@
-"""The membership protocol of one agent, as a pure state machine: events in, actions out.
+"""The membership protocol of the leading agent, as a pure state machine: events in, actions out.
 
 A *view* is one generation of the group: a number and its members, in the order of their ranks.
 A worker is *starting* until it first asks for a view, then *waiting* until it is in one, then a
@@ -9,6 +9,9 @@ state, then those who join. Where nobody survives, the next view waits for all, 
 is formed while a living member of the last one may still act in it; whoever never leaves it is silent,
 and is killed by the agent before that.
 
+Workers run on *nodes*, the machines of a job, each of which has an agent. Nodes come and go; with a node all
+its workers are gone. While the agents have not agreed on who they are, views are *held*: none is formed.
+
 A worker that ends in good order, because the run is finished or was asked to stop, breaks nothing:
 the others of its view are about to end too. Whoever loses it before that asks for a new view.
 """
@@ -16,6 +19,7 @@ the others of its view are about to end too. Whoever loses it before that asks f
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,17 +33,20 @@ class View:
     Attributes:
         generation: rises by one with every view.
         members: worker ids; the position is the rank.
+        computing: how many of them, from rank 0 on, compute shards; the others are spares.
     """
 
     generation: int
     members: tuple[int, ...]
+    computing: int
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start this worker, in this slot."""
+    """Start this worker on this node, in this slot."""
 
     worker: int
+    node: str
     slot: int
 
 
@@ -75,8 +82,17 @@ class Retire:
 Action = Start | Form | AskToReform | Break | Retire
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker is on its node, and what it does."""
+
+    slot: int
+    status: Status
+
+
 @dataclass
 class _Worker:
+    node: str
     slot: int
     status: Status = "starting"
     retiring: bool = False
@@ -87,27 +103,52 @@ class Coordinator:
     """Decides who is started, who forms which view and who is sent home.
 
     Attributes:
-        target: how many workers there should be.
-        most: how many a view may hold (the number of shards); the others wait as spares.
-        view: the current view, None before the first.
+        nodes: how many workers each node shall have for computing, in the order in which they came.
+        most: how many may compute (the number of shards); who is more waits.
         generation: the last view's.
+        spares: how many workers there shall be besides, who hold the state and compute only when needed.
+        first: the first view waits for so many nodes.
+        least: with fewer nodes no view is formed.
+        view: the current view, None before the first.
+        held: whether the forming of views has to wait.
         hiring: whether who is lacking is started.
     """
 
-    target: int
+    nodes: dict[str, int]
     most: int
     generation: int
+    spares: int = 0
+    first: int = 1
+    least: int = 1
     view: View | None = None
+    held: bool = False
     hiring: bool = True
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # those who ended in good order
     _next_worker: int = 0
     _asked: int = -1  # the generation whose members were asked to re-form
     _broken: int = -1  # the generation whose members were told that it is broken
+    _void: int = -1  # the generation that is broken whoever lives: its leader is gone
 
     def begin(self) -> list[Action]:
         """Start the first workers."""
         return self._decide()
+
+    def take_over(self, first_worker: int) -> None:
+        """Lead workers that another leader has started: :meth:`node_joins` says which.
+
+        Args:
+            first_worker: where the numbers of new workers begin: above all that another leader gave.
+        """
+        self._next_worker, self.first = first_worker, self.least
+        self.view, self._void = View(self.generation, (), 0), self.generation
+
+    def saw(self, generation: int) -> None:
+        """Another leader has formed this view; later ones get higher numbers."""
+        if generation > self.generation:
+            if self.view is not None and self._void == self.view.generation:
+                self.view, self._void = View(generation, self.view.members, 0), generation
+            self.generation = generation
 
     def waits(self, worker: int) -> list[Action]:
         """A worker has left its view, or never had one, and asks for the next."""
@@ -127,10 +168,46 @@ class Coordinator:
         self.hiring = False
         return self._decide()
 
-    def resize(self, target: int) -> list[Action]:
-        """Another number of workers is wanted."""
-        self.target = target
+    def node_joins(self, node: str, nproc: int, seats: Mapping[int, Seat] | None = None) -> list[Action]:
+        """A node has come.
+
+        Args:
+            node: its name.
+            nproc: how many workers it shall have for computing.
+            seats: those that it has already, from before this coordinator led.
+        """
+        self.nodes[node] = nproc
+        for worker, seat in (seats or {}).items():
+            self._workers[worker] = _Worker(node, seat.slot, seat.status)
+            if seat.status == "member" and self.view is not None and self._void == self.view.generation:
+                self.view = View(self.generation, (*self.view.members, worker), 0)
+                self._broken = min(self._broken, self.generation - 1)
         return self._decide()
+
+    def resize(self, node: str, nproc: int) -> list[Action]:
+        """Another number of workers is wanted on a node."""
+        self.nodes[node] = nproc
+        return self._decide()
+
+    def node_lost(self, node: str) -> list[Action]:
+        """A node is gone, and all its workers with it."""
+        self.nodes.pop(node, None)
+        self._workers = {w: worker for w, worker in self._workers.items() if worker.node != node}
+        return self._decide()
+
+    def hold(self) -> None:
+        """Form no view until :meth:`release`."""
+        self.held = True
+
+    def release(self) -> list[Action]:
+        """Form views again."""
+        self.held = False
+        return self._decide()
+
+    @property
+    def target(self) -> int:
+        """How many workers there shall be, spares included."""
+        return sum(self.nodes.values()) + self.spares
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -140,6 +217,20 @@ class Coordinator:
     def slot(self, worker: int) -> int:
         """A worker's slot."""
         return self._workers[worker].slot
+
+    def node(self, worker: int) -> str:
+        """The node that a worker runs on."""
+        return self._workers[worker].node
+
+    @property
+    def nodes_present(self) -> frozenset[str]:
+        """The nodes with workers that wait for a view or are in one."""
+        return frozenset(w.node for w in self._workers.values() if w.status != "starting")
+
+    @property
+    def nodes_acting(self) -> frozenset[str]:
+        """The nodes with workers that may act in a view."""
+        return frozenset(w.node for w in self._workers.values() if w.status == "member")
 
     def members(self) -> tuple[int, ...]:
         """The living members of the current view, by rank."""
@@ -157,28 +248,39 @@ class Coordinator:
                 self._broken = self.view.generation
                 actions.append(Break(self.view.generation, tuple(acting)))
             return actions
-        self._form(members, actions)
+        if not self.held and len(self.nodes) >= (self.first if self.view is None else self.least):
+            self._form(members, actions)
         return actions
 
     def _staff(self) -> list[Action]:
-        """Start whom the target lacks, and mark whom it does not need, the highest slots first."""
-        staying = [w for w in self.workers if not self._workers[w].retiring]
+        """Start whom a node lacks, and mark whom it does not need, the highest slots first."""
         actions: list[Action] = []
-        taken = {worker.slot for worker in self._workers.values()}
-        free = (slot for slot in itertools.count() if slot not in taken)
-        lacking = max(0, self.target - len(staying)) if self.hiring else 0
-        for slot in itertools.islice(free, lacking):
-            self._workers[self._next_worker] = _Worker(slot)
-            actions.append(Start(self._next_worker, slot))
-            self._next_worker += 1
-        for worker in staying[self.target :]:
-            self._workers[worker].retiring = True
-            if self._workers[worker].status != "member":
-                actions.append(Retire(worker))
+        for node, wanted in self._wanted().items():
+            staying = [w for w in self.workers if self.node(w) == node and not self._workers[w].retiring]
+            for _ in range(wanted - len(staying) if self.hiring else 0):
+                taken = {worker.slot for worker in self._workers.values()}
+                slot = next(slot for slot in itertools.count() if slot not in taken)
+                self._workers[self._next_worker] = _Worker(node, slot)
+                actions.append(Start(self._next_worker, node, slot))
+                self._next_worker += 1
+            for worker in staying[wanted:]:
+                self._workers[worker].retiring = True
+                if self._workers[worker].status != "member":
+                    actions.append(Retire(worker))
         return actions
+
+    def _wanted(self) -> dict[str, int]:
+        """How many workers each node shall have; spares are dealt out from the last node on."""
+        wanted = dict(self.nodes)
+        hosts = [node for node in reversed(self.nodes) if self.nodes[node]]
+        for node in itertools.islice(itertools.cycle(hosts), self.spares):
+            wanted[node] += 1
+        return wanted
 
     def _is_broken(self, members: tuple[int, ...]) -> bool:
         assert self.view is not None
+        if self._void == self.view.generation:
+            return True
         lost = [w for w in self.view.members if w not in members and w not in self._done]
         return bool(lost) or any(self._workers[w].status == "waiting" for w in members)
 
@@ -186,7 +288,7 @@ class Coordinator:
         """A healthy view changes only for who waits to join it and who is to leave it."""
         assert self.view is not None
         joining = [w for w in self._waiting() if w not in members]
-        room = self.most - len(members)
+        room = self.most + self.spares - len(members)
         leaving = any(self._workers[w].retiring for w in members)
         if self._asked < self.view.generation and ((joining and room > 0) or leaving):
             self._asked = self.view.generation
@@ -195,17 +297,19 @@ class Coordinator:
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next view of all that wait, if there is anything to wait for no longer."""
         waiting = self._waiting()
-        if not survivors and len(waiting) < min(self.target, self.most, len(self._workers)):
+        largest = self.most + self.spares
+        if not survivors and len(waiting) < min(self.target, largest, len(self._workers)):
             return
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(Retire(worker))
         order = [w for w in survivors if w in waiting] + [w for w in waiting if w not in survivors]
-        chosen = tuple(order[: self.most])
+        chosen = tuple(order[:largest])
         if not chosen:
             return
         self.generation += 1
-        self.view = View(self.generation, chosen)
+        computing = max(1, min(len(chosen), sum(self.nodes.values()), self.most))
+        self.view = View(self.generation, chosen, computing)
         for worker in chosen:
             self._workers[worker].status = "member"
         actions.append(Form(self.view))

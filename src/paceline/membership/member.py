@@ -62,6 +62,7 @@ class Member:
         self._place: Place | None = None
         self._to_reform = -1
         self._broken = -1
+        self._when_broken: tuple[int, Callable[[], None]] = (-1, lambda: None)
         self._retired = False
         self._orphaned = orphaned
         self._agent_gone = threading.Event()
@@ -110,11 +111,21 @@ class Member:
         """Whether this view lost a member; costs nothing."""
         return self._broken >= generation
 
+    def when_broken(self, generation: int, do: Callable[[], None]) -> None:
+        """Call ``do``, from another thread, once this view has lost a member; at once if it has already."""
+        with self._news:
+            self._when_broken = (generation, do)
+        if self.broken(generation):
+            do()
+
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
             with self._news:
                 self._take(message)
                 self._news.notify_all()
+                generation, when_broken = self._when_broken
+            if isinstance(message, Broken) and message.generation >= generation:
+                when_broken()
         self._agent_gone.set()
         self._orphaned()
 

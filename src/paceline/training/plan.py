@@ -15,7 +15,8 @@ from paceline.task import Task
 
 CHANGEABLE = frozenset(
     {
-        *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "backend", "interface"),
+        *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
+        *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
         *("recover", "max_restarts"),
         *("checkpoint_every", "keep", "log_every", "profile", "set", "task", "accumulate"),

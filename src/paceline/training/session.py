@@ -85,6 +85,7 @@ def train_as_member(
     signals: StopSignals,
     *,
     processes: int,
+    world_size: int,
     at_rank_0: Callable[[], None],
 ) -> dict[str, Any]:
     """What :func:`train` does, as one of several processes of a machine that come and go.
@@ -97,7 +98,8 @@ def train_as_member(
         member: tells of the views.
         directory: the run's; the agent holds its lock.
         signals: who asks for a stop.
-        processes: how many members there are to be.
+        processes: how many members there are to be on this machine.
+        world_size: how many members begin the run.
         at_rank_0: called whenever this member becomes rank 0.
 
     Returns:
@@ -110,7 +112,7 @@ def train_as_member(
     started = time.perf_counter()
     found = preparation.recorded(directory)
     if found["result"] is not None:
-        preparation.check(request, found["manifest"], processes)
+        preparation.check(request, found["manifest"], world_size)
         return dict(found["result"])
     device = torch.device("cpu")
     run, notes = preparation.prepare(
@@ -119,7 +121,7 @@ def train_as_member(
         directory,
         signals,
         device=device,
-        world_size=processes,
+        world_size=world_size,
         processes=processes,
     )
     with Trainer(run, member) as trainer:
@@ -150,9 +152,7 @@ def _take_part_in_view(session: _Session, member: Member, place: Place) -> tuple
     """The run's result, or None and why this member left the view."""
     result, why = None, _REFORMED
     try:
-        with open_view(
-            place, device=session.run.device, abandoned=partial(member.broken, place.generation)
-        ) as world:
+        with open_view(place, member, device=session.run.device) as world:
             try:
                 result = session.take_part(world, joined=partial(member.joined, place.generation))
             except PeerLostError as error:

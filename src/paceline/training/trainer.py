@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.world import World
-from paceline.errors import NonFiniteLossError, StopRequested, TaskError
+from paceline.errors import NonFiniteLossError, PeerLostError, StopRequested, TaskError
 from paceline.membership.member import Member
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PHASES
@@ -364,11 +364,14 @@ class Trainer:
     def _stop(self, number: int) -> None:
         """Save and leave: raises always."""
         run, step = self.run, self.state.progress.step
+        # If a rank is lost now, those that go on without it still know that they are to stop.
+        run.signals.received = run.signals.received or number
         self._save(synchronous=True)
         if self.world.rank == 0:
             run.directory.append_event("stopped", signal=number, step=step)
         # Whoever leaves breaks the others' connections, so nobody does before the state is safe.
-        self.world.barrier()
+        with suppress(PeerLostError) if self.world.rank == 0 else nullcontext():
+            self.world.barrier()
         raise StopRequested(
             f"stopped after step {step}, as asked; everything is saved. "
             f"Continue with: paceline resume {run.directory.path}",

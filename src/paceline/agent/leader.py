@@ -1,0 +1,364 @@
+"""The leading agent's part: it decides for the workers of all nodes, and judges how the job ends.
+
+Who belongs to which view is decided by :class:`~paceline.membership.coordinator.Coordinator`; here its
+actions become orders to the nodes, and what the nodes report becomes its events.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from paceline.agent.node import Ended, Order
+from paceline.agent.orders import Orders
+from paceline.agent.policy import Budget, describe_code, meaning
+from paceline.errors import RunDirectoryError
+from paceline.launchers.base import JobSpec
+from paceline.launchers.failures import Exit, conclude
+from paceline.membership.channel import Beat, Broken, Joined, Leave, Place, Reform, Waits
+from paceline.membership.coordinator import (
+    Action,
+    AskToReform,
+    Break,
+    Coordinator,
+    Form,
+    Retire,
+    Seat,
+    Start,
+    View,
+)
+from paceline.run_directory import RunDirectory
+
+_WITH_PEERS = "ended with its peers"
+
+
+class Stores(Protocol):
+    """Serves the stores in which members meet."""
+
+    def open_store(self, generation: int, address: str) -> int:
+        """Serve one for this generation; return its port."""
+
+    def close_store(self, generation: int) -> None:
+        """Serve it no longer."""
+
+
+class Roster(Protocol):
+    """What the agents have agreed on."""
+
+    def may_form(self, nodes: frozenset[str]) -> bool:
+        """Whether a view of workers on these nodes may be formed now."""
+
+    def formed(self, nodes: frozenset[str]) -> None:
+        """It is."""
+
+
+class Leader:
+    """Leads the workers of a job.
+
+    Args:
+        spec: the job's.
+        directory: the run's.
+        coordinator: decides; it knows no node yet.
+        roster: when it may form a view.
+        stores: this machine's.
+        address: of this machine, where members on all nodes reach its stores.
+        follows: another agent has led before this one.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        directory: RunDirectory,
+        coordinator: Coordinator,
+        roster: Roster,
+        stores: Stores,
+        address: str,
+        *,
+        follows: bool = False,
+    ) -> None:
+        self._spec, self._directory, self._coordinator, self._roster = spec, directory, coordinator, roster
+        self._nodes: dict[str, Orders] = {}
+        self._stores, self._address = stores, address
+        self._budget = Budget(spec.max_restarts, first=-1 if follows else None)
+        self._first = -1 if follows else coordinator.generation + 1
+        self._exits: list[Exit] = []  # those that decide the job's exit code
+        self._lost: list[Exit] = []  # faults after which nobody was started
+        self._verdict = ""
+        self._asked: int | None = None  # the first signal
+        self._stopping = False
+        self._deadline = math.inf
+        self._lost_at: float | None = None  # when the view was hit, or left, that is being replaced
+        self._why = ""  # what the first member that left the current view said
+        self._joined: set[int] = set()  # those of the current view's members that hold its state
+        self._restarting = -1  # the generation whose members are being killed, to be started again
+        coordinator.hold()
+
+    # Nodes.
+
+    def node_joins(self, name: str, node: Orders, nproc: int, seats: Mapping[int, Seat]) -> None:
+        """A node has come, with the workers that it has."""
+        self._nodes[name] = node
+        self._learn_shards()
+        if self._stopping:
+            node.stop(signal.SIGTERM)
+        self._do(self._coordinator.node_joins(name, nproc, seats))
+
+    def saw(self, generation: int) -> None:
+        """An earlier leader has formed this view."""
+        self._coordinator.saw(generation)
+
+    def node_lost(self, name: str, why: str) -> None:
+        """A node is gone, and all its workers with it."""
+        if name not in self._nodes:
+            return
+        self._lost_at = self._lost_at or time.monotonic()
+        self._record("node lost", node=name, why=why)
+        actions = self._coordinator.node_lost(name)
+        del self._nodes[name]
+        self._do(actions)
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """All that have come."""
+        return frozenset(self._nodes)
+
+    @property
+    def nodes_present(self) -> frozenset[str]:
+        """Those with workers that wait for a view, or are in one."""
+        return self._coordinator.nodes_present
+
+    @property
+    def nodes_acting(self) -> frozenset[str]:
+        """Those with workers that may act in a view."""
+        return self._coordinator.nodes_acting
+
+    def resize(self, nproc: Mapping[str, int]) -> None:
+        """Other numbers of workers are wanted."""
+        self._learn_shards()
+        for name, number in nproc.items():
+            self._do(self._coordinator.resize(name, number))
+
+    def _learn_shards(self) -> None:
+        """So many can compute; before the run is created, whoever begins it checks that they are not more."""
+        with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
+            if self._directory.exists():
+                self._coordinator.most = int(self._directory.read_manifest()["config"]["shards"])
+
+    def settle(self) -> None:
+        """Form the next view, where one is due and the agents have agreed on its nodes."""
+        if self._roster.may_form(self._coordinator.nodes_present):
+            actions = self._coordinator.release()
+            self._coordinator.hold()
+            self._do(actions)
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`expire` is due, by the monotonic clock."""
+        return self._deadline
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker is left."""
+        return not self._coordinator.workers
+
+    def expire(self, now: float) -> None:
+        """Kill who has not ended within the time given."""
+        if now >= self._deadline:
+            self._deadline = math.inf
+            self.kill_all()
+
+    def conclude(self) -> int:
+        """Print one message if the job failed; return its exit code."""
+        return conclude(self._directory, self._exits or self._lost, self._asked, self._verdict)
+
+    # The end, when somebody asks for it.
+
+    def signalled(self, number: int) -> None:
+        """A signal asks the job to stop; a second one, at once."""
+        if self._asked is None:
+            self._asked = number
+            self._stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        else:
+            self.kill_all()
+
+    def cancel(self) -> None:
+        """Have the job stop, within the grace period."""
+        self._asked = self._asked or signal.SIGTERM
+        self._stop_within_grace()
+
+    def kill_all(self) -> None:
+        """Kill all workers; nobody is started any more."""
+        self._stopping = True
+        self._coordinator.hiring = False
+        for node in self._nodes.values():
+            node.kill_all("was told to end")
+
+    def _stop(self, number: int) -> None:
+        """Have all workers finish their step, save, and end; nobody is started any more."""
+        self._stopping = True
+        self._coordinator.hiring = False
+        for node in self._nodes.values():
+            node.stop(number)
+
+    def _stop_within_grace(self) -> None:
+        self._deadline = time.monotonic() + self._spec.grace_s
+        self._stop(signal.SIGTERM)
+
+    # What the nodes report.
+
+    def said(self, worker: int, message: Beat | Waits | Joined) -> None:
+        """A worker sent something."""
+        match message:
+            case Beat(step):
+                self._budget.stands_at(step)
+            case Waits(_, why):
+                self._why = self._why or why
+                self._do(self._coordinator.waits(worker))
+                self.settle()
+            case Joined(generation):
+                self._has_joined(worker, generation)
+
+    def _has_joined(self, worker: int, generation: int) -> None:
+        view = self._coordinator.view
+        if view is None or view.generation != generation:
+            return
+        self._joined.add(worker)
+        if self._joined >= set(view.members) and generation > self._first:
+            self._record("joined", generation=generation, seconds=self._since_loss())
+            self._lost_at = None
+
+    def ended(self, end: Ended) -> None:
+        """A worker's process has ended."""
+        self._judge(end)
+        self.settle()
+
+    def _judge(self, end: Ended) -> None:
+        now = time.time()
+        what = meaning(
+            end.code,
+            end.failure,
+            finished=self._directory.result.is_file(),
+            stopping=self._stopping,
+            progressed=self._budget.progressed,
+        )
+        if end.retired and end.code == 0:
+            self._do(self._coordinator.exited(end.worker))
+            return
+        if what == "done":
+            self._exits.append(Exit(end.slot, max(end.code, 0), now))
+            self._do(self._coordinator.done(end.worker))
+            if not self._coordinator.members():
+                # Only spares are left, and nothing is left for them to do.
+                self.kill_all()
+            return
+        if what == "fault" and not (self._stopping and end.killed):
+            self._fault(end, now)
+        else:
+            self._exits.append(Exit(end.slot, end.code, now, stopped=what != "fatal"))
+            if what == "fatal" and not self._stopping:
+                self._stop_within_grace()
+        self._do(self._coordinator.exited(end.worker))
+
+    def _fault(self, end: Ended, now: float) -> None:
+        if self._restarting == self._coordinator.generation and (
+            end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
+        ):
+            return  # one fault, that all of them share
+        how = end.killed or describe_code(end.code)
+        # A silent member was lost when it was last heard, not when its node lost patience.
+        lost = time.monotonic() - (end.silent_s if end.killed else 0.0)
+        self._lost_at = min(lost, self._lost_at or lost)
+        self._record("fault", slot=end.slot, pid=end.pid, how=how, step=end.step)
+        if not self._coordinator.hiring:
+            self._lost.append(Exit(end.slot, end.code, now))
+        elif not self._budget.spend():
+            self._exits.append(Exit(end.slot, end.code, now))
+            where = f"at step {self._budget.step}" if self._budget.step >= 0 else "before its first step"
+            self._verdict = (
+                f"The run is still {where} after {self._budget.most} replacements, the last of which {how}: "
+                "it would happen again."
+            )
+            self._stop_within_grace()
+
+    # What the coordinator decides.
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(worker, node, slot):
+                    self._nodes[node].start(worker, slot)
+                case Form(view):
+                    self._form(view)
+                case AskToReform(view):
+                    self._tell(view.members, Reform(view.generation))
+                case Break(generation, members):
+                    self._break(generation, members)
+                case Retire(worker):
+                    self._tell((worker,), Leave())
+
+    def _break(self, generation: int, members: tuple[int, ...]) -> None:
+        self._lost_at = self._lost_at or time.monotonic()
+        # Those who wait in the store for one who is gone are freed by its end.
+        self._stores.close_store(generation)
+        if self._spec.recover == "inplace":
+            self._tell(members, Broken(generation))
+            return
+        self._restarting = generation
+        for worker in members:
+            if worker in self._coordinator.workers:
+                self._node_of(worker).kill(worker, _WITH_PEERS)
+
+    def _form(self, view: View) -> None:
+        nodes = [self._coordinator.node(worker) for worker in view.members]
+        self._roster.formed(frozenset(nodes))
+        if view.generation > self._first:
+            self._stores.close_store(view.generation - 1)
+            self._record(
+                "view",
+                generation=view.generation,
+                members=[self._coordinator.slot(worker) for worker in view.members],
+                world_size=len(view.members),
+                nodes=len(set(nodes)),
+                why=self._why,
+                seconds=self._since_loss(),
+            )
+        self._joined.clear()
+        self._why = ""
+        port = self._stores.open_store(view.generation, self._address)
+        there: Counter[str] = Counter(nodes)
+        so_far: Counter[str] = Counter()
+        for rank, (worker, node) in enumerate(zip(view.members, nodes, strict=True)):
+            place = Place(
+                generation=view.generation,
+                rank=rank,
+                world_size=len(view.members),
+                local_rank=so_far[node],
+                local_world_size=there[node],
+                computing=view.computing,
+                address=self._address,
+                port=port,
+            )
+            so_far[node] += 1
+            self._nodes[node].tell(worker, place)
+
+    def _tell(self, workers: Sequence[int], order: Order) -> None:
+        for worker in workers:
+            # One that has ended may be in the view still.
+            if worker in self._coordinator.workers:
+                self._node_of(worker).tell(worker, order)
+
+    def _node_of(self, worker: int) -> Orders:
+        return self._nodes[self._coordinator.node(worker)]
+
+    def _since_loss(self) -> float | None:
+        return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)
+
+    def _record(self, kind: str, **fields: object) -> None:
+        # A full disk is no reason to give up the workers.
+        with suppress(OSError):
+            self._directory.append_event(kind, **fields)

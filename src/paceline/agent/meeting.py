@@ -1,0 +1,188 @@
+"""How the agents of a job find each other: by an address, a shared directory and a secret in it. No torch.
+
+The run's directory is the same one on all machines. The first agent writes ``agents.json`` there, which tells
+where it listens and which leases are this job's, and ``agents.token``, the secret that links need.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from paceline import __version__
+from paceline.agent.listener import Listener
+from paceline.agent.token import create_token, read_token
+from paceline.distributed.environment import parse_endpoint
+from paceline.distributed.sockets import address_towards, interface_address, interface_of, is_ours
+from paceline.errors import ConfigError
+from paceline.launchers.base import JobSpec
+from paceline.membership.lease import LeaseDirectory
+from paceline.run_directory import RunDirectory, write_atomically
+
+_LOOK_EVERY_S = 0.2
+_DISTRIBUTIONS = ("torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What an agent needs to meet the others.
+
+    Attributes:
+        name: this agent's; no other one, before or after it, has the same.
+        founds: whether it is the first.
+        address: of this machine, on the way to the others.
+        interface: the network interface with that address.
+        endpoint: where to call first.
+        token: the job's secret.
+        hello: what others learn of this agent with the handshake.
+    """
+
+    name: str
+    founds: bool
+    address: str
+    interface: str
+    endpoint: tuple[str, int]
+    token: bytes
+    listener: Listener
+    hello: dict[str, Any]
+
+
+def meet(spec: JobSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirectory | None]:
+    """Listen, and find out whom to call.
+
+    Args:
+        spec: the job's.
+        directory: the run's.
+
+    Returns:
+        The meeting, and the leases where this agent founds the job: others learn of them by a hello.
+
+    Raises:
+        ConfigError: an address or the token file cannot work, or the job to join cannot be found.
+        RunDirectoryError: the directory cannot be written.
+    """
+    if spec.rdzv_endpoint is not None:
+        host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+    else:
+        host, port = _recorded_endpoint(directory)
+    if spec.interface is not None:
+        address = interface_address(spec.interface)
+    elif is_ours(host):
+        address = socket.gethostbyname(host)
+    else:
+        address = address_towards(host, port)
+    name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    versions = {**_versions(), "task": spec.task_code}
+    hello: dict[str, Any] = {"name": name, "host": address, "versions": versions}
+    may_found = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
+    token = _token(spec, directory, creates=may_found)
+    listener = None
+    if may_found:
+        try:
+            listener = Listener(address, port, token, hello)
+        except ConfigError as error:
+            taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if spec.node_rank == 0 or not taken:
+                raise
+    founds = listener is not None
+    if listener is None:
+        listener = Listener(address, 0, token, hello)
+    hello["port"] = listener.port
+    lease = None
+    if founds:
+        lease = LeaseDirectory.found(directory.path / "agents")
+        hello["lease"] = lease.key
+        record_agents(directory, [(name, (address, listener.port))])
+    meeting = Meeting(
+        name=name,
+        founds=founds,
+        address=address,
+        interface=interface_of(address),
+        endpoint=(host, port),
+        token=token,
+        listener=listener,
+        hello=hello,
+    )
+    return meeting, lease
+
+
+def record_agents(directory: RunDirectory, agents: list[tuple[str, tuple[str, int]]]) -> None:
+    """Write where the agents listen, the leading one first, for those that join by the directory alone."""
+    content = {"agents": [[name, *address] for name, address in agents]}
+    write_atomically(directory.agents, (json.dumps(content) + "\n").encode())
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """In words, what another agent runs that this one does not."""
+    mine, other = ours.get("versions", {}), theirs.get("versions", {})
+    return [
+        f"{name} is {other.get(name, 'missing')} there and {mine.get(name, 'missing')} here"
+        for name in sorted({*mine, *other})
+        if mine.get(name) != other.get(name)
+    ]
+
+
+def _recorded_endpoint(directory: RunDirectory) -> tuple[str, int]:
+    try:
+        _, host, port = json.loads(directory.agents.read_bytes())["agents"][0]
+        return str(host), int(port)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        raise ConfigError(
+            f"{directory.path} does not say where its agents are: either the run was started on one machine "
+            "alone, or this is not the directory that its machines share. "
+            "Start a run that others can join with --nodes MIN:MAX and --rdzv-endpoint HOST:PORT."
+        ) from None
+
+
+def _token(spec: JobSpec, directory: RunDirectory, creates: bool) -> bytes:
+    path = spec.token_file or directory.path / "agents.token"
+    if creates and spec.token_file is None and not path.exists():
+        with suppress(ConfigError):  # another agent on this machine was faster
+            return create_token(path)
+    deadline = time.monotonic() + spec.init_timeout_s
+    while True:
+        try:
+            return read_token(path)
+        except ConfigError:
+            # The first agent may not have written it yet, and a shared file system may be late.
+            if spec.token_file is not None or time.monotonic() > deadline or _is_wrong(path):
+                raise
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _is_wrong(path: Path) -> bool:
+    """Whether a token file is there and whole, so that waiting does not mend it."""
+    try:
+        return path.stat().st_size > 2 * 32
+    except OSError:
+        return False
+
+
+def _versions() -> dict[str, str]:
+    found = {"paceline": __version__, "python": ".".join(python_version().split(".")[:2])}
+    for distribution in _DISTRIBUTIONS:
+        try:
+            found[distribution] = version(distribution)
+        except PackageNotFoundError:
+            found[distribution] = "missing"
+    return found
+
+
+def shared(leases: LeaseDirectory, timeout_s: float = 10.0) -> bool:
+    """Whether this machine sees the directory of the job's first agent; it may show late."""
+    deadline = time.monotonic() + timeout_s
+    while not leases.is_shared():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
