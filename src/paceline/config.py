@@ -58,7 +58,7 @@ class RunConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "Where the model lives.", group="Processes")
 
-    recover: Literal["none", "inplace"] = _option(
+    recover: Literal["auto", "none", "inplace", "restart"] = _option(
         "none",
         "When a process dies. none: the job ends, and is resumed by hand; inplace: the others go on and it "
         "is replaced (--on spawn, one machine, CPU).",

@@ -194,11 +194,18 @@ class _Holder:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._popen = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
         )
         assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
         try:
-            assert self._popen.stdout.readline() == "ready\n", f"{argv} did not start: see stderr"
+            if self._popen.stdout.readline() != "ready\n":
+                raise RuntimeError(f"{argv} did not start: {self._popen.stderr.read()}")
             # unshare --fork waits for the first process of the new namespaces.
             below = psutil.Process(self._popen.pid).children(recursive=True)
             self.pid = below[-1].pid if below else self._popen.pid
@@ -219,10 +226,10 @@ class _Holder:
     def _close(self, pid: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        for pipe in (self._popen.stdin, self._popen.stdout):
+        self._popen.wait(30)
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             assert pipe is not None
             pipe.close()
-        self._popen.wait(30)
 
 
 def why_not() -> str | None:

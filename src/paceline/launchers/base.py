@@ -38,8 +38,9 @@ class JobSpec:
         grace_s: how long the others may take to end after one rank failed.
         master_port: port of rank 0's store on one machine; default: a free one.
         python: the interpreter.
-        recover: "inplace": workers that die are replaced, and the others go on.
-        max_restarts: replacements without progress after which the job ends.
+        recover: "inplace": workers that die are replaced, and the others go on; "restart": all are
+            started again, from the newest checkpoint.
+        max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
     """
 
     command: tuple[str, ...]
@@ -54,7 +55,7 @@ class JobSpec:
     grace_s: float = 10.0
     master_port: int | None = None
     python: str = sys.executable
-    recover: Literal["inplace", "none"] = "none"
+    recover: Literal["inplace", "restart", "none"] = "none"
     max_restarts: int = 8
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ def prepare(job: Job) -> tuple[str, Rendered, Job, RunDirectory]:
         rdzv_id=config.rdzv_id,
         threads=config.threads,
         directory=directory,
-        recover="inplace" if inplace else "none",
+        recover="inplace" if inplace else "restart" if config.recover == "restart" else "none",
         max_restarts=config.max_restarts,
     )
     return name, get_launcher(name).render(spec), job, directory
@@ -65,10 +65,10 @@ def launch(job: Job) -> tuple[int, RunDirectory]:
     """
     name, rendered, job, directory = prepare(job)
     config = job.config
-    # By hand on several machines, machine 0 may be at work in the shared directory already.
-    if not config.node_rank and directory.is_running():
-        raise directory.in_use()
-    if not config.node_rank:
+    # On several machines, others may be at work in the shared directory already; rank 0 looks then.
+    if config.nodes == 1 or config.node_rank == 0:
+        if directory.is_running():
+            raise directory.in_use()
         directory.check_resume(config.resume)
     directory.create()
     try:
