@@ -68,9 +68,10 @@ clean: ## Remove .venv and everything that the tools made; runs/ is kept
 install: $(VENV)/.paceline ## Install Paceline into .venv
 install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
 
-# Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without.
+# Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without; for
+# tests on several machines, ip and tc.
 test-packages:
-	@scripts/apt-install dataset-fashion-mnist g++ $$($(BIN)/python scripts/python_headers.py)
+	@scripts/apt-install dataset-fashion-mnist g++ iproute2 $$($(BIN)/python scripts/python_headers.py)
 
 $(VENV)/.created:
 	@python=$$(scripts/find-python $(PYTHON)) && echo "creating $(VENV) with $$python" && \

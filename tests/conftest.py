@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.lab.machines import Lab, Machines, Node, why_not
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
 # inherit that: Ctrl-C could not be tried.
@@ -102,6 +103,27 @@ def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proce
         yield processes
     finally:
         processes.end_all()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    """Start machines that end with the test; see :mod:`tests.lab.machines`."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    labs: list[Lab] = []
+
+    def start(count: int) -> list[Node]:
+        directory = tmp_path / f"lab{len(labs)}"
+        directory.mkdir()
+        labs.append(Lab(directory, count))
+        return labs[-1].nodes
+
+    try:
+        yield start
+    finally:
+        for lab in labs:
+            lab.end()
 
 
 @pytest.fixture

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import logging
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.task import Task
 
 _SETTLE_S = 1.0
+_runs = itertools.count()
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -189,6 +192,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     Raises:
         PacelineError: as :func:`paceline.training.session.train` says.
     """
+    from paceline.distributed.rendezvous import settled
     from paceline.distributed.world import open_world
     from paceline.monitoring.rank_log import capture_rank_output
     from paceline.task import TaskReference
@@ -197,12 +201,18 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     from paceline.training.session import train
 
     config = job.config
+    init_timeout_s = parse_duration_s(config.init_timeout, "init_timeout")
+    kept = partial(settled, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
+    # A script may train several runs, and after a restart trains them again in the same order.
+    key = f"paceline/run/{next(_runs)}"
     if task is None and job.fields is not None:
         task = TaskReference(config.task, job.fields).load()
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         mine = RunDirectory(Path(config.run or default_run_path(config.task)))
         if environment.rank == 0:
+            if config.run is None:
+                mine = RunDirectory(Path(kept(key, lambda: str(mine.path))))
             mine.create()
             stack.enter_context(mine.locked())
         # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
@@ -213,11 +223,19 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
                     device=config.device,
                     backend=config.backend,
                     interface=config.interface,
-                    init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+                    init_timeout_s=init_timeout_s,
                     comm_debug=config.comm_debug,
                     generation=_next_generation(mine) if environment.rank == 0 else 0,
                 )
             )
+        if environment.rank == 0 and config.resume != "auto":
+
+            def checked() -> str:
+                mine.check_resume(config.resume)
+                return config.resume
+
+            # Once a job: torchrun's restarts find the run that the job itself began.
+            kept(f"{key}/resume", checked)
         # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
         directory = RunDirectory(Path(world.broadcast_json(str(mine.path))))
         directory.create()

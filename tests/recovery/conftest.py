@@ -18,8 +18,10 @@ from paceline.run_directory import RunDirectory
 TASK = """
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +32,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-# "ACTION STEP RANK": what befalls this rank in its first step of at least that number, once.
-ACTION, STEP, RANK = os.environ.get("FAULT", "none 0 0").split()
+# "ACTION STEP RANK; ...": what befalls this rank, once, in the first step of at least that number since its
+# process began; then the next.
+FAULTS = [fault.split() for fault in os.environ.get("FAULT", "none 0 0").split(";")]
 calls = 0
 
 
@@ -62,18 +65,24 @@ def hurt():
     global calls
     calls += 1
     shards = 4 // int(os.environ.get("WORLD_SIZE", "1"))
-    if ACTION == "none" or os.environ.get("RANK", "0") != RANK or calls <= int(STEP) * shards:
-        return
     happened = Path("happened")
-    if ACTION == "slow":
-        happened.touch()
+    done = len(happened.read_text()) if happened.exists() else 0
+    action, step, rank = FAULTS[done] if done < len(FAULTS) else ("none", 0, 0)
+    if action == "none" or os.environ.get("RANK", "0") != rank or calls <= int(step) * shards:
+        return
+    with happened.open("a") as file:
+        file.write("" if action == "slow" else "x")
+    if action == "slow":
         time.sleep(0.1)
-    elif not happened.exists():
-        happened.touch()
-        if ACTION == "hang":
-            time.sleep(600)
-        os.kill(os.getppid() if ACTION == "kill-parent" else os.getpid(), signal.Signals[ACTION.upper()]
-                if ACTION != "kill-parent" else signal.SIGKILL)
+        return
+    if action == "hang":
+        time.sleep(600)
+    os.kill(os.getppid() if action == "kill-parent" else os.getpid(), signal.Signals[action.upper()]
+            if action != "kill-parent" else signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    paceline.fit(Small(), **json.loads(sys.argv[1]))
 """
 OPTIONS = ("--max-steps", "30", "--seed", "5", "--threads", "1", "--checkpoint-every", "4steps")
 
@@ -103,7 +112,7 @@ class Small:
         return self.start("train", "small.py:Small", *OPTIONS, "--run", "run", *arguments, fault=fault)
 
     def finish(self, popen: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-        done: subprocess.CompletedProcess[str] = self.processes.finish(popen, timeout_s=90)
+        done: subprocess.CompletedProcess[str] = self.processes.finish(popen, timeout_s=180)
         return done
 
     def wait_for_the_fault(self, popen: subprocess.Popen[str]) -> None:
@@ -120,8 +129,8 @@ class Small:
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
-    def audit(self) -> AuditReport:
-        return audit(self.run)
+    def audit(self, run: RunDirectory | None = None) -> AuditReport:
+        return audit(run or self.run)
 
     def step(self) -> int:
         """The last step that an event names."""

@@ -71,12 +71,13 @@ _LIBRARIES = (
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Describe the error that ended a rank."""
+    """Describe the error that ended a rank, with the notes that were added to it (PEP 678)."""
+    notes = "; ".join(getattr(error, "__notes__", ()))
     return Failure(
         rank=rank,
         time=time.time(),
         type=type(error).__name__,
-        message=str(error),
+        message=f"{str(error).rstrip('.')} ({notes})" if notes else str(error),
         traceback="".join(traceback.format_exception(error)),
         victim=isinstance(error, PeerLostError),
         user_error=isinstance(error, UserError),

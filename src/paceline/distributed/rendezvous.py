@@ -14,9 +14,9 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from paceline.distributed.environment import Environment, is_loopback
+from paceline.distributed.environment import Environment, is_loopback, parse_endpoint
 from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, interface_address
 from paceline.errors import ConfigError, PeerLostError
 from paceline.run_directory import write_atomically
@@ -243,6 +243,43 @@ def _found_store(environment: Environment, deadline: float, timeout_s: float) ->
             except (OSError, DistError):
                 continue
         _pause(environment, deadline, timeout_s)
+
+
+def settled(
+    environment: Environment,
+    key: str,
+    decide: Callable[[], str],
+    *,
+    rdzv_endpoint: str | None,
+    timeout_s: float,
+) -> str:
+    """What the first start of a job decided, also after torchrun has restarted the workers.
+
+    An agent of torchrun keeps its store as long as the job lasts, over all restarts; under other
+    launchers nothing is kept, nor needs to be. One rank asks. What ``decide`` raises is not kept.
+
+    Args:
+        environment: who we are.
+        key: names the decision.
+        decide: decides, where the job has not done so yet.
+        rdzv_endpoint: HOST:PORT, where torchrun's agents meet on several machines.
+        timeout_s: how long to wait for the store.
+
+    Raises:
+        PeerLostError: the store does not answer.
+    """
+    if environment.source != "torchrun":
+        return decide()
+    if not environment.uses_agent_store:
+        if rdzv_endpoint is None:
+            return decide()
+        host, port = parse_endpoint(rdzv_endpoint, "--rdzv-endpoint")
+        environment = replace(environment, master_addr=host, master_port=port, uses_agent_store=True)
+    store = _found_store(environment, time.monotonic() + timeout_s, timeout_s)
+    if not store.check([key]):
+        store.set(key, decide())
+    value: bytes = store.get(key)
+    return value.decode()
 
 
 def _candidates(environment: Environment) -> list[tuple[str, int, str]]:

@@ -42,7 +42,7 @@ class JobSpec:
         python: the interpreter.
         recover: what happens when a worker dies: "inplace": it is replaced, and the others go on; "restart":
             all are started again; "none": the job ends.
-        max_restarts: replacements without progress after which the job ends.
+        max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
         least_nodes: with fewer machines a job that recovers waits for others; default: it goes on with one.
         most_nodes: how many machines may join; default: ``nodes``.
         spares: processes, over all machines, that hold the state and compute only once others are lost.

@@ -140,6 +140,8 @@ def _recovery(config: RunConfig, name: str, directory: RunDirectory) -> Recovery
         )
         if there
     ]
+    if name == "torchrun" and config.recover == "restart":
+        return "restart"
     if config.recover == "auto":
         return "none" if name != "spawn" else "restart" if survivors else "inplace"
     if name != "spawn":

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,14 @@ class SupervisedJob:
     """
 
     def __init__(
-        self, rendered: Rendered, *, rank_0_fds: tuple[int, ...] = (), death_signal: int = signal.SIGKILL
+        self,
+        rendered: Rendered,
+        *,
+        rank_0_fds: tuple[int, ...] = (),
+        death_signal: int = signal.SIGKILL,
+        verdict: Callable[[], str] | None = None,
     ) -> None:
+        self._verdict = verdict
         self._directory = rendered.spec.directory
         self._grace_s = rendered.spec.grace_s
         self._death_signal = death_signal
@@ -174,4 +181,6 @@ class SupervisedJob:
 
     def _conclude(self) -> int:
         exits = [under for end in self._exits for under in expand(end, self._directory)]
-        return conclude(self._directory, exits, self._signal)
+        failed = any(end.code for end in exits)
+        verdict = self._verdict() if self._verdict is not None and failed else ""
+        return conclude(self._directory, exits, self._signal, verdict)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import time
+from functools import partial
 
+from paceline.distributed.process import read_failure
 from paceline.launchers.base import JobSpec, Launcher, Rendered, RenderedProcess
 from paceline.launchers.supervision import SupervisedJob
+from paceline.run_directory import RunDirectory
 
 
 class TorchrunLauncher(Launcher):
@@ -27,14 +32,43 @@ class TorchrunLauncher(Launcher):
                 f"--rdzv-id={spec.rdzv_id}",
                 *([] if spec.node_rank is None else [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]),
             ]
-        agent = [spec.python, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={spec.nproc}"]
+        restarts = [f"--max-restarts={spec.max_restarts}"] if spec.recover == "restart" else []
+        # A store that agents share with their workers is made once: its address is not told to an agent that
+        # comes later, in place of a dead one, and it would wait for ever (torch 2.13).
+        several = spec.recover == "restart" and spec.nodes > 1
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if several else {}
         process = RenderedProcess(
             title=f"torchrun, {spec.nproc} processes",
-            argv=(*agent, *spec.command),
-            env={**spec.thread_variables(), **spec.env},
+            argv=(
+                *(spec.python, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={spec.nproc}"),
+                *(*restarts, *spec.command),
+            ),
+            env={**spec.thread_variables(), **own_store, **spec.env},
         )
         return Rendered(spec=spec, processes=(process,))
 
     def submit(self, rendered: Rendered) -> SupervisedJob:
         """Start the agent. If this launcher dies, SIGTERM lets the agent end its workers."""
-        return SupervisedJob(rendered, death_signal=signal.SIGTERM)
+        directory = rendered.spec.directory
+        verdict = None if directory is None else partial(_verdict, directory, time.time())
+        return SupervisedJob(rendered, death_signal=signal.SIGTERM, verdict=verdict)
+
+
+def _verdict(directory: RunDirectory, began: float) -> str:
+    """Where the workers stood when the last of torchrun's restarts failed; "" where there was none."""
+    events = directory.read_events()
+    starts = [event["step"] for event in events if event["event"] == "started" and event["time"] >= began]
+    if len(starts) < 2:
+        return ""
+    step = starts[-1]
+    same = len(list(itertools.takewhile(lambda start: start == step, reversed(starts))))
+    lines = []
+    if same > 1:
+        lines.append(
+            f"torchrun started the workers {len(starts)} times; the last {same} times they went on after "
+            f"step {step}, and none came to the next checkpoint."
+        )
+    failures = [read_failure(path) for path in sorted(directory.logs.glob("rank-*.error.json"))]
+    victims = [failure for failure in failures if failure is not None and failure.victim]
+    lines += [f"rank {failure.rank}: {failure.message}" for failure in victims[:1]]
+    return "\n  ".join(lines)

@@ -18,7 +18,7 @@ from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.manifest import CheckpointInfo, differences, require_same_run
 from paceline.checkpoint.storage import holds_version, newest_verified
 from paceline.distributed.world import World
-from paceline.errors import CheckpointError, PeerLostError, StopRequested
+from paceline.errors import CheckpointError, PacelineError, PeerLostError, StopRequested
 from paceline.membership.channel import Place
 from paceline.membership.handover import agree, hand_over
 from paceline.membership.join import open_view
@@ -53,7 +53,6 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     started = time.perf_counter()
     found: dict[str, Any] | None = None
     if world.rank == 0:
-        directory.check_resume(request.config.resume)
         found = preparation.recorded(directory)
     found = world.broadcast_json(found)
     assert found is not None
@@ -72,7 +71,13 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
         processes=world.local_world_size,
     )
     with Trainer(run) as trainer:
-        result = _Session(trainer, notes, started).take_part(world)
+        try:
+            result = _Session(trainer, notes, started).take_part(world)
+        except Exception as error:
+            # Paceline's own errors say it where it matters.
+            if trainer.valid and (isinstance(error, PeerLostError) or not isinstance(error, PacelineError)):
+                error.add_note(f"in step {trainer.state.progress.step + 1}")
+            raise
     assert result is not None, "the ranks of a world that stays do not leave it"
     world.barrier()
     return result
