@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -127,7 +128,7 @@ class RunDirectory:
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
+            probe = self.path / f".probe-{secrets.token_hex(4)}"
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
@@ -256,7 +257,8 @@ class RunDirectory:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Not by process number: machines that share a directory do not share those.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()

@@ -78,7 +78,7 @@ class Cluster:
         self._code: int | None = None
         self._acting = False
         self._pending: deque[Action] = deque()
-        self._followed = False
+        self._following: Term | None = None  # whose orders are obeyed
         self._leadership = Leadership.outside(self._name, ties=True)
 
     def begin(self, mesh: Mesh | None, lease: LeaseDirectory | None) -> None:
@@ -230,8 +230,8 @@ class Cluster:
         if kind in KINDS:
             self._act(self._leadership.heard(peer, decode(message)))
         elif kind == "order":
-            if peer == self._leadership.leader:
-                orders.obey(message, self._leadership.promised, self._node)
+            if self._following is not None and peer == self._following.node:
+                orders.obey(message, self._following, self._node)
         elif kind in ("said", "ended"):
             if self._leader is not None and peer in self._leader.nodes:
                 orders.report(message, self._leader)
@@ -286,7 +286,10 @@ class Cluster:
         if address is not None and peer not in dict(self._book):
             self._book.append((peer, address))
             self._share_book()
-        self._leader.node_joins(peer, RemoteNode(self._sender(peer), self._leadership.promised), nproc, seats)
+        if peer not in self._leader.nodes:
+            # Told again, it may be older than what was ordered since.
+            remote = RemoteNode(self._sender(peer), self._leadership.promised)
+            self._leader.node_joins(peer, remote, nproc, seats)
         self._settle()
 
     # What the agents agree on.
@@ -340,7 +343,8 @@ class Cluster:
                 self._leader = None
             case Fence(term):
                 self._fence(term)
-            case Follow(_, leader, roster):
+            case Follow(term, leader, roster):
+                self._following = term
                 self._follow(leader, roster)
             case Pause(reason):
                 self._pause(reason)
@@ -394,7 +398,7 @@ class Cluster:
 
     def _fence(self, term: Term) -> None:
         """Have our workers leave what view they are in; its node waits to hear of it."""
-        self._fenced = term
+        self._fenced, self._following = term, None
         for worker, (generation, seat) in self._node.seats.items():
             if seat.status == "member":
                 self._node.tell(worker, Broken(generation))
