@@ -8,8 +8,8 @@ do is the leader's :class:`~paceline.membership.coordinator.Coordinator`'s affai
 - *Claim.* Who has lost the leader and is the first in the list that it can reach claims a term of its own;
   a quorum must promise to follow no lower one. What they have accepted and may be committed, the claimant
   has accepted again in its own term, before it leads.
-- *Stay.* A node that can reach its leader promises nothing to others; a leader that cannot reach a quorum
-  resigns.
+- *Stay.* A node that can reach its leader promises nothing to others before it loses it; a leader that
+  cannot reach a quorum resigns.
 - *Change.* The leader takes lost nodes out and admitted ones in, by one committed roster after the other.
 - *Views.* A view acts as long as all its nodes act in it, so it is dead for ever once one of them has left.
   Nodes leave when they promise a higher term. A view is formed only where every quorum of the roster meets
@@ -38,6 +38,8 @@ class Leadership(Proposer):
 
     Every event returns the actions to carry out, in order, before the next event.
     """
+
+    _held: Claim | None = None  # not answered yet, as there is a leader
 
     @classmethod
     def found(cls, node: str, *, ties: bool) -> tuple[Leadership, list[Action]]:
@@ -73,6 +75,8 @@ class Leadership(Proposer):
     def lost(self, peer: str) -> list[Action]:
         """The link with this peer has ended, or was ended because nothing came over it for too long."""
         self.reachable -= {peer}
+        if self._held and self._held.term.node == peer:
+            self._held = None
         if self.role == "leading":
             self._admitted = tuple(node for node in self._admitted if node != peer)
             self._review()
@@ -202,17 +206,23 @@ class Leadership(Proposer):
     # Messages.
 
     def _on_claim(self, peer: str, claim: Claim) -> None:
-        leader = self.leader if self.leader in self._here else None
-        if (
-            peer not in self._roster.nodes
-            or self.role == "out"
-            or leader not in (None, peer)
-            or claim.term <= self.promised
-        ):
+        if peer not in self._roster.nodes or self.role == "out" or claim.term <= self.promised:
             self._refuse(peer, claim.term)
-            return
-        self._obey(claim.term)
-        self._send((peer,), Promise(claim.term, self._roster, self.accepted))
+        elif self.leader not in (None, peer):
+            self._held = claim
+        else:
+            self._obey(claim.term)
+            self._send((peer,), Promise(claim.term, self._roster, self.accepted))
+
+    def _leaderless(self) -> None:
+        """The leader is lost: promise whoever has claimed already, or see who is to claim."""
+        self.leader = None
+        self.role = "waiting"
+        held, self._held = self._held, None
+        if held and held.term > self.promised and held.term.node in self._here:
+            self._on_claim(held.term.node, held)
+        else:
+            self._seek()
 
     def _on_refuse(self, peer: str, refusal: Refuse) -> None:
         self._highest = max(self._highest, refusal.promised.number)
@@ -224,7 +234,7 @@ class Leadership(Proposer):
         elif self.role == "leading" and refusal.promised > self.promised:
             # A node of the roster that will not follow this term: only a higher one unites them.
             self._step_down()
-            self._seek()
+            self._leaderless()
 
     def _on_propose(self, peer: str, proposal: Propose) -> None:
         if (

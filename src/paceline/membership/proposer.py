@@ -31,11 +31,6 @@ class Proposer(Acceptor):
 
     # Without a leader.
 
-    def _leaderless(self) -> None:
-        self.leader = None
-        self.role = "waiting"
-        self._seek()
-
     def _seek(self) -> None:
         """Claim where no earlier node can be reached that will."""
         here = self._here

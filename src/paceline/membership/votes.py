@@ -16,7 +16,7 @@ from paceline.membership.roster import Roster, Term, Vote
 
 @dataclass(frozen=True)
 class Claim:
-    """The sender asks to lead in this term."""
+    """The sender asks to lead in this term; there is no answer from who has a leader that it can reach."""
 
     kind: ClassVar[str] = "claim"
     term: Term
