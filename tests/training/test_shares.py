@@ -21,7 +21,8 @@ from paceline.run_directory import RunDirectory
 from paceline.training.balance import SPEED_WIDTH, ShareBalance, Stopwatch
 from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
 
-JOBS = EXACT | {"1-workers": WORKERS["1-workers"]}
+NAMES = ("everything", "two-optimizers", "fp16", "metrics", "iterable", "uneven-stream")
+JOBS = {name: EXACT[name] for name in NAMES} | {"1-workers": WORKERS["1-workers"]}
 RESUMED = {"task": "Uneven", "options": {"log_every": 1, "epochs": 3}}
 FAST = {"task": "TwoOptimizers", "options": {"reduction": "fast"}, "fields": {"num_val": 21}}
 
@@ -87,11 +88,11 @@ def test_fast_agrees_within_rounding(alone: Any, moving: Any) -> None:
 
 def test_moves_are_events(moving: Any) -> None:
     moving.results()
-    lines = (moving.run("blocks") / "events.jsonl").read_text().splitlines()
+    lines = (moving.run("two-optimizers") / "events.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "shares"]
     assert len(events) > 3
     for event, following in itertools.pairwise(events):
-        assert sum(event["shares"]) == 4
+        assert sum(event["shares"]) == moving["two-optimizers"]["shards"]
         assert event["shares"][2] == 0
         assert following["before"] == event["shares"]
 
