@@ -24,12 +24,13 @@ from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
 NAMES = ("everything", "two-optimizers", "fp16", "metrics", "iterable", "uneven-stream")
 JOBS = {name: EXACT[name] for name in NAMES} | {"1-workers": WORKERS["1-workers"]}
 RESUMED = {"task": "Uneven", "options": {"log_every": 1, "epochs": 3}}
+LAGGING = {"task": "Lagging", "options": {"max_steps": 8 * (WINDOWS + 4), "log_every": 1}}
 FAST = {"task": "TwoOptimizers", "options": {"reduction": "fast"}, "fields": {"num_val": 21}}
 
 
 @pytest.fixture(scope="module")
 def alone(start_trainings: Any) -> Any:
-    return start_trainings(JOBS | {"resumed": RESUMED, "fast": FAST})
+    return start_trainings(JOBS | {"resumed": RESUMED, "fast": FAST, "lagging": LAGGING})
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +89,23 @@ def test_fast_agrees_within_rounding(alone: Any, moving: Any) -> None:
 
 def test_moves_are_events(moving: Any) -> None:
     moving.results()
-    lines = (moving.run("two-optimizers") / "events.jsonl").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event["event"] == "shares"]
-    assert len(events) > 3
-    for event, following in itertools.pairwise(events):
+    moves = [e for e in events(moving.run("two-optimizers")) if e["event"] == "shares"]
+    assert len(moves) > 3
+    for event, following in itertools.pairwise(moves):
         assert sum(event["shares"]) == moving["two-optimizers"]["shards"]
         assert event["shares"][2] == 0
         assert following["before"] == event["shares"]
+
+
+def test_a_slow_rank_is_given_less_and_the_bits_stay(alone: Any, start_trainings: Any) -> None:
+    equal = {**LAGGING, "options": {**LAGGING["options"], "balance": "equal", "max_steps": 2}}
+    trainings = start_trainings({"lagging": LAGGING, "equal": equal}, ranks=2)
+    assert trainings["lagging"]["model_sha256"] == alone["lagging"]["model_sha256"]
+    [event] = [e for e in events(trainings.run("lagging")) if e["event"] == "shares"]
+    assert (event["before"], event["shares"]) == ([2, 2], [3, 1])
+    assert event["ms_per_shard"][1] > 40
+    assert steps_of(trainings.run("lagging"))[-1].ranks == (0, 3)
+    assert {entry.ranks for entry in steps_of(trainings.run("equal"))} == {2}
 
 
 def world_of(size: int, rank: int = 0, computing: int | None = None) -> World:
