@@ -94,6 +94,12 @@ class RunConfig:
         "torch: DistributedDataParallel.",
         group="Parallelism",
     )
+    balance: Literal["auto", "equal"] = _option(
+        "auto",
+        "How processes share the shards. auto: by measured speed, where one is clearly slower (reduction "
+        "exact or fast); equal: all the same.",
+        group="Parallelism",
+    )
     shards: int | Literal["auto"] | None = _option(
         None, "Logical shards of a global batch, fixed for the run.", group="Parallelism"
     )

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,14 +28,22 @@ _ROUND_TIMEOUT_S = 1800.0
 _GRACE_S = 5.0
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 15
+_TURN_S = 0.004
 
 
 @dataclass(frozen=True)
 class Command:
-    """One process of a round."""
+    """One process of a round.
+
+    Attributes:
+        argv: the command line.
+        variables: added to its environment.
+        half_speed: let it run half of the time only, in turns of some milliseconds (SIGSTOP, SIGCONT).
+    """
 
     argv: Sequence[str]
     variables: dict[str, str] = field(default_factory=dict)
+    half_speed: bool = False
 
 
 def read_report(directory: Path) -> Sample:
@@ -105,6 +113,7 @@ def _measure(contender: Contender) -> Sample:
 
 def _run_to_the_end(contender: Contender, directory: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
+    throttles = ExitStack()
     try:
         for index, command in enumerate(contender.commands(directory)):
             with (directory / f"process-{index}.log").open("wb") as log:
@@ -118,9 +127,32 @@ def _run_to_the_end(contender: Contender, directory: Path) -> None:
                     process_group=0,
                 )
             processes.append(process)
+            if command.half_speed:
+                throttles.enter_context(_half_speed(process))
         _wait(contender, processes, directory)
     finally:
+        throttles.close()  # a stopped process could not be ended politely
         _end(processes)
+
+
+@contextmanager
+def _half_speed(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Stop and continue a process in turns. A turn is short against a shard, so it seems to run slowly."""
+    done = threading.Event()
+
+    def take_turns() -> None:
+        while not done.wait(_TURN_S):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(_TURN_S)
+            process.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=take_turns, name="paceline-bench-throttle", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _wait(contender: Contender, processes: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:

@@ -106,6 +106,25 @@ def shards(
     return show(result, json=json, markdown=markdown)
 
 
+@app.command
+def shares(
+    *,
+    rounds: Rounds = 3,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 200,
+    warmup: Annotated[int, Parameter(help="Steps before those, in which speeds are measured.")] = 200,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Two ranks share 12 shards of the ConvNet, one at half speed: --balance auto against equal.
+
+    The slow rank is stopped for 4 of every 8 milliseconds (SIGSTOP, SIGCONT).
+    """
+    from paceline.bench.suites import bench_shares
+
+    result = bench_shares(rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
 def _workloads(name: str) -> list[Workload]:
     from paceline.bench.workload import WORKLOADS
 

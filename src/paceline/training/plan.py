@@ -20,6 +20,7 @@ CHANGEABLE = frozenset(
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
         *("recover", "max_restarts"),
         *("checkpoint_every", "keep", "log_every", "profile", "set", "task", "accumulate"),
+        "balance",
     }
 )
 """Options that may differ when a run is continued: they decide no bit of the model."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ from paceline.checkpoint.storage import holds_version
 from paceline.config import Interval, parse_interval
 from paceline.data.ledger import LedgerEntry, LedgerWriter, recorded_until
 from paceline.distributed.reducer import StepSums
+from paceline.distributed.tree import equal_shares
 from paceline.distributed.world import World
 from paceline.training.pins import current_pins
 from paceline.training.run import Run
@@ -91,8 +94,10 @@ class Saver:
         """Seconds for which saving held the training up so far."""
         return 0.0 if self._checkpointer is None else self._checkpointer.stall_s
 
-    def record_step(self, progress: Progress, epoch: int, step_in_epoch: int, sums: StepSums) -> None:
-        """Enter a committed step into the ledger."""
+    def record_step(
+        self, progress: Progress, epoch: int, step_in_epoch: int, sums: StepSums, shares: Sequence[int]
+    ) -> None:
+        """Enter a committed step into the ledger; ``shares`` are each rank's shards."""
         order = self._run.data.order
         # A stream's positions are counted from the start of the run.
         start, stop = (
@@ -101,7 +106,7 @@ class Saver:
             else order.batch_range(step_in_epoch)
         )
         entry = LedgerEntry(
-            progress.version, epoch, step_in_epoch, start, stop, self._world.world_size, sums.checksum
+            progress.version, epoch, step_in_epoch, start, stop, _ranks(tuple(shares)), sums.checksum
         )
         self._recent.append(entry)
         if self._ledger is not None:
@@ -168,3 +173,11 @@ class Saver:
             pins=self._pins,
             best_version=progress.best_version,
         )
+
+
+@functools.lru_cache(maxsize=1)
+def _ranks(shares: tuple[int, ...]) -> int | tuple[int, ...]:
+    """How the ledger writes the shares: the number of ranks, or each one's first shard."""
+    if shares == equal_shares(sum(shares), len(shares)):
+        return len(shares)
+    return (0, *itertools.accumulate(shares[:-1]))

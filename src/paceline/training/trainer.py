@@ -13,6 +13,7 @@ from paceline.config import Interval, parse_interval
 from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
+from paceline.distributed.shares import Speed
 from paceline.distributed.world import World
 from paceline.errors import NonFiniteLossError, PeerLostError, StopRequested, TaskError
 from paceline.membership.member import Member
@@ -21,6 +22,7 @@ from paceline.monitoring.phases import PHASES
 from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
 from paceline.training import control
+from paceline.training.balance import ShareBalance
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
@@ -61,6 +63,7 @@ class Trainer:
     """
 
     world: World
+    balance: ShareBalance
     strategy: Strategy
     monitor: Monitor
     saver: Saver
@@ -72,6 +75,7 @@ class Trainer:
         self._resources = ExitStack()
         self._of_world = ExitStack()
         self._earlier_phases = dict.fromkeys(PHASES, 0.0)
+        self._speed: Speed | None = None
         self.samples = 0
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
         self.state = self._new_state()
@@ -151,22 +155,22 @@ class Trainer:
         """
         run, progress, stack = self.run, self.state.progress, self._of_world
         self.world = world
-        options = StrategyOptions(
-            num_shards=run.num_shards,
-            kind="exact" if run.config.reduction == "exact" else "fast",
-            row_length=control.ROW_LENGTH,
-            timeout_s=_STEP_TIMEOUT_S,
-            compile=run.config.compile,
-            static_graph=run.task.static_graph,
+        self.balance = ShareBalance(
+            world,
+            run.num_shards,
+            by_speed=run.config.balance == "auto" and run.config.reduction != "torch",
+            speed=self._speed,
+            directory=run.directory,
         )
-        self.strategy = build_strategy(self.state.module, world, run.config, options)
-        stack.callback(self.strategy.close)
-        stack.callback(self.strategy.abandon)
+        self._build_strategy()
+        stack.callback(lambda: self.strategy.close())
+        stack.callback(lambda: self.strategy.abandon())
         self.monitor = stack.enter_context(
             Monitor(
                 run.directory,
                 rank=world.rank,
                 world_size=world.world_size,
+                computing=world.num_computing,
                 total_steps=run.data.total_steps,
                 steps_per_epoch=run.data.steps_per_epoch,
                 first_step=progress.step,
@@ -190,7 +194,20 @@ class Trainer:
             )
         self.strategy.module.train()
         self.monitor.timer.mark("other")
+        self.balance.watch(self.monitor.timer, run.device, progress.step)
+        stack.callback(self._keep_speed)
         self._beat()
+
+    def _build_strategy(self) -> None:
+        options = StrategyOptions(
+            shares=self.balance.shares,
+            kind="exact" if self.run.config.reduction == "exact" else "fast",
+            row_length=control.ROW_LENGTH,
+            timeout_s=_STEP_TIMEOUT_S,
+            compile=self.run.config.compile,
+            static_graph=self.run.task.static_graph,
+        )
+        self.strategy = build_strategy(self.state.module, self.world, self.run.config, options)
 
     def detach(self) -> None:
         """Leave the world, as far as it was attached: the state is what it was after the last whole step.
@@ -208,6 +225,9 @@ class Trainer:
 
     def _keep_phases(self) -> None:
         self._earlier_phases = self.phases()
+
+    def _keep_speed(self) -> None:
+        self._speed = self.balance.speed
 
     def fit(self) -> bool:
         """Train to the end, and save.
@@ -237,6 +257,8 @@ class Trainer:
                 self._save()
             if self.profiler is not None:
                 self.profiler.step_done(self.state.progress.step)
+            if self.balance.observe(control.speeds(sums.rows), self.state.progress.step):
+                self._share_anew()
         self._save(synchronous=True)
         return True
 
@@ -247,6 +269,7 @@ class Trainer:
         microbatches = self.loader.fetch(progress.epoch, progress.step_in_epoch, strategy.shards)
         mark("data")
 
+        self.balance.begin()
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
         for microbatch in microbatches:
             strategy.begin_shard()
@@ -264,13 +287,14 @@ class Trainer:
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
+        self.balance.end(len(microbatches))
         if strategy.needs_backward:
             if microbatches:
                 self._spare_batch = microbatches[-1].batch
             else:
                 self._backward_of_nothing()
 
-        sums = strategy.finish_step(self._control().row(self._status()))
+        sums = strategy.finish_step(self._control().row(self._status(), self.balance.row(progress.step)))
         mark("reduction")
         # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
         overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
@@ -294,7 +318,7 @@ class Trainer:
         progress.samples += sums.samples
         self.samples += sums.samples
         self._beat()
-        self.saver.record_step(progress, epoch, step_in_epoch, sums)
+        self.saver.record_step(progress, epoch, step_in_epoch, sums, self.balance.shares)
         rows = partial(control.statuses, sums.rows)
         self.monitor.step_done(progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows)
         self.monitor.timer.mark("other")
@@ -378,12 +402,24 @@ class Trainer:
             exit_code=control.exit_code(number),
         )
 
+    def _share_anew(self) -> None:
+        """Share the shards as the balance says, between two steps; all ranks do so together."""
+        if isinstance(self.loader, StreamLoader):
+            self.loader.add_positions(self._stream_positions(self.loader))
+        self.strategy.close()
+        self._build_strategy()
+
+    def _stream_positions(self, loader: StreamLoader) -> dict[str, Any]:
+        """Where each shard's stream stands, over all ranks."""
+        positions: dict[str, Any] = {}
+        for of_rank in self.world.all_gather_json(loader.state_dict(self.strategy.shards)):
+            positions |= of_rank
+        return positions
+
     def _save(self, *, synchronous: bool = False) -> None:
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
-            state["streams"] = {}
-            for of_rank in self.world.all_gather_json(self.loader.state_dict(self.strategy.shards)):
-                state["streams"] |= of_rank
+            state["streams"] = self._stream_positions(self.loader)
         self.saver.save(state, self.state.progress, synchronous=synchronous)
         self.monitor.timer.mark("checkpoint")
 
