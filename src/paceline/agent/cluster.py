@@ -95,7 +95,7 @@ class Cluster:
         else:
             assert mesh is not None
             self._give_up_at = time.monotonic() + self._spec.init_timeout_s
-            mesh.call([self._meeting.endpoint])
+            mesh.call(self._meeting.endpoints)
 
     # The end.
 
@@ -146,14 +146,17 @@ class Cluster:
             self._leader.expire(now)
         if now >= self._patience_at:
             self._patience_at = math.inf
+            if self._leadership.role == "paused" and self._directory.result.is_file():
+                self._leave("the other machines have finished the run.", 0)
+                return
             self._act(self._leadership.patience_over())
         if now >= self._give_up_at:
             self._give_up_at = math.inf
             assert self._meeting is not None
             assert self._mesh is not None
-            host, port = self._meeting.endpoint
+            where = ", ".join(f"{host}:{port}" for host, port in self._meeting.endpoints)
             self._leave(
-                f"no agent of this run answers at {host}:{port} ({self._mesh.last_error or 'no answer'}). "
+                f"no agent of this run answers at {where} ({self._mesh.last_error or 'no answer'}). "
                 "Start the first machine, check the address and the firewall; --init-timeout says how long "
                 "to wait.",
                 2,
@@ -423,10 +426,6 @@ class Cluster:
             self._send(leader, orders.ended(end))
 
     def _pause(self, reason: str) -> None:
-        if self._directory.result.is_file() and not self._node.seats:
-            # Whom we followed has ended, as the run has; nothing is left to do.
-            self._code = 0
-            return
         self._leader = None
         if reason != self._paused:
             self._paused = reason
@@ -469,7 +468,7 @@ class Cluster:
         """Tell the others where all agents listen."""
         assert self._leader is not None
         with suppress(OSError):
-            record_agents(self._directory, self._book)
+            record_agents(self._directory, self._book, self._spec.command[-1])
         agents = [[name, *address] for name, address in self._book]
         for peer in self._leader.nodes - {self._name}:
             self._send(peer, {"kind": "book", "agents": agents})

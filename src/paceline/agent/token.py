@@ -76,6 +76,6 @@ def _check(path: Path, status: os.stat_result) -> None:
         )
     if mode != 0o600:
         raise ConfigError(
-            f"the token file {path} has mode {mode:04o}, and must have 0600, so that nobody else can read it. "
-            f"Run: chmod 600 {path}"
+            f"the token file {path} has mode {mode:04o}, and must have 0600, so that nobody else can read "
+            f"it. Run: chmod 600 {path}"
         )
