@@ -17,12 +17,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
 
+from paceline.agent.control_socket import ControlSocket, Status, WorkerStatus
 from paceline.agent.forking import STORE_HOST, Exited, Forked, NotForked, StoreHost, Zygote
 from paceline.agent.policy import Budget, describe_code, meaning
 from paceline.agent.workers import Worker
 from paceline.data.ledger import generations
 from paceline.distributed.process import STOP_SIGNALS, read_failure, signals_handled
-from paceline.errors import LaunchError
+from paceline.errors import ConfigError, LaunchError
 from paceline.launchers.base import Rendered
 from paceline.launchers.failures import Exit, conclude
 from paceline.membership.channel import Beat, Broken, ChannelError, Joined, Leave, Place, Reform, Waits
@@ -38,17 +39,16 @@ class Agent:
 
     Args:
         rendered: one process, the zygote; the last word of its spec's command is the job's file.
-        heartbeat_s: a member that is silent for so long is killed, as if it had died.
     """
 
-    def __init__(self, rendered: Rendered, *, heartbeat_s: float = 2.0) -> None:
+    def __init__(self, rendered: Rendered) -> None:
         spec = rendered.spec
         assert spec.directory is not None
         if shutil.which(spec.python) is None:
             raise LaunchError(f"{spec.python} is no program that can be run.")
         self._spec, self._directory, self._job = spec, spec.directory, spec.command[-1]
         self._rendered = rendered.processes[0]
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = spec.heartbeat_s
         self._budget = Budget(spec.max_restarts)
         self._workers: dict[int, Worker] = {}
         self._exits: list[Exit] = []  # those that decide the job's exit code
@@ -60,6 +60,7 @@ class Agent:
         self._deadline: float | None = None
         self._lost_at: float | None = None  # when the view was hit, or left, that is being replaced
         self._why = ""  # what the first member that left the current view said
+        self._recoveries = 0
         self._joined: set[int] = set()  # those of the current view's members that hold its state
         self._host: StoreHost | None = None
         self._zygotes = 0  # those that ended without having forked anything
@@ -78,6 +79,7 @@ class Agent:
             self._watch(self._wake, self._on_wake)
             self._start_zygote()
             self._do(self._coordinator.begin())
+            self._stack.enter_context(ControlSocket(self._directory, self._selector, self))
         except BaseException as error:
             self._end()
             if isinstance(error, OSError):
@@ -276,10 +278,12 @@ class Agent:
                 return
             worker.heard(self._heartbeat_s)
             match message:
-                case Beat(step):
+                case Beat(step, _, phase):
                     self._budget.stands_at(step)
-                    worker.step = step
+                    worker.step, worker.phase = step, phase
                 case Waits(_, why):
+                    if worker.number in self._coordinator.members():
+                        self._lost_at = self._lost_at or time.monotonic()
                     self._why = self._why or why
                     worker.left()
                     self._do(self._coordinator.waits(worker.number))
@@ -294,7 +298,7 @@ class Agent:
             return
         self._joined.add(worker.number)
         if self._joined >= set(view.members) and generation > self._first:
-            self._record("joined", generation=generation, seconds=self._since_loss())
+            self._record("joined", generation=generation, step=worker.step, seconds=self._since_loss())
             self._lost_at = None
 
     def _ended(self, worker: Worker, code: int) -> None:
@@ -310,6 +314,7 @@ class Agent:
         )
         end = Exit(worker.slot, code, now)
         if worker.retired and code == 0:
+            self._record("retired", slot=worker.slot, pid=worker.pid, step=worker.step)
             self._do(self._coordinator.exited(worker.number))
             return
         if what == "done":
@@ -331,11 +336,13 @@ class Agent:
         how = worker.killed or describe_code(end.code)
         # A silent member was lost when it was last heard, not when the agent lost patience.
         lost = worker.heard_at if worker.killed else time.monotonic()
-        self._lost_at = min(lost, self._lost_at or lost)
+        if worker.number in self._coordinator.members():
+            self._lost_at = min(lost, self._lost_at or lost)
+        self._recoveries += 1
         self._record("fault", slot=worker.slot, pid=worker.pid, how=how, step=worker.step)
         if not self._coordinator.hiring:
             self._lost.append(end)
-        elif not self._budget.spend():
+        elif not worker.retired and not self._budget.spend():
             self._exits.append(end)
             where = f"at step {self._budget.step}" if self._budget.step >= 0 else "before its first step"
             self._verdict = (
@@ -355,6 +362,60 @@ class Agent:
                 with suppress(KeyError):
                     self._selector.unregister(file)
         worker.close()
+
+    # What other commands ask for; see ControlSocket.
+
+    def status(self) -> Status:
+        """Where the job stands."""
+        coordinator = self._coordinator
+        members = coordinator.members()
+        others = [number for number in self._workers if number not in members]
+        return Status(
+            generation=-1 if coordinator.view is None else coordinator.generation,
+            target=coordinator.target,
+            whole=coordinator.view is not None and self._joined >= set(coordinator.view.members),
+            stopping=self._stopping or not coordinator.hiring,
+            recoveries=self._recoveries,
+            step=max((self._workers[w].step for w in members), default=-1),
+            workers=tuple(
+                WorkerStatus(
+                    members.index(w.number) if w.number in members else None, w.slot, w.pid, w.step, w.phase
+                )
+                for w in (self._workers[number] for number in (*members, *others))
+            ),
+        )
+
+    def scale(self, nproc: int) -> None:
+        """Want another number of workers; who joins or leaves does so after a step.
+
+        Raises:
+            ConfigError: there cannot be so many, or the job is ending.
+        """
+        if self._stopping or not self._coordinator.hiring:
+            raise ConfigError("the run is ending, so nobody joins or leaves it any more.")
+        if nproc < 1:
+            raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
+        self._coordinator.most = self._most()
+        if nproc > self._coordinator.most:
+            raise ConfigError(
+                f"{nproc} processes cannot share {self._coordinator.most} shards: each needs at least one. "
+                f"Use --nproc {self._coordinator.most} or fewer. "
+                "A run's number of shards is fixed when it is created."
+            )
+        self._record("scale", before=self._coordinator.target, target=nproc, step=self._budget.step)
+        self._do(self._coordinator.resize(nproc))
+
+    def gather(self) -> None:
+        """Train on only once all that there should be take part."""
+        self._record("gather", step=self._budget.step)
+        self._do(self._coordinator.gather())
+
+    def _most(self) -> int:
+        """How many workers can share the run's shards."""
+        if not self._directory.exists():
+            return self._coordinator.most
+        shards = self._directory.read_manifest().get("config", {}).get("shards")
+        return shards if isinstance(shards, int) else self._coordinator.most
 
     # What the coordinator decides.
 
@@ -388,6 +449,7 @@ class Agent:
                 members=[self._coordinator.slot(w) for w in view.members],
                 world_size=len(view.members),
                 why=self._why,
+                step=max(self._workers[w].step for w in view.members),
                 seconds=self._since_loss(),
             )
         self._joined.clear()

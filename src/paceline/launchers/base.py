@@ -40,6 +40,7 @@ class JobSpec:
         python: the interpreter.
         recover: "inplace": workers that die are replaced, and the others go on.
         max_restarts: replacements without progress after which the job ends.
+        heartbeat_s: a worker that is silent for so long is killed and replaced.
     """
 
     command: tuple[str, ...]
@@ -56,6 +57,7 @@ class JobSpec:
     python: str = sys.executable
     recover: Literal["inplace", "none"] = "none"
     max_restarts: int = 8
+    heartbeat_s: float = 2.0
 
     def __post_init__(self) -> None:
         if not self.command:

@@ -50,6 +50,7 @@ def prepare(job: Job) -> tuple[str, Rendered, Job, RunDirectory]:
         directory=directory,
         recover="inplace" if inplace else "none",
         max_restarts=config.max_restarts,
+        heartbeat_s=config.heartbeat,
     )
     return name, get_launcher(name).render(spec), job, directory
 

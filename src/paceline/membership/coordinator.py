@@ -16,6 +16,7 @@ the others of its view are about to end too. Whoever loses it before that asks f
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -79,7 +80,8 @@ Action = Start | Form | AskToReform | Break | Retire
 class _Worker:
     slot: int
     status: Status = "starting"
-    retiring: bool = False
+    retiring: bool = False  # not needed; may still be taken back
+    told: bool = False  # ... but not once it was told
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Coordinator:
         view: the current view, None before the first.
         generation: the last view's.
         hiring: whether who is lacking is started.
+        gathering: the next view waits for all that there should be, as the first one did.
     """
 
     target: int
@@ -99,6 +102,7 @@ class Coordinator:
     generation: int
     view: View | None = None
     hiring: bool = True
+    gathering: bool = False
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # those who ended in good order
     _next_worker: int = 0
@@ -128,8 +132,13 @@ class Coordinator:
         return self._decide()
 
     def resize(self, target: int) -> list[Action]:
-        """Another number of workers is wanted."""
+        """Another number of workers is wanted: at least 1."""
         self.target = target
+        return self._decide()
+
+    def gather(self) -> list[Action]:
+        """Have the next view wait for all; where some are missing in a healthy one, it is left for that."""
+        self.gathering = len(self.members()) < min(self.target, self.most)
         return self._decide()
 
     @property
@@ -161,21 +170,35 @@ class Coordinator:
         return actions
 
     def _staff(self) -> list[Action]:
-        """Start whom the target lacks, and mark whom it does not need, the highest slots first."""
-        staying = [w for w in self.workers if not self._workers[w].retiring]
+        """Start whom the target lacks, and mark whom it does not need.
+
+        Who holds the state is kept before who does not, and lower ranks before higher ones. A member is
+        told only when the next view forms without it: should the others die before, it is still needed.
+        """
         actions: list[Action] = []
-        taken = {worker.slot for worker in self._workers.values()}
-        free = (slot for slot in itertools.count() if slot not in taken)
-        lacking = max(0, self.target - len(staying)) if self.hiring else 0
-        for slot in itertools.islice(free, lacking):
+        members = self.members()
+        free = self._free_slots()
+        lacking = self.target - sum(not worker.told for worker in self._workers.values())
+        for slot in itertools.islice(free, max(0, lacking) if self.hiring else 0):
             self._workers[self._next_worker] = _Worker(slot)
             actions.append(Start(self._next_worker, slot))
             self._next_worker += 1
-        for worker in staying[self.target :]:
-            self._workers[worker].retiring = True
-            if self._workers[worker].status != "member":
-                actions.append(Retire(worker))
+        others = [w for w in self.workers if w not in members]
+        others.sort(key=lambda w: self._workers[w].status == "starting")
+        staying = [w for w in (*members, *others) if not self._workers[w].told]
+        for place, worker in enumerate(staying):
+            self._workers[worker].retiring = place >= self.target
+            if self._workers[worker].retiring and worker not in members:
+                actions.append(self._retire(worker))
         return actions
+
+    def _free_slots(self) -> Iterator[int]:
+        taken = {worker.slot for worker in self._workers.values()}
+        return (slot for slot in itertools.count() if slot not in taken)
+
+    def _retire(self, worker: int) -> Retire:
+        self._workers[worker].told = True
+        return Retire(worker)
 
     def _is_broken(self, members: tuple[int, ...]) -> bool:
         assert self.view is not None
@@ -188,22 +211,25 @@ class Coordinator:
         joining = [w for w in self._waiting() if w not in members]
         room = self.most - len(members)
         leaving = any(self._workers[w].retiring for w in members)
-        if self._asked < self.view.generation and ((joining and room > 0) or leaving):
+        changes = (joining and room > 0) or leaving or self.gathering
+        if self._asked < self.view.generation and changes:
             self._asked = self.view.generation
             actions.append(AskToReform(self.view))
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next view of all that wait, if there is anything to wait for no longer."""
         waiting = self._waiting()
-        if not survivors and len(waiting) < min(self.target, self.most, len(self._workers)):
+        for_all = self.gathering or not survivors
+        if for_all and len(waiting) < min(self.target, self.most, len(self._workers)):
             return
         for worker in survivors:
             if self._workers[worker].retiring:
-                actions.append(Retire(worker))
+                actions.append(self._retire(worker))
         order = [w for w in survivors if w in waiting] + [w for w in waiting if w not in survivors]
         chosen = tuple(order[: self.most])
         if not chosen:
             return
+        self.gathering = False
         self.generation += 1
         self.view = View(self.generation, chosen)
         for worker in chosen:
