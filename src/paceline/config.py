@@ -85,6 +85,10 @@ class RunConfig:
         8, "Replaced processes without a step of progress, after which the job ends.", group="Recovery"
     )
 
+    heartbeat: float = _option(
+        2.0, "Seconds of silence after which a process is taken for hung, and replaced.", group="Recovery"
+    )
+
     strategy: Literal["auto", "single", "ddp"] = _option(
         "auto", "How work is split. auto: single for one process, else ddp.", group="Parallelism"
     )
@@ -166,6 +170,8 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 0)
+        if not 0.2 <= self.heartbeat <= 3600:
+            raise ConfigError(f"--heartbeat must be from 0.2 to 3600 seconds, but is {self.heartbeat:g}.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"{flag('seed')} must be between 0 and 2**63 - 1, but is {self.seed}.")
         for name, low, high in (("val_fraction", 0.0, 1.0), ("ema", 0.0, 1.0)):

@@ -10,6 +10,7 @@
     tensorboard/  profile/
     logs/rank-N.log   what each rank printed
     result.json       written when the run has finished
+    agent.json        while an agent is at work: where it can be asked
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ class RunDirectory:
     def lock(self) -> Path:
         """``run.lock``, held by rank 0 while it runs."""
         return self.path / "run.lock"
+
+    @property
+    def agent(self) -> Path:
+        """``agent.json``: where the agent of a run at work can be asked."""
+        return self.path / "agent.json"
 
     def log_of(self, rank: int) -> Path:
         """The file that holds what ``rank`` printed."""

@@ -87,7 +87,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
     job = Job.from_toml(job_file)
     assert job.config.run is not None, "an agent names the run"
     directory = RunDirectory(Path(job.config.run))
-    member = Member(Channel.of(channel))
+    member = Member(Channel.of(channel), job.config.heartbeat)
     try:
         _run_member(job, member, directory, slot, terminal)
     except Retired:

@@ -1,12 +1,14 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is; ``KIND`` is ``kill`` or ``stop``. A rank with a file
+``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
+``formed``) or tensors (``copy``). ``KIND`` is ``kill`` or ``stop``. A rank with a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -55,6 +57,8 @@ harm = Harm()
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
     form, send, write = join._form, handover._send, storage._write_file
+    publish, as_bytes = storage._publish, handover._bytes
+    copied = itertools.count(1)
     asked_to_reform = Member.should_reform
 
     def formed(place: Any, backend: str) -> None:
@@ -69,6 +73,14 @@ def _hooked() -> None:
         harm.at("give", 1)
         send(world, tensors[len(tensors) // 2 :], behind)
 
+    def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+        harm.at("copy", next(copied))
+        return as_bytes(tensor)
+
+    def published(*arguments: Any) -> None:
+        publish(*arguments)
+        harm.at("renamed", 0)
+
     def written(*arguments: Any) -> Any:
         harm.at("save", 0)
         return write(*arguments)
@@ -82,6 +94,7 @@ def _hooked() -> None:
         return asked_to_reform(member, generation)
 
     join._form, handover._send, storage._write_file = formed, sent, written
+    storage._publish, handover._bytes = published, to_bytes
     Member.should_reform = should_reform  # type: ignore[method-assign]
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.agent import orders
+from paceline.agent.control_socket import Status
 from paceline.agent.leader import Leader
 from paceline.agent.meeting import Meeting, differences, record_agents, shared
 from paceline.agent.mesh import Address, Mesh
@@ -25,7 +26,7 @@ from paceline.agent.node import Ended, Node
 from paceline.agent.orders import OrderError, RemoteNode
 from paceline.data.ledger import generations
 from paceline.distributed.sockets import LOOPBACK
-from paceline.errors import RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.membership.channel import Beat, Broken, Joined, Waits
 from paceline.membership.coordinator import Coordinator
@@ -129,6 +130,70 @@ class Cluster:
         else:
             self._node.kill_all("was told to end")
 
+    # What other commands ask for.
+
+    @property
+    def leads(self) -> bool:
+        """Whether this agent decides."""
+        return self._leader is not None
+
+    def status(self) -> Status:
+        """Where the job stands.
+
+        Raises:
+            ConfigError: this agent does not lead.
+        """
+        return self._leading().status()
+
+    def scale(self, nproc: int) -> None:
+        """Want another number of workers on each machine.
+
+        Raises:
+            ConfigError: there cannot be so many, or this agent does not lead.
+        """
+        self._leading().scale(nproc)
+
+    def scale_nodes(self, nodes: int) -> None:
+        """Want fewer machines: those that came last leave after a step.
+
+        Raises:
+            ConfigError: there cannot be so many, or this agent does not lead.
+        """
+        leader = self._leading()
+        there = [name for name in self._roster.nodes if name in leader.nodes]
+        if nodes > len(there):
+            raise ConfigError(
+                f"the run is on {len(there)} machine(s). Another one joins it, up to --nodes MIN:MAX, when "
+                f"this is given there: paceline join {self._directory.path}"
+            )
+        if nodes < self._spec.least_nodes:
+            raise ConfigError(
+                f"--nodes must be at least {self._spec.least_nodes}, as the run was started so."
+            )
+        # The leading one stays: somebody has to see the others off.
+        leaving = [name for name in reversed(there) if name != self._name][: len(there) - nodes]
+        leader.retire(leaving)
+
+    def gather(self) -> None:
+        """Train on only once all that there should be take part.
+
+        Raises:
+            ConfigError: this agent does not lead.
+        """
+        self._leading().gather()
+
+    def _leading(self) -> Leader:
+        if self._leader is None:
+            raise ConfigError("another machine's agent leads the run by now; ask again there.")
+        return self._leader
+
+    def _see_off(self) -> None:
+        """Take nodes that were retired, and have no worker left, out of the roster, and tell them to end."""
+        if self._leader is None:
+            return
+        for name in [n for n in self._roster.nodes if n != self._name and self._leader.is_idle(n)]:
+            self._act(self._leadership.dismiss(name))
+
     # Time.
 
     @property
@@ -222,11 +287,11 @@ class Cluster:
         """A message has come."""
         try:
             self._hear(peer, message)
-        except (OrderError, VoteError) as error:
+        except (OrderError, VoteError, KeyError, TypeError, ValueError) as error:
             # It is another version, or out of its mind: better without it.
             assert self._mesh is not None
             self._mesh.drop(peer)
-            self.lost(peer, str(error))
+            self.lost(peer, f"sent what cannot be read: {error}")
 
     def _hear(self, peer: str, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
@@ -239,6 +304,7 @@ class Cluster:
             if self._leader is not None and peer in self._leader.nodes:
                 orders.report(message, self._leader)
                 self._admit()
+                self._see_off()
         elif kind == "workers":
             self._on_workers(peer, message)
         elif kind == "clear":
@@ -397,6 +463,10 @@ class Cluster:
         if gone or came:
             self._record("machines", nodes=list(roster.nodes))
         self._resumed()
+        for name in gone & (self._leader.nodes if self._leader is not None else frozenset()):
+            assert self._leader is not None
+            self._send(name, {"kind": "over", "code": 0})
+            self._leader.node_lost(name, "has left, as asked")
         self._settle()
 
     def _fence(self, term: Term) -> None:

@@ -140,8 +140,8 @@ def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise ConfigError(
-        f"{directory.path} does not say where its agents are: either the run was started on one machine alone, "
-        "or this is not the directory that its machines share. "
+        f"{directory.path} does not say where its agents are: either the run was started on one machine "
+        "alone, or this is not the directory that its machines share. "
         "Start a run that others can join with --nodes MIN:MAX and --rdzv-endpoint HOST:PORT."
     )
 

@@ -28,6 +28,7 @@ from paceline.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from paceline.checkpoint.write_faults import fail_if_armed
 from paceline.errors import CheckpointError
 from paceline.run_directory import fsync_directory
 
@@ -271,6 +272,7 @@ def _write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
         for buffer in buffers:
             view = memoryview(buffer)
             for start in range(0, len(view), _CHUNK_BYTES):
+                fail_if_armed(path)
                 chunk = view[start : start + _CHUNK_BYTES]
                 digest.update(chunk)
                 size += len(chunk)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from paceline.config import parse_best
 from paceline.errors import ConfigError, RunDirectoryError
@@ -58,6 +58,11 @@ class RunSummary:
     problem: str | None = None
 
 
+app = App(name="runs", help="List runs, with state and results; show what happened in one.")
+app.command("paceline.cli.runs_show:show", name="show", help="Show a run's timeline and goodput.")
+
+
+@app.default
 def runs(
     root: Annotated[Path, Parameter(help="The folder that holds the runs.")] = _DEFAULT_ROOT,
     *,

@@ -78,6 +78,7 @@ def prepare(job: Job, *, joins: bool = False) -> tuple[str, Rendered, Job, RunDi
         directory=directory,
         recover=recover,
         max_restarts=config.max_restarts,
+        heartbeat_s=config.heartbeat,
     )
     return name, get_launcher(name).render(spec), job, directory
 

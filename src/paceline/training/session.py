@@ -291,6 +291,7 @@ def _newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | 
         if world.rank == 0:
             for reason in choice["skipped"]:
                 _log.warning("passed over a checkpoint: %s", reason)
+                directory.append_event("fallback", reason=reason)
         passed_over += len(choice["skipped"])
         if choice["path"] is None:
             if passed_over:
@@ -315,6 +316,8 @@ def _newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | 
         _log.warning(
             "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
         )
+        if world.rank == 0:
+            directory.append_event("fallback", reason=problems[0])
         failed.append(path.name)
         passed_over += 1
 
