@@ -227,6 +227,25 @@ def test_what_may_be_committed_is_proposed_again_and_the_latest_of_it() -> None:
     assert b.accepted == Vote(term, late.roster)
 
 
+def test_the_nodes_of_a_roster_that_is_found_have_to_promise_too() -> None:
+    b = follower("b")
+    found = Roster(3, ("b", "c", "d", "e"))
+    b.accepted = Vote(OLD, found)
+    b.linked("d")
+    b.linked("e")
+    b.lost("a")
+    term = b.promised
+    b.heard("c", Promise(term, ABC, None))
+    b.clear("b")
+    b.clear("c")
+    actions = b.heard("c", Accept(term, ABC, 3))
+    assert b.committed == found
+    assert b.accepted is None
+    assert sent(actions, Claim) == ["d", "e"]
+    assert not any(isinstance(action, Lead) for action in actions)
+    assert Lead(term, found) in b.heard("e", Promise(term, found, None))
+
+
 def test_nothing_is_accepted_on_a_base_that_is_not_the_last() -> None:
     agent = follower("b", Roster(3, ("a", "b")))
     refused = agent.heard("a", Propose(Term(5, "a"), ABC, Roster(3, ("a", "c"))))
