@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_kills_are_drawn_from_the_seed_and_far_enough_apart() -> None:
     assert kills != drawn_kills(4, 50, world_size=4, spacing=20)
     assert {kill.rank for kill in kills} == {0, 1, 2, 3}
     steps = [0, *(kill.step for kill in kills)]
-    assert all(20 <= later - earlier < 30 for earlier, later in zip(steps, steps[1:], strict=False))
+    assert all(20 <= later - earlier < 30 for earlier, later in itertools.pairwise(steps))
 
 
 def test_percentiles_are_values_that_occurred() -> None:
