@@ -88,7 +88,7 @@ def alternate(
         LaunchError: a process failed or hung; all of them have been ended.
     """
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         for number in range(rounds):
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
@@ -107,7 +107,7 @@ def _measure(contender: Contender) -> Sample:
         except FileNotFoundError as error:
             raise LaunchError(
                 f"bench: {contender.title} ended without its measurement ({error.filename} is missing)."
-                f"{_log_tails(directory)}"
+                f"{log_tails(directory)}"
             ) from None
 
 
@@ -132,7 +132,7 @@ def _run_to_the_end(contender: Contender, directory: Path) -> None:
         _wait(contender, processes, directory)
     finally:
         throttles.close()  # a stopped process could not be ended politely
-        _end(processes)
+        end_processes(processes)
 
 
 @contextmanager
@@ -166,17 +166,17 @@ def _wait(contender: Contender, processes: Sequence[subprocess.Popen[bytes]], di
         failed = [code for code in exit_codes if code]
         if failed:
             raise LaunchError(
-                f"bench: {contender.title} failed with exit code {failed[0]}.{_log_tails(directory)}"
+                f"bench: {contender.title} failed with exit code {failed[0]}.{log_tails(directory)}"
             )
         running = [process for process in processes if process.poll() is None]
         if running and time.monotonic() > deadline_s:
             raise LaunchError(
                 f"bench: {contender.title} did not end within {_ROUND_TIMEOUT_S / 60:.0f} minutes; "
-                f"measure fewer steps with --steps.{_log_tails(directory)}"
+                f"measure fewer steps with --steps.{log_tails(directory)}"
             )
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End what still runs, with all descendants: first politely, then for certain."""
     family = _family({process.pid for process in processes})
     for process in processes:
@@ -204,7 +204,8 @@ def _family(leaders: set[int]) -> list[psutil.Process]:
     return list(family.values())
 
 
-def _log_tails(directory: Path) -> str:
+def log_tails(directory: Path) -> str:
+    """The last lines of each ``process-*.log`` there, for an error's message."""
     tails = ""
     for log in sorted(directory.glob("process-*.log")):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
@@ -214,7 +215,7 @@ def _log_tails(directory: Path) -> str:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends a benchmark as Ctrl-C does, so that its processes are ended too."""
     if threading.current_thread() is not threading.main_thread():
         yield

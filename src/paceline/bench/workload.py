@@ -14,6 +14,10 @@ BATCH_SIZE = 64
 UNBALANCED_SHARDS = 12
 """Shards that ranks of unequal speed share."""
 
+GLOBAL_BATCH_SIZE = 48
+STEPS_PER_EPOCH = 10
+"""Of what is trained while workers are killed; every process count from 1 to 4 divides the batch."""
+
 REPORT = "report.json"
 """The measured process's report, in a round's directory."""
 

@@ -148,7 +148,7 @@ def _recovery(config: RunConfig, name: str, directory: RunDirectory) -> Recovery
     if name != "spawn":
         raise ConfigError(
             f"--recover {config.recover} does not work with --on {name}: it needs Paceline's agent, which "
-            "--on spawn starts on each machine. Use --recover none."
+            "--on spawn starts on each machine. Use --recover none, or with --on torchrun restart."
         )
     if config.recover == "inplace" and survivors:
         raise ConfigError(
