@@ -203,6 +203,7 @@ def test_paceline_is_measured_as_a_user_starts_it() -> None:
     assert row.samples[0]["loss"] < 2.0
 
 
+@pytest.mark.slow
 def test_a_rank_at_half_speed_shares_with_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.shares(rounds=1, steps=4, warmup=2, json=True) == 0
     result = json.loads(capsys.readouterr().out)
