@@ -54,7 +54,7 @@ harm = Harm()
 
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
-    form, send, write = join._form, handover._send, storage._write_file
+    form, send, write = join._form, handover._send, storage.write_file
     asked_to_reform = Member.should_reform
 
     def formed(place: Any, backend: str) -> None:
@@ -81,7 +81,7 @@ def _hooked() -> None:
             awaited.unlink()
         return asked_to_reform(member, generation)
 
-    join._form, handover._send, storage._write_file = formed, sent, written
+    join._form, handover._send, storage.write_file = formed, sent, written
     Member.should_reform = should_reform  # type: ignore[method-assign]
 
 
