@@ -86,7 +86,6 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._last: _Job | None = None
         self._owed: _Job | None = None
-        self._clean = False
 
     def save(
         self,
@@ -234,9 +233,7 @@ class Checkpointer:
 
     def _write(self, job: _Job | None) -> None:
         """In the writer's thread: write ``job``, then what is owed."""
-        if not self._clean:
-            remove_stale(self.directory)
-        self._clean = False  # until nothing has failed
+        remove_stale(self.directory)
         try:
             if job is not None:
                 self._commit(job)
@@ -250,7 +247,6 @@ class Checkpointer:
             self._owed = None
             raise
         self._owed = None
-        self._clean = True
 
     def _commit(self, job: _Job) -> None:
         text = json.dumps(job.skeletons, indent=1, allow_nan=False).encode()

@@ -59,7 +59,7 @@ def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
                 digest.update(chunk)
                 size += len(chunk)
                 while chunk:
-                    chunk = chunk[file.write(chunk) :]
+                    chunk = chunk[os.write(file.fileno(), chunk) :]
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
 

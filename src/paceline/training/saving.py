@@ -259,7 +259,7 @@ class Saver:
 
     def _next_try(self, progress: Progress) -> str:
         tries = [
-            f"after step {(progress.step // every.steps + 1) * every.steps}"
+            f"after step {-(-progress.step // every.steps) * every.steps}"
             for every in self._every
             if every.steps is not None
         ]
