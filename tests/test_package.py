@@ -35,7 +35,7 @@ EXPORTED = [
     "__version__",
     "fit",
 ]
-COMMANDS = ["train", "resume", "runs", "logs", "audit", "bench", "version"]
+COMMANDS = ["train", "resume", "runs", "logs", "audit", "checkpoint", "bench", "version"]
 
 
 LISTING = """

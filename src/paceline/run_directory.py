@@ -281,6 +281,11 @@ def _append(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
+def backup_path(backup_to: str | None, run_id: str) -> Path | None:
+    """Where a run's checkpoints are copied to: several runs may share one ``--backup-to``."""
+    return None if backup_to is None else Path(backup_to) / f"run-{run_id}"
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old content or the new, never a part."""
     # Not by process number: machines that share a directory do not share those.

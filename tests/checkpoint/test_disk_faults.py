@@ -31,7 +31,9 @@ TASK = Path(__file__).with_name("disk_task.py")
 def numerics() -> Iterator[None]:
     """Runs in this process set torch's threads and determinism for the whole of it."""
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        yield
     torch.set_num_threads(before[0])
     torch.use_deterministic_algorithms(before[1])
 

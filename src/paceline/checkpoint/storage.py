@@ -41,6 +41,18 @@ def checkpoint_name(info: CheckpointInfo) -> str:
     return f"step-{info.step:08d}-v{info.state_version:08d}"
 
 
+def parse_name(name: str) -> tuple[int, int]:
+    """Step and state_version of a checkpoint's name.
+
+    Raises:
+        ValueError: it is no checkpoint's name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no checkpoint's name")
+    return int(match[1]), int(match[2])
+
+
 @dataclass(frozen=True)
 class Found:
     """What :func:`newest_verified` came back with.

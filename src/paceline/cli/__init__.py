@@ -22,6 +22,7 @@ _COMMANDS = {
     "runs": ("runs:runs", "List runs, with state and results."),
     "logs": ("logs:logs", "Show what each rank of a run printed."),
     "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
+    "checkpoint": ("checkpoint:app", "List, verify and remove a run's checkpoints."),
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }

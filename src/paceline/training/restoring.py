@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.backup import restore
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.identity import differences, require_same_run
 from paceline.checkpoint.manifest import CheckpointInfo
@@ -28,11 +29,17 @@ def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | N
     directory = run.directory
     failed: list[str] = []
     passed_over = 0
+    may_restore = True
     while True:
         choice: dict[str, Any] = {"path": None, "skipped": []}
         if world.rank == 0:
             found = newest_verified(directory.checkpoints, excluding=failed)
-            choice = {"path": found.path and found.path.name, "skipped": list(found.skipped)}
+            path, skipped = found.path, list(found.skipped)
+            if path is None and may_restore:
+                may_restore = False
+                path, reasons = _restored(run)
+                skipped += reasons
+            choice = {"path": path and path.name, "skipped": skipped}
         choice = world.broadcast_json(choice)
         if world.rank == 0:
             for reason in choice["skipped"]:
@@ -63,6 +70,18 @@ def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | N
         )
         failed.append(path.name)
         passed_over += 1
+
+
+def _restored(run: Run) -> tuple[Path | None, list[str]]:
+    """A backup, copied back into the run; None where there is none that verifies. And why others do not."""
+    if not run.directory.exists() or run.backup is None:
+        return None, []
+    path, reasons = restore(run.backup, run.directory.checkpoints)
+    if path is not None:
+        _log.warning(
+            "no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup
+        )
+    return path, list(reasons)
 
 
 def _compare(run: Run, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:

@@ -6,9 +6,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,24 +42,6 @@ def is_due(every: Interval, progress: Progress) -> bool:
     if every.steps is not None:
         return progress.step % every.steps == 0
     return every.epochs is not None and progress.step_in_epoch == 0 and progress.epoch % every.epochs == 0
-
-
-@contextmanager
-def open_checkpointer(run: Run) -> Iterator[Checkpointer]:
-    """This process's checkpointer, for all the worlds that it takes part in."""
-
-    def committed(path: Path, info: CheckpointInfo) -> None:
-        run.directory.append_event("checkpoint", step=info.step, version=info.state_version)
-
-    checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep, committed)
-    try:
-        yield checkpointer
-    finally:
-        try:
-            checkpointer.close()
-        except CheckpointError as error:
-            # Whoever needed it has waited for it; it is not what ends this process.
-            _log.warning("%s", error)
 
 
 def insist(write: Callable[[], None]) -> None:
@@ -327,7 +308,7 @@ class Saver:
         )
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _ranks(shares: tuple[int, ...]) -> int | tuple[int, ...]:
     """How the ledger writes the shares: the number of ranks, or each one's first shard."""
     if shares == equal_shares(sum(shares), len(shares)):

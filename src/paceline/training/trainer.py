@@ -23,12 +23,13 @@ from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
 from paceline.training import control
 from paceline.training.balance import ShareBalance
+from paceline.training.checkpointing import open_checkpointer
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
 from paceline.training.randomness import seed_model, seed_shard
 from paceline.training.run import Run
-from paceline.training.saving import RECENT_STEPS, Saver, is_due, open_checkpointer
+from paceline.training.saving import RECENT_STEPS, Saver, is_due
 from paceline.training.state import TrainingState, built_model
 
 if TYPE_CHECKING:
