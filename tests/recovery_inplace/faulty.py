@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,9 +70,12 @@ def _hooked() -> None:
         harm.at("give", 1)
         send(world, tensors[len(tensors) // 2 :], behind)
 
-    def written(*arguments: Any) -> Any:
-        harm.at("save", 0)
-        return write(*arguments)
+    saves = count()
+
+    def written(path: Path, *arguments: Any) -> Any:
+        if path.name == "model.safetensors":  # the first of each checkpoint
+            harm.at("save", next(saves))
+        return write(path, *arguments)
 
     def should_reform(member: Member, generation: int) -> bool:
         awaited = harm.awaited(generation)

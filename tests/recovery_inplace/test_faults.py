@@ -87,6 +87,14 @@ def test_model_is_that_of_the_undisturbed_run(
     same(train(tmp_path / "run", 3, harms), undisturbed)
 
 
+def test_the_best_model_outlives_rank_0(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Rank 0 dies while it writes the first best model; the last rank's copy saves the steps since."""
+    same(train(tmp_path / "run", 3, ["save-1-0-kill"]), undisturbed)
+    events = [event["event"] for event in RunDirectory(tmp_path / "run").read_events()]
+    assert events.count("started") == 1  # nobody went back to a checkpoint
+    assert "fault" in events
+
+
 def test_many_faults(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     chosen = random.Random(5)
     harms = [f"step-{step}-{chosen.randrange(2)}-kill" for step in range(3, STEPS - 2, 6)]
