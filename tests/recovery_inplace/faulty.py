@@ -1,7 +1,8 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is; ``KIND`` is ``kill`` or ``stop``. A rank with a file
+``PLACE`` is where in the step the process is; ``KIND`` is ``kill``, ``stop``, or ``hold``: the thread stays
+there until its process ends. A rank with a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -47,7 +49,10 @@ class Harm:
                 path.unlink()
             except FileNotFoundError:
                 continue  # another process of that rank did it
-            os.kill(os.getpid(), _SIGNALS[path.name.rpartition("-")[2]])
+            kind = path.name.rpartition("-")[2]
+            if kind == "hold":
+                threading.Event().wait()
+            os.kill(os.getpid(), _SIGNALS[kind])
 
 
 harm = Harm()

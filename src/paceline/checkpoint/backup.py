@@ -53,7 +53,9 @@ class Backup:
     def take(self, checkpoint: Path, info: CheckpointInfo) -> None:
         """Have a committed checkpoint copied soon; returns at once."""
         with self._news:
-            self._next = checkpoint, info
+            # A best model that was owed to the disk comes after a newer state, and is copied with that.
+            if self._next is None or info.state_version > self._next[1].state_version:
+                self._next = checkpoint, info
             self._news.notify_all()
 
     def finish(self, timeout_s: float) -> bool:
