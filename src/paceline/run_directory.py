@@ -23,7 +23,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,11 +290,16 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old content or the new, never a part."""
     # Not by process number: machines that share a directory do not share those.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     fsync_directory(path.parent)
 
 
