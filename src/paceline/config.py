@@ -154,6 +154,12 @@ class RunConfig:
         group="Run directory",
     )
     keep: int = _option(3, "Checkpoints to keep, besides the best.", group="Run directory")
+    backup_to: str | None = _option(
+        None,
+        "Copy each checkpoint that verifies to this folder too, in the background; a run whose own are lost "
+        "goes on from there.",
+        group="Run directory",
+    )
     log_every: int = _option(50, "Steps between two log records.", group="Run directory")
     profile: int = _option(0, "Profile this many steps with torch.profiler.", group="Run directory")
 

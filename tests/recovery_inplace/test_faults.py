@@ -89,6 +89,16 @@ def test_model_is_that_of_the_undisturbed_run(
     same(train(tmp_path / "run", 3, harms), undisturbed)
 
 
+def test_the_best_model_outlives_rank_0(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Rank 0 dies two steps after the first best model, and still writes it; the last rank holds a copy."""
+    same(train(tmp_path / "run", 3, ["save-1-0-hold", "step-9-0-kill"]), undisturbed)
+    events = [event["event"] for event in RunDirectory(tmp_path / "run").read_events()]
+    assert events.count("started") == 1  # nobody went back to a checkpoint
+    assert "fault" in events
+    saved = [e["step"] for e in RunDirectory(tmp_path / "run").read_events() if e["event"] == "checkpoint"]
+    assert 7 in saved
+
+
 def test_many_faults(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     chosen = random.Random(5)
     harms = [f"step-{step}-{chosen.randrange(2)}-kill" for step in range(3, STEPS - 2, 6)]

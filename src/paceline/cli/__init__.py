@@ -24,6 +24,7 @@ _COMMANDS = {
     "scale": ("scale:scale", "Change the number of processes of a run at work."),
     "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
     "chaos": ("chaos:chaos", "Train under faults, and prove that nothing is lost."),
+    "checkpoint": ("checkpoint:app", "List, verify and remove a run's checkpoints."),
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }

@@ -19,7 +19,7 @@ CHANGEABLE = frozenset(
         *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
         *("recover", "max_restarts", "heartbeat"),
-        *("checkpoint_every", "keep", "log_every", "profile", "set", "task", "accumulate"),
+        *("checkpoint_every", "keep", "backup_to", "log_every", "profile", "set", "task", "accumulate"),
         "balance",
     }
 )

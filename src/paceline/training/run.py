@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
-from paceline.run_directory import RunDirectory
+from paceline.run_directory import RunDirectory, backup_path
 from paceline.task import Task
 from paceline.training.control import StopSignals
 from paceline.training.evaluation import Evaluator
@@ -52,6 +53,11 @@ class Run:
     def run_id(self) -> str:
         """What no other run is called, from ``run.toml``: there once the run is created."""
         return str(self.directory.read_complete_manifest()["id"])
+
+    @property
+    def backup(self) -> Path | None:
+        """Where the checkpoints are copied to: a folder of the run's own in ``--backup-to``."""
+        return backup_path(self.config.backup_to, self.run_id)
 
     @property
     def num_shards(self) -> int:

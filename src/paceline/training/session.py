@@ -8,28 +8,27 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.manifest import CheckpointInfo, differences, require_same_run
-from paceline.checkpoint.storage import holds_version, newest_verified
+from paceline.checkpoint.manifest import CheckpointInfo
+from paceline.checkpoint.storage import holds_version
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, PacelineError, PeerLostError, StopRequested
 from paceline.membership.channel import Place
-from paceline.membership.handover import agree, hand_over
+from paceline.membership.handover import Agreement, agree, hand_over
 from paceline.membership.join import open_view
 from paceline.membership.member import Member
 from paceline.run_directory import RunDirectory
 from paceline.training import preparation
 from paceline.training.conclusion import conclude
 from paceline.training.control import StopSignals, exit_code
-from paceline.training.pins import current_pins
 from paceline.training.preparation import Request
-from paceline.training.run import Run
+from paceline.training.restoring import newest_checkpoint
+from paceline.training.saving import insist, lacks_steps
 from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -214,7 +213,7 @@ class _Session:
             return None
         result = conclude(trainer, self._started)
         if world.rank == 0:
-            self.run.directory.write_result(result)
+            insist(partial(self.run.directory.write_result, result))
             self.run.directory.append_event("finished")
         trainer.monitor.finish(result)
         self.leave()
@@ -222,11 +221,7 @@ class _Session:
         return result
 
     def leave(self) -> None:
-        """Close what belongs to the world; a second call does nothing.
-
-        Raises:
-            CheckpointError: a save in the background failed.
-        """
+        """Close what belongs to the world; a second call does nothing."""
         self._trainer.detach()
 
     def _agree_on_state(self, world: World) -> None:
@@ -238,12 +233,15 @@ class _Session:
             received = hand_over(world, agreement, state)
             if received is not None:
                 trainer.take(received)
-            if not self._best_is_lost(world):
+            if not self._something_is_lost(world):
                 return
+        with suppress(CheckpointError):
+            trainer.checkpointer.wait()  # what is on disk is looked at next
+        world.barrier()
         directory = self.run.directory
         new = bool(world.broadcast_json(not directory.exists()))
         run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
-        trainer.restore(world, _newest_checkpoint(self.run, world, run_id))
+        trainer.restore(world, newest_checkpoint(self.run, world, run_id))
         if world.rank == 0:
             # Only now: where the model could not be built, no run was created.
             if new:
@@ -259,84 +257,41 @@ class _Session:
                 total_steps=self.run.data.total_steps,
             )
 
-    def _best_is_lost(self, world: World) -> bool:
-        """Whether the best model is on no disk: rank 0 died while it wrote it, and the run went on.
+    def _something_is_lost(self, world: World) -> bool:
+        """Whether the best model, or what the ledger must say, was only in a process that is gone.
 
         Then a part of the run is done again, from the newest checkpoint, to get it back.
         """
-        progress = self._trainer.state.progress
-        lost = (
-            world.rank == 0
-            and progress.best_version not in (None, progress.version)
-            and not holds_version(self.run.directory.checkpoints, progress.best_version or 0)
-        )
-        return bool(world.broadcast_json(lost))
-
-
-def _newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | None:
-    """The state of the newest checkpoint that verifies on every rank, or None where there is none.
-
-    Raises:
-        CheckpointError: there are some, and none can be used: nothing is lost without being asked for.
-    """
-    directory = run.directory
-    failed: list[str] = []
-    passed_over = 0
-    while True:
-        choice: dict[str, Any] = {"path": None, "skipped": []}
+        trainer, directory = self._trainer, self.run.directory
+        best = trainer.state.progress.best_version
+        missing, lost = False, False
         if world.rank == 0:
-            found = newest_verified(directory.checkpoints, excluding=failed)
-            choice = {"path": found.path and found.path.name, "skipped": list(found.skipped)}
-        choice = world.broadcast_json(choice)
-        if world.rank == 0:
-            for reason in choice["skipped"]:
-                _log.warning("passed over a checkpoint: %s", reason)
-                directory.append_event("fallback", reason=reason)
-        passed_over += len(choice["skipped"])
-        if choice["path"] is None:
-            if passed_over:
-                raise CheckpointError(
-                    f"no checkpoint in {directory.checkpoints} can be used, for the reasons above. Restore "
-                    "one from a copy, or remove that folder to train from the start."
-                )
-            return None
-        path = directory.checkpoints / choice["path"]
-        try:
-            checkpoint, problem = load(path), ""
-        except CheckpointError as error:
-            checkpoint, problem = None, str(error)
-        problems = [p for p in world.all_gather_json(problem) if p]
-        if checkpoint is not None and not problems:
-            _compare(run, world, run_id, path, checkpoint.manifest.info)
-            if passed_over and world.rank == 0:
-                _log.warning(
-                    "continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step
-                )
-            return checkpoint.state
-        _log.warning(
-            "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
-        )
-        if world.rank == 0:
-            directory.append_event("fallback", reason=problems[0])
-        failed.append(path.name)
-        passed_over += 1
+            lost = lacks_steps(directory.ledger, trainer.recent)
+            missing = (
+                best not in (None, trainer.state.progress.version)
+                and not trainer.checkpointer.holds(best or 0)
+                and not holds_version(directory.checkpoints, best or 0)
+            )
+        missing, lost = world.broadcast_json([missing, lost])
+        if lost or not missing:
+            return bool(lost)
+        assert best is not None
+        with suppress(CheckpointError):
+            trainer.checkpointer.wait()
+        holders = world.all_gather_json(trainer.checkpointer.holds(best))
+        if any(holders):
+            self._give_best(world, holders.index(True))
+        return not any(holders)
 
-
-def _compare(run: Run, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
-    """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
-    # The same task may have another name by now: its file was moved.
-    now = dataclasses.replace(
-        recorded, run=run_id, shards=run.num_shards, pins=current_pins(run.config, run.device)
-    )
-    require_same_run(path, recorded, now)
-    changed = differences(recorded.pins, now.pins)
-    if changed and world.rank == 0:
-        _log.warning(
-            "this process differs from the one that wrote %s, so the model will be equal within rounding, "
-            "not bit for bit: %s",
-            path.name,
-            "; ".join(changed),
-        )
+    def _give_best(self, world: World, holder: int) -> None:
+        """Copy the best model to rank 0, which owes it to the disk from now on."""
+        checkpointer = self._trainer.checkpointer
+        held = checkpointer.held() if world.rank == holder else None
+        info = world.broadcast_json(held and dataclasses.asdict(held.manifest.info), holder)
+        given = Agreement(holder, info["state_version"], (0,))
+        received = hand_over(world, given, held.state if held else None)
+        if received is not None:
+            checkpointer.hold(received, CheckpointInfo(**info))
 
 
 def _say_finished(request: Request, directory: RunDirectory) -> None:

@@ -23,6 +23,7 @@ from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
 from paceline.training import control
 from paceline.training.balance import ShareBalance
+from paceline.training.checkpointing import open_checkpointer
 from paceline.training.evaluation import Evaluator, as_loss
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
@@ -52,6 +53,7 @@ class Trainer:
         valid: whether ``state`` is whole, and so is what its version says.
         recent: the last steps' ledger entries.
         samples: of the steps that this process took part in.
+        checkpointer: writes its checkpoints, in whichever world it is rank 0.
         world: the ranks; from :meth:`attach` on, like ``strategy``, ``monitor``, ``saver``, ``profiler``.
 
     Args:
@@ -85,6 +87,7 @@ class Trainer:
         if self.evaluator is not None:
             self._resources.enter_context(closing(self.evaluator))
         self.judge = Judge(run.config)
+        self.checkpointer = self._resources.enter_context(open_checkpointer(run))
         self._spare_batch: Any = None
         self._evaluate_every = parse_interval(run.config.eval_every, "eval_every", allow_time=False)
 
@@ -180,7 +183,9 @@ class Trainer:
             )
         )
         stack.callback(self._keep_phases)
-        self.saver = stack.enter_context(Saver(run, world, progress, self.recent))
+        self.saver = stack.enter_context(
+            Saver(run, world, progress, self.recent, self.checkpointer, copies=self._member is not None)
+        )
         self.profiler = None
         if run.config.profile:
             from paceline.monitoring.profiler import profile_steps
@@ -212,9 +217,7 @@ class Trainer:
     def detach(self) -> None:
         """Leave the world, as far as it was attached: the state is what it was after the last whole step.
 
-        Raises:
-            CheckpointError: a save in the background failed.
-            RunDirectoryError: the ledger cannot be written.
+        A save in the background goes on.
         """
         self._of_world.close()
 
@@ -238,7 +241,7 @@ class Trainer:
         Raises:
             StopRequested: a signal asked for it; the state is saved.
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
-            CheckpointError: a checkpoint could not be written.
+            CheckpointError: the last checkpoint could not be written.
             PeerLostError: a rank is gone; :meth:`detach` leaves the state of the last whole step.
         """
         # What a run owes after its last step, it owes also if that was in another world.
@@ -259,7 +262,7 @@ class Trainer:
                 self.profiler.step_done(self.state.progress.step)
             if self.balance.observe(control.speeds(sums.rows), self.state.progress.step):
                 self._share_anew()
-        self._save(synchronous=True)
+        self._save(last=True)
         return True
 
     def _step(self) -> StepSums:
@@ -390,7 +393,7 @@ class Trainer:
         run, step = self.run, self.state.progress.step
         # If a rank is lost now, those that go on without it still know that they are to stop.
         run.signals.received = run.signals.received or number
-        self._save(synchronous=True)
+        self._save(last=True)
         if self.world.rank == 0:
             run.directory.append_event("stopped", signal=number, step=step)
         # Whoever leaves breaks the others' connections, so nobody does before the state is safe.
@@ -416,11 +419,11 @@ class Trainer:
             positions |= of_rank
         return positions
 
-    def _save(self, *, synchronous: bool = False) -> None:
+    def _save(self, *, last: bool = False) -> None:
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
             state["streams"] = self._stream_positions(self.loader)
-        self.saver.save(state, self.state.progress, synchronous=synchronous)
+        self.saver.save(state, self.state.progress, last=last)
         self.monitor.timer.mark("checkpoint")
 
     def _finished(self) -> bool:
