@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import parse_duration_s
+from paceline.config import parse_duration_s, parse_hang_timeout
 from paceline.distributed.environment import Environment, default_threads, detect_environment
 from paceline.distributed.process import (
     describe,
@@ -88,6 +88,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
     assert job.config.run is not None, "an agent names the run"
     directory = RunDirectory(Path(job.config.run))
     member = Member(Channel.of(channel))
+    member.activity.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
     try:
         _run_member(job, member, directory, slot, terminal)
     except Retired:
