@@ -7,6 +7,7 @@ Who calls :func:`offer_stacks` can be asked from outside: on a signal that nothi
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -88,9 +89,9 @@ def whereabouts(frames: Sequence[Frame]) -> Whereabouts:
     )
 
 
-def main_frames() -> list[Frame]:
-    """The frames of this process's main thread, the innermost first."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+def frames_of(thread: int) -> list[Frame]:
+    """The frames of a thread of this process, the innermost first."""
+    frame: FrameType | None = sys._current_frames().get(thread)
     frames = []
     while frame is not None:
         code = frame.f_code
@@ -99,11 +100,10 @@ def main_frames() -> list[Frame]:
     return frames
 
 
-def all_stacks() -> str:
-    """The stacks of all threads of this process, the main thread's first."""
+def all_stacks(first: int) -> str:
+    """The stacks of all threads of this process but the calling one, one of them first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    stacks = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    stacks = sorted(sys._current_frames().items(), key=lambda item: item[0] != first)
     return "\n".join(
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in stacks
@@ -111,10 +111,10 @@ def all_stacks() -> str:
     )
 
 
+@functools.cache
 def offer_stacks() -> None:
-    """Let other processes of this user ask for this one's stacks."""
-    file = os.memfd_create(_FILE)
-    faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
+    """Let other processes of this user ask for this one's stacks; a second call does nothing."""
+    faulthandler.register(_SIGNAL, file=os.memfd_create(_FILE), all_threads=True, chain=False)
 
 
 def stacks_of(pid: int, limit_s: float = 0.5) -> str:

@@ -71,7 +71,8 @@ class Harm:
 
     def __init__(self) -> None:
         self.plan = Path()
-        self.rank = -1
+        # An agent's worker is told by its view.
+        self.rank = int(os.environ.get("RANK", "-1"))
 
     def awaited(self, generation: int) -> Path | None:
         path = self.plan / f"reform-{generation}-{self.rank}-wait"
@@ -171,7 +172,7 @@ class Faulty(paceline.Task):
         labels = torch.arange(number) % CLASSES
         images = torch.randn(number, 1, SIDE, SIDE, generator=generator)
         tensors = TensorDataset(images + labels.view(-1, 1, 1, 1) * 0.5, labels)
-        return Samples(tensors, Path(self.plan)) if self.sample_by_sample else tensors
+        return Samples(tensors, Path(self.plan)) if self.sample_by_sample and split == "train" else tensors
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         self.model = model

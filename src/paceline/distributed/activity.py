@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -42,6 +43,7 @@ class Activity:
         exchange: the kind of exchange that it entered last.
         entered: exchanges entered in this world.
         left: exchanges left in this world; it is in one where this is less than ``entered``.
+        thread: the one that made this, whose activity it is.
         helpers: gives the process ids of those that work for this rank.
 
     Args:
@@ -50,6 +52,7 @@ class Activity:
 
     def __init__(self, limit_s: float | None = None) -> None:
         self._limit_s = limit_s
+        self.thread = threading.get_ident()
         self._took_s: dict[Stage, deque[float]] = {stage: deque(maxlen=_RECENT) for stage in FLOOR_S}
         self.helpers: Callable[[], Sequence[int]] = tuple
         self.step = -1

@@ -67,9 +67,11 @@ class Verdict:
         return not self.reasons
 
 
-def verdict(
-    reports: Sequence[Standing | Silence | Finished], nodes: Mapping[int, str] | None = None
-) -> Verdict:
+Told = Standing | Silence | Finished
+"""What is known of a rank."""
+
+
+def verdict(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) -> Verdict:
     """Who keeps whom waiting.
 
     Args:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from time import monotonic
 
 from paceline.distributed.activity import Activity
 from paceline.distributed.process_state import describe_silence
 from paceline.membership.channel import Standing
-from paceline.stacks import all_stacks, main_frames, parse_frames, stacks_of, whereabouts
+from paceline.stacks import all_stacks, frames_of, parse_frames, stacks_of, whereabouts
 
 _LONGEST_STACKS = 24_000  # characters; a packet holds six times as many bytes
 
 
 def standing_of(activity: Activity, generation: int, rank: int) -> Standing:
     """Where this process stands."""
-    place = whereabouts(main_frames())
-    stacks = all_stacks()
+    place = whereabouts(frames_of(activity.thread))
+    stacks = all_stacks(first=activity.thread)
     helper = ""
     if activity.phase in ("data", "evaluation"):
         helper, theirs = _helper_at_work(activity)
@@ -57,16 +54,3 @@ def _helper_at_work(activity: Activity) -> tuple[str, str]:
         found = found or (f"data worker {pid}, {at}" if at else "")
         texts.append(f"\nData worker {pid}:\n{stacks}")
     return found, "".join(texts)
-
-
-def to_json(standing: Standing) -> bytes:
-    """A standing as a file's content."""
-    return json.dumps(asdict(standing)).encode()
-
-
-def read_standing(path: Path) -> Standing | None:
-    """A standing from a file; None where there is none that can be read."""
-    try:
-        return Standing(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
