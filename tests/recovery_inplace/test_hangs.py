@@ -110,6 +110,20 @@ def test_a_dataset_that_blocks(
     assert place in re.sub(r"worker \d+", "worker N", sentence)
 
 
+def test_without_recovery_the_job_ends_and_can_be_resumed(
+    run_processes: Any, tmp_path: Path, undisturbed: str
+) -> None:
+    run = Run(run_processes, tmp_path / "run", ["step-9-0-grip"], ("--recover", "none", "--nproc", "2"))
+    assert run.done.returncode == 1
+    (sentence,) = run.sentences()
+    assert re.sub(r"all-reduce \d+", "all-reduce N", sentence) == (
+        "rank 0 runs without answering, as C code does that holds the interpreter, in `grip` (faulty.py); "
+        "rank 1 waits for it in all-reduce N of step 10"
+    )
+    run.done = run_processes.paceline("resume", run.path, "--quiet")
+    assert run.model() == undisturbed
+
+
 @pytest.mark.parametrize("recover", ["inplace", "none"])
 def test_ranks_that_wait_for_each_other_end_the_job(run_processes: Any, tmp_path: Path, recover: str) -> None:
     options = ("--nproc", "2", "--recover", recover)

@@ -174,8 +174,9 @@ def _exchange(standing: Standing) -> str:
 def _stage(standing: Standing) -> str:
     if standing.stage in ("step", "first step"):
         return f"step {standing.step + 1}"
-    after = f" after step {standing.step}" if standing.step >= 0 else ""
-    return f"the {standing.stage}{after}"
+    if standing.stage in ("evaluation", "checkpoint"):
+        return f"the {standing.stage} after step {standing.step}"
+    return standing.stage
 
 
 def _wait(ranks: Sequence[int]) -> str:
