@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def watch(tmp_path: Path, now: list[float]) -> HangWatch:
-    watching = HangWatch(RunDirectory(tmp_path), {7: os.getpid(), 9: None}.get)
-    watching.forms(View(4, (7, 9)))
+    watching = HangWatch(RunDirectory(tmp_path))
+    watching.forms(View(4, (7, 9), 2), ["a", "b"])
     return watching
 
 
@@ -72,13 +71,14 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangWatch, tmp_path: Pat
     reason = "has not entered all-reduce 3 of step 9: it is in `f` (a.py:1)"
     (event,) = events(tmp_path)
     folder = tmp_path / event.pop("stacks")
-    assert hang == Hang(f"rank 0 {reason}; rank 1 waits for it. All stacks: {folder}", {7: reason})
+    sentence = f"rank 0 on node a {reason}; rank 1 on node b waits for it"
+    assert hang == Hang(f"{sentence}. All stacks: {folder}", {7: reason})
     assert event == {
         "event": "hang",
         "step": 8,
         "culprits": [0],
         "victims": [1],
-        "sentence": f"rank 0 {reason}; rank 1 waits for it",
+        "sentence": sentence,
     }
     assert (folder / "rank-0.txt").read_text().endswith("the stacks")
     # It is said once, however long the culprit takes to end.
@@ -112,12 +112,21 @@ def test_who_moves_is_slow_and_that_is_said_once_in_a_while(
     assert [(event["event"], event["ranks"]) for event in events(tmp_path)] == [("slow", [0])]
 
 
-def test_a_view_that_changes_is_judged_no_more(watch: HangWatch) -> None:
+def test_who_has_finished_is_not_waited_for(watch: HangWatch) -> None:
+    watch.finishes(7)
     watch.beats(9, overdue=True)
     watch.turn()
-    watch.loses(5)
-    assert watch.deadline < math.inf
-    watch.loses(7)
+    watch.answers(9, standing(1, inside=True))
+    hang = watch.turn()
+    assert isinstance(hang, Hang)
+    assert hang.culprits == {}
+    assert "rank 0 on node a has finished" in hang.sentence
+
+
+def test_a_view_that_breaks_is_judged_no_more(watch: HangWatch) -> None:
+    watch.beats(9, overdue=True)
+    watch.turn()
+    watch.forget()
     watch.answers(9, standing(1, inside=True))
     assert watch.deadline == math.inf
     assert watch.turn() is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.membership.channel import Standing
-from paceline.membership.hang import Silence, Verdict, verdict
+from paceline.membership.hang import Finished, Silence, Verdict, verdict
 
 
 def rank(number: int, entered: int, left: int, **others: Any) -> Standing:
@@ -121,6 +121,15 @@ def test_all_in_the_same_exchange() -> None:
     found = verdict([waits(0), waits(1)])
     assert found.is_deadlock
     assert found.sentence.startswith("ranks 0 and 1 are in all-reduce 841 of step 212, and none of them")
+
+
+def test_a_rank_that_has_finished_is_named_and_not_to_be_killed() -> None:
+    found = verdict([waits(0), Finished(1)])
+    assert found.is_deadlock
+    assert found.certain
+    assert "rank 0 is in all-reduce 841 of step 212; rank 1 has finished" in found.sentence
+    found = verdict([waits(0), Finished(1), works(2, "`f` (a.py:1)")])
+    assert found.culprits == (2,)
 
 
 def test_a_rank_alone() -> None:

@@ -113,14 +113,14 @@ def test_member_hears_what_becomes_of_its_view(agent: tuple[Channel, Member]) ->
 def test_member_tells_where_it_stands(agent: tuple[Channel, Member]) -> None:
     channel, member = agent
     channel.send(Report())  # it is in no view, and has nothing to tell
-    channel.send(Place(5, 1, 2, 1234))
+    channel.send(place(5))
     member.next_view(4, "")
     member.activity.step = 8
     member.activity.begin("step")
     member.activity.enter("all-reduce")
     channel.send(Report())
     told = heard(channel, Standing)
-    assert (told.generation, told.rank, told.step, told.stage) == (5, 1, 8, "step")
+    assert (told.generation, told.rank, told.step, told.stage) == (5, 0, 8, "step")
     assert (told.exchange, told.entered, told.left, told.overdue) == ("all-reduce", 1, 0, False)
     assert told.where
     assert "test_member_tells_where_it_stands" in told.stacks
