@@ -85,6 +85,7 @@ def test_ranks_that_do_not_go_on_are_named_and_replaced(
     assert "in _wait_slowly" in (first / "rank-1.txt").read_text()
 
 
+@pytest.mark.slow
 def test_silent_ranks_are_described(run_processes: Any, tmp_path: Path, undisturbed: str) -> None:
     harms = ["step-9-0-grip", "step-16-0-stop"]
     run = Run(run_processes, tmp_path / "run", harms, (*INPLACE, "3"))
@@ -98,7 +99,10 @@ def test_silent_ranks_are_described(run_processes: Any, tmp_path: Path, undistur
 
 @pytest.mark.parametrize(
     ("workers", "place"),
-    [("0", "it is in `sleep` (faulty.py)"), ("1", "it waits for its data worker N, which is in `sleep`")],
+    [
+        pytest.param("0", "it is in `sleep` (faulty.py)", marks=pytest.mark.slow),
+        ("1", "it waits for its data worker N, which is in `sleep`"),
+    ],
 )
 def test_a_dataset_that_blocks(
     run_processes: Any, tmp_path: Path, undisturbed: str, workers: str, place: str
