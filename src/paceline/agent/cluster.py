@@ -9,6 +9,7 @@ machine is a roster of one, which agrees with itself at once.
 from __future__ import annotations
 
 import math
+import signal
 import socket
 import sys
 import time
@@ -28,6 +29,7 @@ from paceline.data.ledger import generations
 from paceline.distributed.sockets import LOOPBACK
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
+from paceline.launchers.failures import STOPPED
 from paceline.membership.channel import Broken
 from paceline.membership.coordinator import Coordinator
 from paceline.membership.leadership import Leadership
@@ -77,6 +79,7 @@ class Cluster:
         self._give_up_at = math.inf  # looking for the others
         self._paused = ""
         self._code: int | None = None
+        self._asked: int | None = None  # the signal that asked this machine to leave
         self._acting = False
         self._pending: deque[Action] = deque()
         self._following: Term | None = None  # whose orders are obeyed
@@ -115,10 +118,16 @@ class Cluster:
         return self._code
 
     def signalled(self, number: int) -> None:
-        """A signal asks for a stop; a second one, at once."""
+        """A signal asks for a stop; a second one, at once.
+
+        Where machines may come and go, this one leaves after a step, and the others go on.
+        """
         if self._leader is not None:
             self._leader.signalled(number)
         elif self._leadership.leader is not None:
+            if self._asked is not None:
+                self._node.kill_all("was told to end")
+            self._asked = self._asked or number
             self._send(self._leadership.leader, {"kind": "signalled", "signal": number})
         else:
             self._leave("stopped, as asked, while it waited for other machines.", 128 + number)
@@ -312,8 +321,7 @@ class Cluster:
                 self._act(self._leadership.clear(peer))
                 self._settle()
         elif kind == "signalled":
-            if self._leader is not None:
-                self._leader.signalled(int(message["signal"]))
+            self._on_signalled(peer, int(message["signal"]))
         elif kind == "book":
             if peer == self._leadership.leader:
                 self._book = [(str(n), (str(h), int(p))) for n, h, p in message["agents"]]
@@ -321,11 +329,26 @@ class Cluster:
         elif kind == "over":
             if peer == self._leadership.leader:
                 self._code = int(message["code"])
+                if self._code == 0 and self._asked is not None and not self._directory.result.is_file():
+                    requeue, interrupted = STOPPED
+                    self._code = interrupted if self._asked == signal.SIGINT else requeue
+                    print("paceline: this machine has left the run; the others go on.", file=sys.stderr)
         elif kind == "sent home":
             if peer == self._leadership.leader:
                 self._leave(str(message["why"]), 2)
         else:
             raise OrderError(f"a message that this version does not know: {str(message)[:200]}")
+
+    def _on_signalled(self, peer: str, number: int) -> None:
+        """A machine was asked to stop: it leaves, where enough others stay; else the job stops."""
+        if self._leader is None:
+            return
+        elastic = (self._spec.most_nodes or 1) > self._spec.nodes
+        if elastic and len(self._leader.nodes) > self._spec.least_nodes:
+            with suppress(ConfigError):  # the job is ending anyway
+                self._leader.retire([peer])
+        else:
+            self._leader.signalled(number)
 
     def _term(self, message: Mapping[str, Any]) -> Term:
         try:

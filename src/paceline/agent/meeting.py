@@ -122,7 +122,7 @@ def meet(spec: JobSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirector
 
 def record_agents(directory: RunDirectory, agents: Sequence[Agent], job: str) -> None:
     """Write where the agents listen, and the job that they do, for those that join by the directory alone."""
-    content = {"job": job, "agents": [[name, *address] for name, address in agents]}
+    content = {"job": Path(job).name, "agents": [[name, *address] for name, address in agents]}
     write_atomically(directory.agents, (json.dumps(content) + "\n").encode())
 
 
@@ -136,7 +136,7 @@ def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
         content = json.loads(directory.agents.read_bytes())
         agents = [(str(name), (str(host), int(port))) for name, host, port in content["agents"]]
         if agents:
-            return agents, Path(content["job"])
+            return agents, directory.path / content["job"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise ConfigError(

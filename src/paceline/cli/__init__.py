@@ -21,6 +21,7 @@ _COMMANDS = {
     "resume": ("train:resume", "Continue a run at its exact next sample."),
     "runs": ("runs:app", "List runs, with state and results; show what happened in one."),
     "logs": ("logs:logs", "Show what each rank of a run printed."),
+    "join": ("join:join", "Join a run that other machines are at."),
     "scale": ("scale:scale", "Change the number of processes of a run at work."),
     "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
     "chaos": ("chaos:chaos", "Train under faults, and prove that nothing is lost."),
