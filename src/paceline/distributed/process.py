@@ -18,8 +18,9 @@ from types import FrameType
 
 from paceline import errors
 from paceline.distributed.tether import die_with_parent as die_with_parent
-from paceline.errors import DataError, PacelineError, PeerLostError, UserError
+from paceline.errors import DataError, HangError, PacelineError, PeerLostError, UserError
 from paceline.run_directory import RunDirectory, write_atomically
+from paceline.stacks import offer_stacks
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a launcher to stop its job."""
@@ -131,6 +132,9 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
         lines = [
             f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."
         ]
+    elif failure.type == HangError.__name__:
+        # It names the rank to blame, which need not be the one that says so.
+        return failure.message
     elif failure.type in _DELIBERATE:
         lines = [f"{who} failed first: {failure.message}"]
     else:
@@ -161,6 +165,10 @@ def signals_handled(
 
 
 def dump_stacks_on_signal() -> None:
-    """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV."""
+    """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV.
+
+    Whoever watches over this process gets them without a trace; see :mod:`paceline.stacks`.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    offer_stacks()

@@ -88,6 +88,7 @@ class GradientReducer:
     ) -> None:
         self.plan = plan
         self._rank = world.rank
+        self._activity = world.activity
         self._row_length = row_length
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
@@ -193,7 +194,9 @@ class GradientReducer:
         """
         assert len(row) == self._row_length
         assert not self._steps, "a shard has not been ended"
-        headers = self._transport.exchange(self._header(row))
+        header = self._header(row)
+        self._activity.enter("all-reduce")
+        headers = self._transport.exchange(header)
         fields_at = 1 + self._row_length
         sums = [
             list(headers[rank][fields_at + _NODE_FIELDS * i :][:_NODE_FIELDS])
@@ -208,6 +211,7 @@ class GradientReducer:
             )
         combine = self.plan.combination(present)
         self._transport.reduce(combine)
+        self._activity.leave()
         for into, other in combine.additions:
             sums[into] = _add(sums[into], sums[other])
         samples, weight, loss_sum, checksum = sums[combine.root]

@@ -66,6 +66,7 @@ class Evaluator:
         sums: dict[str, list[tuple[float, float]]] = {}
         for _ in range(0, num_blocks, computing):
             arguments = None
+            world.activity.move("evaluation")
             batch = next(blocks, None)
             if batch is not None:
                 seed_evaluation(self._seed, batch.shard)

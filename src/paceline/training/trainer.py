@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import Interval, parse_interval
 from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
+from paceline.data.workers import data_workers
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.shares import Speed
 from paceline.distributed.world import World
@@ -158,6 +159,7 @@ class Trainer:
         """
         run, progress, stack = self.run, self.state.progress, self._of_world
         self.world = world
+        world.activity.helpers = data_workers
         self.balance = ShareBalance(
             world,
             run.num_shards,
@@ -247,6 +249,7 @@ class Trainer:
         # What a run owes after its last step, it owes also if that was in another world.
         if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
             self._save()
+        self.world.activity.begin("first step")
         while not self._finished():
             sums = self._step()
             word = control.merge(sums.rows)
@@ -268,13 +271,15 @@ class Trainer:
     def _step(self) -> StepSums:
         """Fetch, forward and backward, reduce, update, commit."""
         run, progress, strategy = self.run, self.state.progress, self.strategy
-        mark = self.monitor.timer.mark
+        mark, move = self.monitor.timer.mark, self.world.activity.move
+        move("data")
         microbatches = self.loader.fetch(progress.epoch, progress.step_in_epoch, strategy.shards)
         mark("data")
 
         self.balance.begin()
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
         for microbatch in microbatches:
+            move("forward")
             strategy.begin_shard()
             seed_shard(run.config.seed, progress.step, microbatch.shard)
             with run.autocast():
@@ -287,6 +292,7 @@ class Trainer:
                     "gradient. Do not detach it, and do not turn it into a number."
                 )
             mark("forward")
+            move("backward")
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
@@ -297,8 +303,10 @@ class Trainer:
             else:
                 self._backward_of_nothing()
 
+        move("reduction")
         sums = strategy.finish_step(self._control().row(self._status(), self.balance.row(progress.step)))
         mark("reduction")
+        move("optimizer")
         # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
         overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
         if not sums.finite and not overflowed:
@@ -325,8 +333,10 @@ class Trainer:
         rows = partial(control.statuses, sums.rows)
         self.monitor.step_done(progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows)
         self.monitor.timer.mark("other")
+        self.world.activity.end()
 
     def _beat(self) -> None:
+        self.world.activity.step = self.state.progress.step
         if self._member is not None:
             self._member.pulse.step = self.state.progress.step
             self._member.pulse.version = self.state.progress.version
@@ -350,6 +360,7 @@ class Trainer:
 
     def _evaluate(self, evaluator: Evaluator) -> bool:
         progress = self.state.progress
+        self.world.activity.begin("evaluation")
         self.monitor.activity("evaluating val")
         metrics = evaluator.run(self.world, self.state.evaluated_module)
         progress.evaluated_step = progress.step
@@ -359,6 +370,7 @@ class Trainer:
         epoch = progress.epoch - 1 if progress.step_in_epoch == 0 else progress.epoch
         self.monitor.evaluated("val", progress.step, epoch, metrics)
         self.monitor.timer.mark("evaluation")
+        self.world.activity.end()
         return improved
 
     def _backward_of_nothing(self) -> None:
@@ -420,11 +432,13 @@ class Trainer:
         return positions
 
     def _save(self, *, last: bool = False) -> None:
+        self.world.activity.begin("checkpoint")
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
             state["streams"] = self._stream_positions(self.loader)
         self.saver.save(state, self.state.progress, last=last)
         self.monitor.timer.mark("checkpoint")
+        self.world.activity.end()
 
     def _finished(self) -> bool:
         progress, total = self.state.progress, self.run.data.total_steps
