@@ -47,8 +47,8 @@ class Interruption:
     """A time in which nothing was trained.
 
     Attributes:
-        cause: "killed", "silent", "hung" or "error" for a worker that was lost, "restart" where none was left,
-            "joining", "leaving", "gathering" or "re-forming" for what was asked for.
+        cause: "killed", "silent", "hung" or "error" for a worker that was lost, "restart" where none was
+            left, "joining", "leaving", "gathering" or "re-forming" for what was asked for.
         begin, end: seconds since the run's first event.
         generation: of the view that ended it.
     """
