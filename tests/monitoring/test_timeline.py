@@ -62,6 +62,8 @@ def test_silence_counts_from_when_it_was_last_heard() -> None:
     ]
     read = timeline([*START, *silent, *END])
     assert read.goodput.lost_s == {"silent": 2.1}
+    hung = [{**e, "how": "has not entered all-reduce 9 of step 41"} if "how" in e else e for e in silent]
+    assert timeline([*START, *hung, *END]).goodput.lost_s == {"hung": 2.1}
 
 
 def test_a_view_that_breaks_while_it_forms_is_one_interruption() -> None:
@@ -126,8 +128,9 @@ def test_a_run_at_work_is_read_up_to_now() -> None:
 
 def test_what_is_not_known_is_told_as_it_is() -> None:
     assert (
-        describe({"time": 1.0, "event": "hang", "sentence": "rank 3 waits", "step": 4})
-        == "hang: sentence rank 3 waits"
+        describe({"time": 1.0, "event": "omen", "sentence": "rank 3 waits", "step": 4})
+        == "omen: sentence rank 3 waits"
     )
+    assert describe({"event": "hang", "sentence": "rank 3 waits", "culprits": [3]}) == "hang: rank 3 waits"
     assert describe({"event": "failed", "rank": 2, "error": "no"}) == "failed in rank 2: no"
     assert describe({"event": "scale", "before": 4, "target": 1}) == "asked to go from 4 to 1 worker"

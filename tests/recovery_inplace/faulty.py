@@ -2,9 +2,9 @@
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
 ``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
-``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``hold`` (the
-thread stays there until its process ends) or a way to hang (``WAYS``). In ``data`` the step is a sample's
-number, whoever reads it, and the rank ``any``. A rank with a file
+``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``hold``: the
+thread stays there until its process ends, or another way to hang (``WAYS``). In ``data`` the step is a
+sample's number, whoever reads it, and the rank is ``any``. A rank with a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
@@ -66,7 +66,11 @@ def mismatch() -> None:
     distributed.all_reduce(torch.ones(1))
 
 
-WAYS = {way.__name__: way for way in (spin, grip, sleep, fifo, lock, mismatch)}
+def hold() -> None:
+    threading.Event().wait()
+
+
+WAYS = {way.__name__: way for way in (spin, grip, sleep, fifo, lock, mismatch, hold)}
 
 
 class Harm:
@@ -88,9 +92,7 @@ class Harm:
             except FileNotFoundError:
                 continue  # another process of that rank did it
             kind = path.name.rpartition("-")[2]
-            if kind == "hold":
-                threading.Event().wait()
-            elif kind in WAYS:
+            if kind in WAYS:
                 WAYS[kind]()
             else:
                 os.kill(os.getpid(), _SIGNALS[kind])

@@ -47,8 +47,8 @@ class Interruption:
     """A time in which nothing was trained.
 
     Attributes:
-        cause: "killed", "silent" or "error" for a worker that was lost, "restart" where none was left,
-            "joining", "leaving", "gathering" or "re-forming" for what was asked for.
+        cause: "killed", "silent", "hung" or "error" for a worker that was lost, "restart" where none was
+            left, "joining", "leaving", "gathering" or "re-forming" for what was asked for.
         begin, end: seconds since the run's first event.
         generation: of the view that ended it.
     """
@@ -227,6 +227,8 @@ class _Reader:
 def _cause(how: str) -> str:
     if how.startswith("was killed"):
         return "killed"
+    if how.startswith(("has not entered", "has been at")):
+        return "hung"
     return "error" if how.startswith("exited") else "silent"
 
 
@@ -247,6 +249,8 @@ def describe(event: Event) -> str:
             return f"passed over a checkpoint: {reason}"
         case {"event": "fault", "slot": slot, "how": how}:
             return f"the worker in slot {slot} {how}"
+        case {"event": "hang" | "slow" as kind, "sentence": sentence}:
+            return f"{kind}: {sentence}"
         case {"event": "view", "generation": generation, "members": [*slots]}:
             return f"generation {generation}: {_workers(len(slots))}, slots {', '.join(map(str, slots))}"
         case {"event": "joined", "generation": generation, "seconds": int() | float() as seconds}:
