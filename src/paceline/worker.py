@@ -65,7 +65,7 @@ def preload() -> None:
     """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
     import paceline.monitoring.summary
     import paceline.monitoring.terminal
-    import paceline.training.session  # noqa: F401
+    import paceline.training.members  # noqa: F401
     from paceline.monitoring.writers import preload_tensorboard
 
     preload_tensorboard()
@@ -108,8 +108,8 @@ def _run_member(
     from paceline.monitoring.rank_log import capture_rank_output, show_on
     from paceline.task import TaskReference
     from paceline.training.control import StopSignals
+    from paceline.training.members import train_as_member
     from paceline.training.preparation import Request
-    from paceline.training.session import train_as_member
 
     config, processes, world_size = job.config, job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"

@@ -5,21 +5,30 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from paceline.config import RunConfig
 from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
+from paceline.distributed.world import World
+from paceline.monitoring.monitor import Monitor
 from paceline.run_directory import RunDirectory
+from paceline.strategies.base import Strategy, StrategyOptions
+from paceline.strategies.selection import build_strategy
 from paceline.task import Task
-from paceline.training.control import StopSignals
+from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.plan import DataPlan
 
+if TYPE_CHECKING:
+    from paceline.monitoring.profiler import StepProfiler
+
+_STEP_TIMEOUT_S = 1800.0
 _EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
 _AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -123,3 +132,41 @@ class Run:
             split=split,
         )
         return Evaluator(task, self.device, batches, seed=self.config.seed, autocast=self.autocast)
+
+    def build_strategy(self, module: nn.Module, world: World) -> Strategy:
+        """The strategy, with the model in it; all ranks of ``world`` build it together.
+
+        Raises:
+            ConfigError: it cannot work with so many processes.
+        """
+        options = StrategyOptions(
+            num_shards=self.num_shards,
+            kind="exact" if self.config.reduction == "exact" else "fast",
+            row_length=ROW_LENGTH,
+            timeout_s=_STEP_TIMEOUT_S,
+            compile=self.config.compile,
+            static_graph=self.task.static_graph,
+        )
+        return build_strategy(module, world, self.config, options)
+
+    def build_monitor(self, world: World, first_step: int) -> Monitor:
+        """What shows and records this rank's progress from a step on."""
+        return Monitor(
+            self.directory,
+            rank=world.rank,
+            world_size=world.world_size,
+            total_steps=self.data.total_steps,
+            steps_per_epoch=self.data.steps_per_epoch,
+            first_step=first_step,
+            log_every=self.config.log_every,
+            quiet=self.quiet,
+            device=self.device,
+        )
+
+    def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
+        """The profiler that ``--profile`` asks for."""
+        if not self.config.profile:
+            return None
+        from paceline.monitoring.profiler import profile_steps
+
+        return profile_steps(self.directory, steps=self.config.profile, first=first_step, monitor=monitor)

@@ -11,24 +11,18 @@ from typing import Any, Self
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import holds_version
-from paceline.config import Interval, parse_interval
+from paceline.config import parse_interval
 from paceline.data.ledger import LedgerEntry, LedgerWriter, recorded_until
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.world import World
 from paceline.training.pins import current_pins
 from paceline.training.run import Run
+from paceline.training.schedule import is_due
 from paceline.training.state import Progress
 
 _FLUSH_EVERY = 64
 RECENT_STEPS = 4 * _FLUSH_EVERY
 """How many steps' ledger entries each rank keeps: more than a dead rank 0 can have kept to itself."""
-
-
-def is_due(every: Interval, progress: Progress) -> bool:
-    """Whether something that happens ``every`` so many steps or epochs is due now."""
-    if every.steps is not None:
-        return progress.step % every.steps == 0
-    return every.epochs is not None and progress.step_in_epoch == 0 and progress.epoch % every.epochs == 0
 
 
 class Saver:

@@ -9,30 +9,28 @@ from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Interval, parse_interval
 from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.world import World
-from paceline.errors import NonFiniteLossError, PeerLostError, StopRequested, TaskError
+from paceline.errors import NonFiniteLossError, PeerLostError, StopRequested
 from paceline.membership.member import Member
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PHASES
-from paceline.strategies.base import Strategy, StrategyOptions
-from paceline.strategies.selection import build_strategy
+from paceline.strategies.base import Strategy
 from paceline.training import control
-from paceline.training.evaluation import Evaluator, as_loss
+from paceline.training.evaluation import Evaluator
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
-from paceline.training.randomness import seed_model, seed_shard
+from paceline.training.randomness import seed_model
 from paceline.training.run import Run
-from paceline.training.saving import RECENT_STEPS, Saver, is_due
+from paceline.training.saving import RECENT_STEPS, Saver
+from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, built_model
+from paceline.training.step import SpareBatch, shard_loss
 
 if TYPE_CHECKING:
     from paceline.monitoring.profiler import StepProfiler
-
-_STEP_TIMEOUT_S = 1800.0
 
 
 class Trainer:
@@ -81,8 +79,8 @@ class Trainer:
         if self.evaluator is not None:
             self._resources.enter_context(closing(self.evaluator))
         self.judge = Judge(run.config)
-        self._spare_batch: Any = None
-        self._evaluate_every = parse_interval(run.config.eval_every, "eval_every", allow_time=False)
+        self.schedule = Schedule(run.config, run.data)
+        self._spare = SpareBatch(run)
 
     def __enter__(self) -> Trainer:
         return self
@@ -151,43 +149,15 @@ class Trainer:
         """
         run, progress, stack = self.run, self.state.progress, self._of_world
         self.world = world
-        options = StrategyOptions(
-            num_shards=run.num_shards,
-            kind="exact" if run.config.reduction == "exact" else "fast",
-            row_length=control.ROW_LENGTH,
-            timeout_s=_STEP_TIMEOUT_S,
-            compile=run.config.compile,
-            static_graph=run.task.static_graph,
-        )
-        self.strategy = build_strategy(self.state.module, world, run.config, options)
+        self.strategy = run.build_strategy(self.state.module, world)
         stack.callback(self.strategy.close)
         stack.callback(self.strategy.abandon)
-        self.monitor = stack.enter_context(
-            Monitor(
-                run.directory,
-                rank=world.rank,
-                world_size=world.world_size,
-                total_steps=run.data.total_steps,
-                steps_per_epoch=run.data.steps_per_epoch,
-                first_step=progress.step,
-                log_every=run.config.log_every,
-                quiet=run.quiet,
-                device=run.device,
-            )
-        )
+        self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
         stack.callback(self._keep_phases)
         self.saver = stack.enter_context(Saver(run, world, progress, self.recent))
-        self.profiler = None
-        if run.config.profile:
-            from paceline.monitoring.profiler import profile_steps
-
-            self.profiler = stack.enter_context(
-                closing(
-                    profile_steps(
-                        run.directory, steps=run.config.profile, first=progress.step, monitor=self.monitor
-                    )
-                )
-            )
+        self.profiler = run.build_profiler(self.monitor, progress.step)
+        if self.profiler is not None:
+            stack.enter_context(closing(self.profiler))
         self.strategy.module.train()
         self.monitor.timer.mark("other")
         self._beat()
@@ -224,7 +194,7 @@ class Trainer:
         # What a run owes after its last step, it owes also if that was in another world.
         if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
             self._save()
-        while not self._finished():
+        while not self.schedule.finished(self.state.progress):
             sums = self._step()
             word = control.merge(sums.rows)
             self.state.progress.epoch_ended = not word.more
@@ -250,25 +220,13 @@ class Trainer:
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
         for microbatch in microbatches:
             strategy.begin_shard()
-            seed_shard(run.config.seed, progress.step, microbatch.shard)
-            with run.autocast():
-                loss = as_loss(
-                    run.task, run.task.loss(strategy.model, microbatch.batch), microbatch.num_samples
-                )
-            if not loss.sum.requires_grad:
-                raise TaskError(
-                    f"{type(run.task).__name__}.loss does not depend on the model's parameters, so it has no "
-                    "gradient. Do not detach it, and do not turn it into a number."
-                )
+            loss = shard_loss(run, strategy.model, progress.step, microbatch)
             mark("forward")
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
         if strategy.needs_backward:
-            if microbatches:
-                self._spare_batch = microbatches[-1].batch
-            else:
-                self._backward_of_nothing()
+            self._spare.take_part(strategy, microbatches, progress.epoch)
 
         sums = strategy.finish_step(self._control().row(self._status()))
         mark("reduction")
@@ -311,13 +269,13 @@ class Trainer:
         them, and makes them when it is resumed.
         """
         progress = self.state.progress
-        if self._epoch_ends():
+        if self.schedule.epoch_ends(progress):
             progress.epoch += 1
             progress.step_in_epoch = 0
             progress.epoch_ended = False
             progress.version += 1
             self.saver.flush_ledger()
-        if self.evaluator is None or not self._evaluation_is_due():
+        if self.evaluator is None or not self.schedule.evaluation_is_due(progress):
             return False
         return self._evaluate(self.evaluator)
 
@@ -333,20 +291,6 @@ class Trainer:
         self.monitor.evaluated("val", progress.step, epoch, metrics)
         self.monitor.timer.mark("evaluation")
         return improved
-
-    def _backward_of_nothing(self) -> None:
-        """Run the backward that the other ranks wait for, weighing nothing, on data seen before."""
-        if self._spare_batch is None:
-            # Apart from the loader, whose streams must stay where they are.
-            with closing(self.run.build_loader()) as loader:
-                first = loader.fetch(self.state.progress.epoch, 0, range(self.run.num_shards))
-            if not first:
-                return  # nor has anybody else; the reducer says so
-            self._spare_batch = first[0].batch
-        self.strategy.begin_shard()
-        with self.run.autocast():
-            loss = as_loss(self.run.task, self.run.task.loss(self.strategy.model, self._spare_batch), 1)
-        self.strategy.backward(loss.sum * 0.0)
 
     def _control(self) -> control.Control:
         more = not (isinstance(self.loader, StreamLoader) and self.loader.exhausted(self.strategy.shards))
@@ -386,23 +330,3 @@ class Trainer:
                 state["streams"] |= of_rank
         self.saver.save(state, self.state.progress, synchronous=synchronous)
         self.monitor.timer.mark("checkpoint")
-
-    def _finished(self) -> bool:
-        progress, total = self.state.progress, self.run.data.total_steps
-        if progress.stopped_early:
-            return True
-        return (
-            progress.step >= total if total is not None else progress.epoch >= (self.run.config.epochs or 0)
-        )
-
-    def _epoch_ends(self) -> bool:
-        progress, steps = self.state.progress, self.run.data.steps_per_epoch
-        if progress.step_in_epoch == 0:
-            return False
-        return progress.epoch_ended if steps is None else progress.step_in_epoch >= steps
-
-    def _evaluation_is_due(self) -> bool:
-        progress, every = self.state.progress, self._evaluate_every
-        if progress.step == progress.evaluated_step:
-            return False
-        return is_due(every, progress) or (self._finished() and every != Interval())
