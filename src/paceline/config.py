@@ -85,6 +85,10 @@ class RunConfig:
         8, "Replaced processes without a step of progress, after which the job ends.", group="Recovery"
     )
 
+    walltime: str | None = _option(
+        None, "Stop in time, saved, before so long has passed (s, min, h); exit code 75.", group="Recovery"
+    )
+
     strategy: Literal["auto", "single", "ddp"] = _option(
         "auto", "How work is split. auto: single for one process, else ddp.", group="Parallelism"
     )
@@ -179,6 +183,8 @@ class RunConfig:
             raise ConfigError(f"--node-rank must be between 0 and {most_nodes - 1}, but is {self.node_rank}.")
         parse_nproc(self.nproc)
         parse_duration_s(self.init_timeout, "init_timeout")
+        if self.walltime is not None:
+            parse_duration_s(self.walltime, "walltime")
         parse_shuffle(self.shuffle)
         parse_interval(self.eval_every, "eval_every", allow_time=False)
         for text in self.checkpoint_every:

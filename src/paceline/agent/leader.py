@@ -17,6 +17,7 @@ from typing import Protocol
 from paceline.agent.node import Ended, Order
 from paceline.agent.orders import Orders
 from paceline.agent.policy import Budget, describe_code, meaning
+from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.failures import Exit, conclude
@@ -89,6 +90,8 @@ class Leader:
         self._exits: list[Exit] = []  # those that decide the job's exit code
         self._lost: list[Exit] = []  # faults after which nobody was started
         self._verdict = ""
+        # Ctrl-C may reach the agents of all machines.
+        self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)
         self._asked: int | None = None  # the first signal
         self._stopping = False
         self._deadline = math.inf
@@ -179,12 +182,13 @@ class Leader:
     # The end, when somebody asks for it.
 
     def signalled(self, number: int) -> None:
-        """A signal asks the job to stop; a second one, at once."""
-        if self._asked is None:
-            self._asked = number
-            self._stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        else:
-            self.kill_all()
+        """A signal asks the job to stop; Ctrl-C after that, at once."""
+        match self._requests.hear(number):
+            case "first":
+                self._asked = number
+                self._stop(passed_on(number))
+            case "end":
+                self.kill_all()
 
     def cancel(self) -> None:
         """Have the job stop, within the grace period."""

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.distributed.process import Failure
+from paceline.distributed.process import WORKER_STOP_SIGNALS, Failure
 from paceline.errors import CheckpointError, NonFiniteLossError
 from paceline.launchers.failures import STOPPED
 
@@ -31,7 +31,7 @@ def meaning(
     """
     if code == 0 or code in STOPPED or finished:
         return "done"
-    if stopping and code in (-signal.SIGTERM, -signal.SIGINT):
+    if stopping and -code in WORKER_STOP_SIGNALS:
         return "asked"
     if code < 0:
         return "fault"

@@ -92,7 +92,7 @@ def resume(
 # Options that decide no bit of the model but that a continued run is expected to keep.
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
-    *("checkpoint_every", "keep", "log_every", "recover", "max_restarts"),
+    *("checkpoint_every", "keep", "log_every", "recover", "max_restarts", "walltime"),
 )
 
 

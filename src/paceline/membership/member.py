@@ -97,6 +97,10 @@ class Member:
         """Tell the agent where this worker stands, without waiting for the next beat."""
         self._channel.send(Beat(self.pulse.step, self.pulse.version, self.pulse.phase))
 
+    def leave(self) -> None:
+        """Tell the agent that this process is about to end: an interpreter may take seconds to, in silence."""
+        self._channel.finish()
+
     def joined(self, generation: int) -> None:
         """Tell the agent that this worker holds the state of its view."""
         self.beat()

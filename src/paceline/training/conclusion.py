@@ -14,6 +14,7 @@ from paceline.checkpoint.storage import find_version
 from paceline.monitoring.phases import OUTSIDE_STEPS
 from paceline.monitoring.writers import finite
 from paceline.strategies.selection import strategy_name
+from paceline.training.evaluation import EvaluationStopped
 from paceline.training.trainer import Trainer
 
 
@@ -26,6 +27,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the best model's checkpoint is damaged.
+        StopRequested: somebody asked for it; the run is trained, and concluded when it is resumed.
     """
     run, world, progress = trainer.run, trainer.world, trainer.state.progress
     config = run.config
@@ -41,7 +43,10 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         with closing(test):
             _load_best(trainer)
             trainer.monitor.activity("evaluating test")
-            metrics["test"] = test.run(world, trainer.state.evaluated_module)
+            try:
+                metrics["test"] = test.run(world, trainer.state.evaluated_module, trainer.stop_asked)
+            except EvaluationStopped as stopped:
+                trainer.stop(stopped.stop)
             trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
     phases = trainer.phases()
     return {

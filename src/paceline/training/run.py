@@ -22,6 +22,7 @@ from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
 from paceline.task import Task
 from paceline.training.control import ROW_LENGTH, StopSignals
+from paceline.training.deadline import Deadline
 from paceline.training.evaluation import Evaluator
 from paceline.training.plan import DataPlan
 
@@ -44,6 +45,7 @@ class Run:
         processes: how many share this machine.
         directory: on rank 0's machine at least.
         signals: who asks for a stop.
+        deadline: when the job has to stop by itself.
         quiet: show nothing on the terminal.
     """
 
@@ -55,6 +57,7 @@ class Run:
     processes: int
     directory: RunDirectory
     signals: StopSignals
+    deadline: Deadline
     quiet: bool
 
     @cached_property

@@ -28,6 +28,9 @@ RECENT_STEPS = 4 * _FLUSH_EVERY
 class Saver:
     """Writes the run's checkpoints and ledger, on rank 0; the others only keep time with it.
 
+    Attributes:
+        save_s: the longest time from the beginning of a save to its commit so far.
+
     Args:
         run: the run.
         world: the ranks.
@@ -44,6 +47,7 @@ class Saver:
         self._pins = current_pins(run.config, run.device)
         self._saved_version: int | None = None
         self._saved_at = time.monotonic()
+        self.save_s = 0.0
         self._checkpointer: Checkpointer | None = None
         self._ledger: LedgerWriter | None = None
         if world.rank == 0:
@@ -143,9 +147,11 @@ class Saver:
         """A checkpoint counts only with the ledger of all its steps on disk."""
         ledger, directory = self._ledger, self._run.directory
         assert ledger is not None
+        began = time.monotonic()
 
         def flush() -> None:
             ledger.flush(sync=True)
+            self.save_s = max(self.save_s, time.monotonic() - began)
             directory.append_event("checkpoint", step=step, version=version)
 
         return flush

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from paceline.config import Interval, RunConfig, parse_interval
 from paceline.training.plan import DataPlan
 from paceline.training.state import Progress
@@ -41,6 +43,23 @@ class Schedule:
             return False
         every = self._evaluate_every
         return is_due(every, progress) or (self.finished(progress) and every != Interval())
+
+    def evaluation_follows(self, progress: Progress, *, more: bool) -> bool:
+        """Whether an evaluation will be due after the step under way.
+
+        Args:
+            progress: before that step.
+            more: there is another step's data in this epoch (streams).
+        """
+        after = dataclasses.replace(
+            progress,
+            step=progress.step + 1,
+            step_in_epoch=progress.step_in_epoch + 1,
+            epoch_ended=not more,
+        )
+        if self.epoch_ends(after):
+            after.epoch, after.step_in_epoch = after.epoch + 1, 0
+        return self.evaluation_is_due(after)
 
 
 def is_due(every: Interval, progress: Progress) -> bool:

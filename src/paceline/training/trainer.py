@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
+from paceline.distributed.process import describe_stop
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.world import World
-from paceline.errors import NonFiniteLossError, PeerLostError, StopRequested
+from paceline.errors import ConfigError, NonFiniteLossError, PeerLostError, StopRequested
 from paceline.membership.member import Member
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PHASES
 from paceline.strategies.base import Strategy
 from paceline.training import control
-from paceline.training.evaluation import Evaluator
+from paceline.training.evaluation import EvaluationStopped, Evaluator
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
 from paceline.training.randomness import seed_model
@@ -186,7 +188,7 @@ class Trainer:
             Whether the end is reached; else the ranks left together, after a step, for another world.
 
         Raises:
-            StopRequested: a signal asked for it; the state is saved.
+            StopRequested: a signal or the end of --walltime asked for it; the state is saved.
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
             CheckpointError: a checkpoint could not be written.
             PeerLostError: a rank is gone; :meth:`detach` leaves the state of the last whole step.
@@ -195,11 +197,13 @@ class Trainer:
         if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
             self._save()
         while not self.schedule.finished(self.state.progress):
+            began = time.monotonic()
             sums = self._step()
+            self.run.deadline.step_took(time.monotonic() - began)
             word = control.merge(sums.rows)
             self.state.progress.epoch_ended = not word.more
             if word.stop:
-                self._stop(word.stop)
+                self._save_and_stop(word.stop)
             if word.reform:
                 return False
             improved = self._settle()
@@ -282,7 +286,14 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator) -> bool:
         progress = self.state.progress
         self.monitor.activity("evaluating val")
-        metrics = evaluator.run(self.world, self.state.evaluated_module)
+        began = time.monotonic()
+        try:
+            metrics = evaluator.run(self.world, self.state.evaluated_module, self.stop_asked)
+        except EvaluationStopped as stopped:
+            # It changed nothing, and is made again when the run goes on.
+            self._save_and_stop(stopped.stop)
+        finally:
+            self.run.deadline.evaluation_took(time.monotonic() - began)
         progress.evaluated_step = progress.step
         progress.version += 1
         improved = self.judge.apply(metrics, progress)
@@ -294,8 +305,10 @@ class Trainer:
 
     def _control(self) -> control.Control:
         more = not (isinstance(self.loader, StreamLoader) and self.loader.exhausted(self.strategy.shards))
+        deadline = self.run.deadline
+        evaluates = deadline.is_set and self.schedule.evaluation_follows(self.state.progress, more=more)
         return control.Control(
-            stop=self.run.signals.received,
+            stop=self.stop_asked(evaluates=evaluates),
             save=self.saver.is_due_by_clock(),
             more=more,
             reform=self._member is not None and self._member.should_reform(self.world.generation),
@@ -305,22 +318,43 @@ class Trainer:
         step = self.state.progress.step + 1
         return self.monitor.status(step) if self.monitor.is_due(step) else None
 
-    def _stop(self, number: int) -> None:
-        """Save and leave: raises always."""
-        run, step = self.run, self.state.progress.step
+    def stop_asked(self, *, evaluates: bool = False) -> int:
+        """What asks for a stop, as in the control word.
+
+        Args:
+            evaluates: an evaluation would come before the next such question.
+        """
+        due = self.world.rank == 0 and self.run.deadline.is_due(
+            save_s=self.saver.save_s, evaluates=evaluates and self.evaluator is not None
+        )
+        return self.run.signals.received or (control.WALLTIME if due else 0)
+
+    def _save_and_stop(self, stop: int) -> NoReturn:
         # If a rank is lost now, those that go on without it still know that they are to stop.
-        run.signals.received = run.signals.received or number
+        self.run.signals.received = self.run.signals.received or stop
         self._save(synchronous=True)
+        self.stop(stop)
+
+    def stop(self, stop: int) -> NoReturn:
+        """Leave, once the state is saved: raises always; all ranks do so together.
+
+        Raises:
+            StopRequested: somebody asked for it.
+            ConfigError: the time was up before a single step was done; it would be so again.
+        """
+        run, step = self.run, self.state.progress.step
+        if stop == control.WALLTIME and self.world.broadcast_json(not self.samples):
+            raise ConfigError(
+                f"--walltime {run.config.walltime} is over before an evaluation after step {step} is done, "
+                "and it would be so again. Give more time, or evaluate less data."
+            )
+        stopped = {"cause": control.cause(stop), "step": step}
         if self.world.rank == 0:
-            run.directory.append_event("stopped", signal=number, step=step)
+            run.directory.append_event("stopped", **stopped)
         # Whoever leaves breaks the others' connections, so nobody does before the state is safe.
         with suppress(PeerLostError) if self.world.rank == 0 else nullcontext():
             self.world.barrier()
-        raise StopRequested(
-            f"stopped after step {step}, as asked; everything is saved. "
-            f"Continue with: paceline resume {run.directory.path}",
-            exit_code=control.exit_code(number),
-        )
+        raise StopRequested(describe_stop(stopped, run.directory), exit_code=control.exit_code(stop))
 
     def _save(self, *, synchronous: bool = False) -> None:
         state = self.state.state_dict()
