@@ -89,6 +89,13 @@ class RunConfig:
         None, "Stop in time, saved, before so long has passed (s, min, h); exit code 75.", group="Recovery"
     )
 
+    verify_every: int = _option(
+        0,
+        "Every so many steps, compute one shard's gradient on a second rank too and compare the bits; a "
+        "rank that differs is named and leaves. 0: never.",
+        group="Recovery",
+    )
+
     strategy: Literal["auto", "single", "ddp"] = _option(
         "auto", "How work is split. auto: single for one process, else ddp.", group="Parallelism"
     )
@@ -160,7 +167,7 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 1)
-        for name in ("profile", "workers", "max_restarts", "spares"):
+        for name in ("profile", "workers", "max_restarts", "spares", "verify_every"):
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 0)
@@ -176,6 +183,11 @@ class RunConfig:
             raise ConfigError("give --epochs or --max-steps, not both.")
         if self.reduction == "torch" and self.strategy == "single":
             raise ConfigError("--reduction torch is DistributedDataParallel; it needs --strategy ddp.")
+        if self.reduction == "torch" and self.verify_every:
+            raise ConfigError(
+                "--verify-every needs --reduction exact or fast: DistributedDataParallel adds up a rank's "
+                "shards before they can be compared."
+            )
         most_nodes = parse_nodes(self.nodes)[1]
         if most_nodes > 1 and self.rdzv_endpoint is None and self.on in ("spawn", "torchrun"):
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")

@@ -11,6 +11,8 @@
     │       └── RunInUseError     ... that another process works in
     ├── CheckpointError           a checkpoint that does not verify, or none that does
     ├── NonFiniteLossError        the loss became NaN or infinite
+    ├── CorruptionError           this rank computes something else than the others (--verify-every)
+    ├── IrreproducibleStepError   ranks compute different things, and nobody can say who is right
     ├── PeerLostError             another rank went away: a victim's error, never the cause
     ├── LaunchError               a worker failed; carries the first failure
     └── StopRequested             a signal asked for a stop; the state is saved (exit code 75 or 130)
@@ -57,6 +59,14 @@ class CheckpointError(PacelineError):
 
 class NonFiniteLossError(PacelineError):
     """The loss of a step is NaN or infinite; nothing of that step was applied."""
+
+
+class CorruptionError(PacelineError):
+    """This rank computed another gradient than the majority; nothing of that step was applied."""
+
+
+class IrreproducibleStepError(PacelineError):
+    """A gradient came out differently each time; nothing of that step was applied."""
 
 
 class PeerLostError(PacelineError):

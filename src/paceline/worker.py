@@ -201,6 +201,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     from paceline.monitoring.rank_log import capture_rank_output
     from paceline.task import TaskReference
     from paceline.training.control import StopSignals
+    from paceline.training.pins import numerics_kept
     from paceline.training.preparation import Request
     from paceline.training.session import train
 
@@ -213,6 +214,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         task = TaskReference(config.task, job.fields).load()
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
+        stack.enter_context(numerics_kept())
         mine = RunDirectory(Path(config.run or default_run_path(config.task)))
         if environment.rank == 0:
             if config.run is None:

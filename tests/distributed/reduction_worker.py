@@ -100,8 +100,11 @@ def sums_report(sums: StepSums) -> dict[str, Any]:
     }
 
 
-def train_everything(world: World, kind: Kind) -> dict[str, Any]:
-    """Some steps of gradient descent on the model with everything; digests of what each step made."""
+def train_everything(world: World, kind: Kind, *, watching: bool = False) -> dict[str, Any]:
+    """Some steps of gradient descent on the model with everything; digests of what each step made.
+
+    Where it is ``watching``, every rank computes one shard of each step once more.
+    """
     torch.manual_seed(0)
     model = Everything()
     first_mask = digest(model.mask)
@@ -113,12 +116,16 @@ def train_everything(world: World, kind: Kind) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     numbers: list[float] = []
     rows = []
+    checked: list[int] = []
+    fingerprints: list[list[int]] = []
     for step, all_present in enumerate(STEPS):
         bounds = [BATCH * i // len(all_present) for i in range(len(all_present) + 1)]
         present = [shard for shard in plan.shards_of(world.rank) if shard in all_present]
         reduction.begin(present)
-        for shard in present:
-            reduction.begin_shard()
+
+        def forward_backward(
+            shard: int, step: int = step, all_present: list[int] = all_present, bounds: list[int] = bounds
+        ) -> tuple[torch.Tensor, torch.Tensor, int]:
             torch.manual_seed(step * 1000 + shard)
             place = all_present.index(shard)
             mine = slice(bounds[place], bounds[place + 1])
@@ -126,7 +133,18 @@ def train_everything(world: World, kind: Kind) -> dict[str, Any]:
             weights = (labels[step, mine] + 1).float()  # samples that do not weigh the same
             loss = (nn.functional.cross_entropy(output, labels[step, mine], reduction="none") * weights).sum()
             loss.backward(create_graph=step == WITH_CREATE_GRAPH)
-            reduction.end_shard(len(output), weights.sum(), loss, checksum=2**shard)
+            return loss, weights.sum(), len(output)
+
+        watched = all_present[(3 * step) % len(all_present)]
+        if watching:
+            reduction.watch(watched, lambda rows: checked.append(len(rows)))
+            fingerprints.append([reduction.recompute(lambda s=watched: forward_backward(s)[:2], 2**watched)])
+        for shard in present:
+            reduction.begin_shard()
+            loss, weight, samples = forward_backward(shard)
+            reduction.end_shard(samples, weight, loss, checksum=2**shard)
+        if watching and watched in present:
+            fingerprints[-1].append(reduction.watched)
         sums = reduction.finish([world.rank, step + 0.5])
         rows.append([list(row) for row in sums.rows])
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -147,6 +165,8 @@ def train_everything(world: World, kind: Kind) -> dict[str, Any]:
     report = {
         "steps": steps,
         "rows": rows,
+        "checked": checked,
+        "fingerprints": fingerprints,
         "first_gradient": numbers,
         "strides_kept": strides_kept,
         "unused_gradient": model.unused.weight.grad.tolist(),
@@ -313,6 +333,7 @@ def of_transport(world: World) -> dict[str, Any]:
     kinds: Sequence[Kind] = ("exact", "fast")
     return {
         **{kind: train_everything(world, kind) for kind in kinds},
+        **{f"watched {kind}": train_everything(world, kind, watching=True) for kind in kinds},
         "stress": [text for kind in kinds for text in stress(world, kind)],
         "bad_numbers": bad_numbers(world),
         "not_checkpointed": checkpointed(world, None),

@@ -27,9 +27,7 @@ def _assert_stopped(small: Any, done: Any, code: int, cause: str, earliest: int 
     """The run stopped as asked, with everything saved; return after which step."""
     assert done.returncode == code, done.stderr
     assert done.stderr.count("everything is saved. Continue with: paceline resume run") == 1
-    assert f"by {cause}" in done.stderr or (
-        cause == "walltime" and "before --walltime was over" in done.stderr
-    )
+    assert ("before --walltime was over" if cause == "walltime" else f"by {cause}") in done.stderr
     if "torch.distributed.elastic" not in done.stderr:  # torchrun's agent always prints its own
         assert "Traceback" not in done.stderr
     last = small.run.read_events()[-1]

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from paceline.agent.node import Ended, Order
 from paceline.agent.orders import Orders
-from paceline.agent.policy import Budget, describe_code, meaning
+from paceline.agent.policy import Budget, describe_code, is_corruption, meaning
 from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import RunDirectoryError
 from paceline.launchers.base import JobSpec
@@ -89,6 +89,7 @@ class Leader:
         self._first = -1 if follows else coordinator.generation + 1
         self._exits: list[Exit] = []  # those that decide the job's exit code
         self._lost: list[Exit] = []  # faults after which nobody was started
+        self._distrusted: set[tuple[str, int]] = set()  # places whose worker was found to compute wrongly
         self._verdict = ""
         # Ctrl-C may reach the agents of all machines.
         self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)
@@ -96,6 +97,8 @@ class Leader:
         self._stopping = False
         self._deadline = math.inf
         self._lost_at: float | None = None  # when the view was hit, or left, that is being replaced
+        self._hit = False  # a worker or node was lost since the current view was formed
+        self._asked_to_reform = -1  # the generation whose members were asked to leave it
         self._why = ""  # what the first member that left the current view said
         self._joined: set[int] = set()  # those of the current view's members that hold its state
         self._restarting = -1  # the generation whose members are being killed, to be started again
@@ -119,6 +122,7 @@ class Leader:
         """A node is gone, and all its workers with it."""
         if name not in self._nodes:
             return
+        self._hit = True
         self._lost_at = self._lost_at or time.monotonic()
         self._record("node lost", node=name, why=why)
         actions = self._coordinator.node_lost(name)
@@ -243,13 +247,17 @@ class Leader:
 
     def _judge(self, end: Ended) -> None:
         now = time.time()
+        place = (self._coordinator.node(end.worker), end.slot)
         what = meaning(
             end.code,
             end.failure,
             finished=self._directory.result.is_file(),
             stopping=self._stopping,
             progressed=self._budget.progressed,
+            distrusted=place in self._distrusted,
         )
+        if is_corruption(end.failure):
+            self._distrusted.add(place)
         if end.retired and end.code == 0:
             self._do(self._coordinator.exited(end.worker))
             return
@@ -273,6 +281,7 @@ class Leader:
             end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
         ):
             return  # one fault, that all of them share
+        self._hit = True
         how = end.killed or describe_code(end.code)
         # A silent member was lost when it was last heard, not when its node lost patience.
         lost = time.monotonic() - (end.silent_s if end.killed else 0.0)
@@ -299,6 +308,7 @@ class Leader:
                 case Form(view):
                     self._form(view)
                 case AskToReform(view):
+                    self._asked_to_reform = view.generation
                     self._tell(view.members, Reform(view.generation))
                 case Break(generation, members):
                     self._break(generation, members)
@@ -329,10 +339,11 @@ class Leader:
                 world_size=len(view.members),
                 nodes=len(set(nodes)),
                 why=self._why,
+                recovery=self._hit or self._asked_to_reform != view.generation - 1,
                 seconds=self._since_loss(),
             )
         self._joined.clear()
-        self._why = ""
+        self._why, self._hit = "", False
         port = self._stores.open_store(view.generation, self._address)
         there: Counter[str] = Counter(nodes)
         so_far: Counter[str] = Counter()

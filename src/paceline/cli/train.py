@@ -93,6 +93,7 @@ def resume(
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
     *("checkpoint_every", "keep", "log_every", "recover", "max_restarts", "walltime"),
+    "verify_every",
 )
 
 

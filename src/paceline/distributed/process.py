@@ -182,6 +182,8 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
         lines = [
             f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."
         ]
+    elif failure.type == errors.CorruptionError.__name__:
+        lines = [failure.message]  # names the rank itself
     elif failure.type in _DELIBERATE:
         lines = [f"{who} failed first: {failure.message}"]
     else:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.buffers import ShardedBuffers
+from paceline.distributed.fingerprint import fingerprint
 from paceline.distributed.flat import FlatLayout
 from paceline.distributed.group_transport import GroupTransport
 from paceline.distributed.shared_memory import SharedMemoryTransport, supported
@@ -67,6 +68,9 @@ class GradientReducer:
 
     Buffers are summed beside them, as :class:`~paceline.distributed.buffers.ShardedBuffers` says.
 
+    Attributes:
+        watched: the fingerprint of the shard that :meth:`watch` named; 0 where this rank has not computed it.
+
     Args:
         module: whose parameters and buffers are summed.
         plan: who sums what.
@@ -98,6 +102,11 @@ class GradientReducer:
         self._transport = _make_transport(world, plan, layout, self._header_length, timeout_s)
         slots = self._transport.slots
         self._gradients = [layout.gradient_views(slot) for slot in slots]
+        self._layout = layout
+        self._aside: Slot = {}  # one shard's gradient by itself; made when it is first wanted
+        self._watch: int | None = None
+        self._check: Callable[[list[Sequence[float]]], None] | None = None
+        self.watched = 0
         self._float_sums = [layout.float_buffer_views(slot) for slot in slots]
         self._integer_sums = [layout.integer_buffer_views(slot) for slot in slots]
         self._counts = [layout.counts_view(slot) for slot in slots]
@@ -131,6 +140,7 @@ class GradientReducer:
         self._slot = -1  # somebody may have set gradients to None since
         self._missing = []
         self._next_bucket = 0
+        self._watch, self._check, self.watched = None, None, 0
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise TaskError(
@@ -146,15 +156,48 @@ class GradientReducer:
                 for bucket in range(len(self._buckets)):
                     self._transport.launch(bucket)
 
+    def watch(self, shard: int, check: Callable[[list[Sequence[float]]], None]) -> None:
+        """In the step that was begun, take the fingerprint of one shard, whoever computes it.
+
+        Args:
+            shard: computed aside and then added, to the same bits: in an IEEE sum that began with +0,
+                ``a + (0 + g)`` is ``a + g``.
+            check: called with each rank's row before anything is made of the sums; all ranks give one.
+        """
+        self._watch, self._check = shard, check
+
+    def recompute(
+        self, forward_backward: Callable[[], tuple[torch.Tensor, torch.Tensor | float]], checksum: int
+    ) -> int:
+        """The fingerprint of a shard that is not this rank's, within a step and between shards.
+
+        What the step has summed so far, and the buffers, stay as they are.
+
+        Args:
+            forward_backward: leaves the shard's gradient in the parameters; returns the sums of its
+                losses and of their weights.
+            checksum: of the sample numbers.
+        """
+        slot = self._point_gradients_aside()
+        loss_sum, weight = forward_backward()
+        for index in range(len(self._parameters)):
+            self._collect_replaced_gradient(index, slot)
+        self._buffers.reset()
+        self._slot = -1
+        return self._fingerprint(loss_sum, weight, checksum)
+
     def begin_shard(self) -> None:
         """Get ready for the next shard's forward and backward."""
         step = self._steps[-1]
         if step.fresh:
             _zero(self._transport.slots[step.slot])
-        if step.slot != self._slot:
-            self._point_gradients_at(step.slot)
-        if len(self._steps) == 1 and self._transport.overlaps:
-            self._missing = self._bucket_sizes.copy()
+        if self._shards[-1] == self._watch:
+            self._point_gradients_aside()
+        else:
+            if step.slot != self._slot:
+                self._point_gradients_at(step.slot)
+            if len(self._steps) == 1 and self._transport.overlaps:
+                self._missing = self._bucket_sizes.copy()
         self._accumulated = set()
 
     def end_shard(
@@ -163,9 +206,17 @@ class GradientReducer:
         """Take in what the shard left in the gradients and buffers, and its sums."""
         step = self._steps[-1]
         self._accumulated = None
-        self._sums.append(_ShardSums(self._shards.pop(), samples, weight, loss_sum.detach(), checksum))
+        shard = self._shards.pop()
+        self._sums.append(_ShardSums(shard, samples, weight, loss_sum.detach(), checksum))
         for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, step.slot)
+            self._collect_replaced_gradient(index, self._slot)
+        if shard == self._watch:
+            self.watched = self._fingerprint(loss_sum, weight, checksum)
+            for dtype, lane in self._aside.items():
+                self._transport.slots[step.slot][dtype][: lane.numel()].add_(lane)
+            self._slot = -1
+            if len(self._steps) == 1 and self._transport.overlaps:
+                self._missing = self._bucket_sizes.copy()
         self._buffers.add_to(
             self._float_sums[step.slot],
             self._integer_sums[step.slot],
@@ -195,6 +246,9 @@ class GradientReducer:
         assert not self._steps, "a shard has not been ended"
         headers = self._transport.exchange(self._header(row))
         fields_at = 1 + self._row_length
+        rows = [header[1:fields_at] for header in headers]
+        if self._check is not None:
+            self._check(rows)
         sums = [
             list(headers[rank][fields_at + _NODE_FIELDS * i :][:_NODE_FIELDS])
             for rank, nodes in enumerate(self.plan.nodes)
@@ -222,7 +276,7 @@ class GradientReducer:
             weight=weight,
             loss=loss_sum / weight if weight else math.nan,
             checksum=int(checksum),
-            rows=[header[1:fields_at] for header in headers],
+            rows=rows,
             bad_shard=min((int(h[0]) for h in headers if h[0] != _NO_SHARD), default=None),
             finite=self._divide(weight) and math.isfinite(loss_sum),
         )
@@ -245,6 +299,7 @@ class GradientReducer:
             self._gradient_lanes,
         ):
             views.clear()
+        self._aside.clear()
         self._transport.close()
 
     def _header(self, row: Sequence[float]) -> list[float]:
@@ -287,6 +342,23 @@ class GradientReducer:
         for parameter, gradient in zip(self._parameters, self._gradients[slot], strict=True):
             parameter.grad = gradient
         self._slot = slot
+
+    def _point_gradients_aside(self) -> int:
+        """Have the next shard's gradient in a buffer of its own; return the number of its views."""
+        slot = len(self._transport.slots)
+        if len(self._gradients) == slot:
+            like = self._transport.slots[0]
+            self._aside = {
+                dtype: torch.empty_like(like[dtype][:numel])
+                for dtype, numel in self._layout.gradients.items()
+            }
+            self._gradients.append(self._layout.gradient_views(self._aside))
+        _zero(self._aside)
+        self._point_gradients_at(slot)
+        return slot
+
+    def _fingerprint(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, checksum: int) -> int:
+        return fingerprint(self._aside.values(), float(loss_sum.detach()), float(weight), float(checksum))
 
     def _collect_replaced_gradient(self, index: int, slot: int) -> None:
         """Autograd adds out of place under ``create_graph``: put such a gradient back into the slot."""

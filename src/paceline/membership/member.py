@@ -98,7 +98,7 @@ class Member:
         self._channel.send(Beat(self.pulse.step, self.pulse.version, self.pulse.phase))
 
     def leave(self) -> None:
-        """Tell the agent that this process is about to end: an interpreter may take seconds to, in silence."""
+        """Tell the agent that this process is about to end: its interpreter may take seconds, in silence."""
         self._channel.finish()
 
     def joined(self, generation: int) -> None:

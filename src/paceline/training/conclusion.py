@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -65,7 +66,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
         "model_sha256": sha256,
-        "restarts": world.generation,
+        **world.broadcast_json(starts(run.directory.read_events()) if world.rank == 0 else None),
         "seconds": round(seconds, 3),
         "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
         "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
@@ -74,6 +75,14 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "device": str(run.device.type),
         "torch": str(torch.__version__),
     }
+
+
+def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How often a run was started again, and how often its group was formed anew after a fault."""
+    views = {event["generation"]: bool(event.get("recovery")) for event in events if event["event"] == "view"}
+    # Where nobody survives, a view starts from a checkpoint: a recovery, and no job of its own.
+    started = [e for e in events if e["event"] == "started" and e["generation"] not in views]
+    return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
 
 
 def _load_best(trainer: Trainer) -> None:

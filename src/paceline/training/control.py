@@ -18,7 +18,7 @@ from typing import Any, Self
 from paceline.distributed.process import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.monitoring.telemetry import ROW_WIDTH
 
-_CONTROL_WIDTH = 4
+_CONTROL_WIDTH = 6
 ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH
 """Numbers in a rank's row: the control word, then its status."""
 
@@ -37,12 +37,16 @@ class Control:
         save: a save is due by the clock.
         more: there is another step's data in this epoch (streams; else always true).
         reform: the ranks shall leave their group after this step, for another one.
+        computed, recomputed: fingerprints of the shard that is verified in this step: of the rank that has
+            it, and of another one; 0 elsewhere.
     """
 
     stop: int = 0
     save: bool = False
     more: bool = True
     reform: bool = False
+    computed: int = 0
+    recomputed: int = 0
 
     def row(self, status: Sequence[float] | None = None) -> list[float]:
         """The rank's row, with its status where a record is due."""
@@ -51,6 +55,8 @@ class Control:
             float(self.save),
             float(self.more),
             float(self.reform),
+            float(self.computed),
+            float(self.recomputed),
             *(_NO_STATUS if status is None else status),
         ]
 
@@ -62,6 +68,8 @@ def merge(rows: Sequence[Sequence[float]]) -> Control:
         save=any(row[1] for row in rows),
         more=any(row[2] for row in rows),
         reform=any(row[3] for row in rows),
+        computed=int(max(row[4] for row in rows)),
+        recomputed=int(max(row[5] for row in rows)),
     )
 
 

@@ -18,7 +18,7 @@ CHANGEABLE = frozenset(
         *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
         *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
-        *("recover", "max_restarts", "walltime"),
+        *("recover", "max_restarts", "walltime", "verify_every"),
         *("checkpoint_every", "keep", "log_every", "profile", "set", "task", "accumulate"),
     }
 )

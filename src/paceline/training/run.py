@@ -83,8 +83,11 @@ class Run:
             return nullcontext()
         return torch.autocast(self.device.type, _AMP_DTYPES[self.config.precision])
 
-    def build_loader(self) -> Loader:
+    def build_loader(self, *, workers: int | None = None) -> Loader:
         """The training data.
+
+        Args:
+            workers: processes that read it; by default as the options say.
 
         Raises:
             DataError: the dataset cannot be read.
@@ -106,7 +109,9 @@ class Run:
             data.order,
             seed=self.config.seed,
             device=self.device,
-            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes),
+            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes)
+            if workers is None
+            else workers,
             collate=task.collate,
             index_map=None if data.carved is None else data.carved.train,
         )

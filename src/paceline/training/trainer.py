@@ -30,6 +30,7 @@ from paceline.training.saving import RECENT_STEPS, Saver
 from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, built_model
 from paceline.training.step import SpareBatch, shard_loss
+from paceline.training.verification import Verifier, require_verifiable
 
 if TYPE_CHECKING:
     from paceline.monitoring.profiler import StepProfiler
@@ -50,7 +51,8 @@ class Trainer:
         valid: whether ``state`` is whole, and so is what its version says.
         recent: the last steps' ledger entries.
         samples: of the steps that this process took part in.
-        world: the ranks; from :meth:`attach` on, like ``strategy``, ``monitor``, ``saver``, ``profiler``.
+        world: the ranks; from :meth:`attach` on, like ``strategy``, ``verifier``, ``monitor``, ``saver``,
+            ``profiler``.
 
     Args:
         run: what is trained.
@@ -65,8 +67,10 @@ class Trainer:
     monitor: Monitor
     saver: Saver
     profiler: StepProfiler | None
+    verifier: Verifier | None
 
     def __init__(self, run: Run, member: Member | None = None) -> None:
+        require_verifiable(run)
         self.run = run
         self._member = member
         self._resources = ExitStack()
@@ -152,6 +156,9 @@ class Trainer:
         run, progress, stack = self.run, self.state.progress, self._of_world
         self.world = world
         self.strategy = run.build_strategy(self.state.module, world)
+        self.verifier = None
+        if run.config.verify_every:
+            self.verifier = stack.enter_context(closing(Verifier(run, world, self.strategy, self.state)))
         stack.callback(self.strategy.close)
         stack.callback(self.strategy.abandon)
         self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
@@ -189,6 +196,7 @@ class Trainer:
 
         Raises:
             StopRequested: a signal or the end of --walltime asked for it; the state is saved.
+            CorruptionError, IrreproducibleStepError: two ranks computed different gradients for a shard.
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
             CheckpointError: a checkpoint could not be written.
             PeerLostError: a rank is gone; :meth:`detach` leaves the state of the last whole step.
@@ -222,6 +230,8 @@ class Trainer:
         mark("data")
 
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
+        if self.verifier is not None:
+            self.verifier.begin_step()
         for microbatch in microbatches:
             strategy.begin_shard()
             loss = shard_loss(run, strategy.model, progress.step, microbatch)
@@ -312,6 +322,7 @@ class Trainer:
             save=self.saver.is_due_by_clock(),
             more=more,
             reform=self._member is not None and self._member.should_reform(self.world.generation),
+            **({} if self.verifier is None else self.verifier.fingerprints),
         )
 
     def _status(self) -> Sequence[float] | None:
