@@ -17,6 +17,7 @@ from typing import Protocol
 from paceline.agent.node import Ended, Order
 from paceline.agent.orders import Orders
 from paceline.agent.policy import Budget, describe_code, is_corruption, meaning
+from paceline.agent.repetition import describe_repetition
 from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import RunDirectoryError
 from paceline.launchers.base import JobSpec
@@ -89,7 +90,7 @@ class Leader:
         self._first = -1 if follows else coordinator.generation + 1
         self._exits: list[Exit] = []  # those that decide the job's exit code
         self._lost: list[Exit] = []  # faults after which nobody was started
-        self._distrusted: set[tuple[str, int]] = set()  # places whose worker was found to compute wrongly
+        self._distrusted: set[int] = set()  # slots whose worker was found to compute wrongly
         self._verdict = ""
         # Ctrl-C may reach the agents of all machines.
         self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)
@@ -247,17 +248,16 @@ class Leader:
 
     def _judge(self, end: Ended) -> None:
         now = time.time()
-        place = (self._coordinator.node(end.worker), end.slot)
         what = meaning(
             end.code,
             end.failure,
             finished=self._directory.result.is_file(),
             stopping=self._stopping,
             progressed=self._budget.progressed,
-            distrusted=place in self._distrusted,
+            distrusted=end.slot in self._distrusted,
         )
         if is_corruption(end.failure):
-            self._distrusted.add(place)
+            self._distrusted.add(end.slot)
         if end.retired and end.code == 0:
             self._do(self._coordinator.exited(end.worker))
             return
@@ -291,10 +291,16 @@ class Leader:
             self._lost.append(Exit(end.slot, end.code, now))
         elif not self._budget.spend():
             self._exits.append(Exit(end.slot, end.code, now))
-            where = f"at step {self._budget.step}" if self._budget.step >= 0 else "before its first step"
-            self._verdict = (
-                f"The run is still {where} after {self._budget.most} replacements, the last of which {how}: "
-                "it would happen again."
+            view = self._coordinator.view
+            members = () if view is None else view.members
+            self._verdict = describe_repetition(
+                self._directory,
+                steps=self._budget.step,
+                replacements=self._budget.most,
+                how=how,
+                failure=end.failure,
+                rank=members.index(end.worker) if end.worker in members else None,
+                ranks=len(members) if view is None or view.computing is None else view.computing,
             )
             self._stop_within_grace()
 
