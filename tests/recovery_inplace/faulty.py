@@ -1,7 +1,8 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is; ``KIND`` is ``kill`` or ``stop``. A rank with a file
+``PLACE`` is where in the step the process is; ``KIND`` is ``kill``, ``stop``, ``term`` or ``usr1``. A rank with
+a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
@@ -25,7 +26,7 @@ from paceline.checkpoint import storage
 from paceline.membership import handover, join
 from paceline.membership.member import Member
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
 CLASSES, SIDE = 3, 6
 
 
