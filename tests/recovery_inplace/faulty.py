@@ -1,9 +1,9 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is; ``KIND`` is ``kill``, ``stop``, ``term`` or ``usr1``. A rank with
-a file
-``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
+``PLACE`` is where in the step the process is; ``KIND`` is ``kill``, ``stop``, ``term`` or ``usr1``. A rank
+with a file ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end
+first.
 """
 
 from __future__ import annotations

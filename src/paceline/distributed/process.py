@@ -71,7 +71,7 @@ def describe_stop(event: Mapping[str, Any], directory: RunDirectory) -> str:
     cause = str(event.get("cause", "a signal"))
     why = "before --walltime was over" if cause == "walltime" else f"by {cause}"
     return (
-        f"stopped {why}, after step {event.get('step', 0)}; everything is saved. "
+        f"stopped after step {event.get('step', 0)}, {why}; everything is saved. "
         f"Continue with: paceline resume {directory.path}"
     )
 
