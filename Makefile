@@ -49,6 +49,12 @@ bench: install-dev ## Measure Paceline beside a hand-written DDP loop, Accelerat
 	@scripts/apt-install dataset-fashion-mnist
 	@$(BIN)/paceline bench train $(ARGS)
 
+.PHONY: chaos
+chaos: install ## Train Fashion-MNIST under 50 faults, and prove that nothing is lost
+	@scripts/apt-install dataset-fashion-mnist
+	@$(BIN)/paceline chaos fashion-mnist --nproc 4 --faults 50 --kinds kill,stop,leave,join --seed 1 \
+		--max-steps 400 $(ARGS)
+
 .PHONY: docs
 docs: install-dev ## Build the documentation into site/ (ARGS=serve shows it while you write)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)

@@ -21,6 +21,7 @@ EXPORTED = [
     "LaunchError",
     "Loss",
     "NonFiniteLossError",
+    "NotSavedError",
     "PacelineError",
     "PeerLostError",
     "Result",
@@ -29,11 +30,12 @@ EXPORTED = [
     "StopRequested",
     "Task",
     "TaskError",
+    "UnwritableError",
     "UserError",
     "__version__",
     "fit",
 ]
-COMMANDS = ["train", "resume", "runs", "logs", "audit", "bench", "version"]
+COMMANDS = ["train", "resume", "runs", "logs", "audit", "checkpoint", "bench", "version"]
 
 
 LISTING = """

@@ -95,6 +95,9 @@ class RunConfig:
         "rank that differs is named and leaves. 0: never.",
         group="Recovery",
     )
+    heartbeat: float = _option(
+        2.0, "Seconds of silence after which a process is taken for hung, and replaced.", group="Recovery"
+    )
 
     strategy: Literal["auto", "single", "ddp"] = _option(
         "auto", "How work is split. auto: single for one process, else ddp.", group="Parallelism"
@@ -103,6 +106,12 @@ class RunConfig:
         "exact",
         "How gradients are summed. exact: the same bits for any number of processes; fast: all-reduce; "
         "torch: DistributedDataParallel.",
+        group="Parallelism",
+    )
+    balance: Literal["auto", "equal"] = _option(
+        "auto",
+        "How processes share the shards. auto: by measured speed, where one is clearly slower (reduction "
+        "exact or fast); equal: all the same.",
         group="Parallelism",
     )
     shards: int | Literal["auto"] | None = _option(
@@ -155,6 +164,12 @@ class RunConfig:
         group="Run directory",
     )
     keep: int = _option(3, "Checkpoints to keep, besides the best.", group="Run directory")
+    backup_to: str | None = _option(
+        None,
+        "Copy each checkpoint that verifies to this folder too, in the background; a run whose own are lost "
+        "goes on from there.",
+        group="Run directory",
+    )
     log_every: int = _option(50, "Steps between two log records.", group="Run directory")
     profile: int = _option(0, "Profile this many steps with torch.profiler.", group="Run directory")
 
@@ -171,6 +186,8 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 0)
+        if not 0.2 <= self.heartbeat <= 3600:
+            raise ConfigError(f"--heartbeat must be from 0.2 to 3600 seconds, but is {self.heartbeat:g}.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"{flag('seed')} must be between 0 and 2**63 - 1, but is {self.seed}.")
         for name, low, high in (("val_fraction", 0.0, 1.0), ("ema", 0.0, 1.0)):

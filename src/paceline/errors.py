@@ -8,8 +8,10 @@
     │   ├── TaskError             the task's name, file, fields or methods
     │   ├── DataError             a dataset, a sample or a download
     │   └── RunDirectoryError     a run directory that is foreign or unusable
-    │       └── RunInUseError     ... that another process works in
+    │       ├── RunInUseError     ... that another process works in
+    │       └── UnwritableError   ... whose disk is full, read-only or broken
     ├── CheckpointError           a checkpoint that does not verify, or none that does
+    │   └── NotSavedError         one that the disk did not take; earlier ones are untouched
     ├── NonFiniteLossError        the loss became NaN or infinite
     ├── CorruptionError           this rank computes something else than the others (--verify-every)
     ├── IrreproducibleStepError   ranks compute different things, and nobody can say who is right
@@ -53,8 +55,16 @@ class RunInUseError(RunDirectoryError):
     """Another process works in the run directory; nothing in it may be touched."""
 
 
+class UnwritableError(RunDirectoryError):
+    """The disk is full, read-only or broken; what was written before is untouched, and another try may do."""
+
+
 class CheckpointError(PacelineError):
     """A checkpoint does not verify, or none that was asked for exists."""
+
+
+class NotSavedError(CheckpointError):
+    """The disk did not take a checkpoint; earlier ones are untouched, and another try may do."""
 
 
 class NonFiniteLossError(PacelineError):

@@ -10,17 +10,21 @@
     tensorboard/  profile/
     logs/rank-N.log   what each rank printed
     result.json       written when the run has finished
+    agent.json        while an agent is at work: where it can be asked
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import secrets
+import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,13 @@ from typing import Any
 import tomli_w
 
 from paceline.errors import RunDirectoryError, RunInUseError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""What a disk that is full, read-only or broken answers; it may be well again later."""
+
+_MOST_EVENTS = 1000
+_unwritten: dict[Path, list[str]] = {}
+_appending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,11 @@ class RunDirectory:
         """``run.lock``, held by rank 0 while it runs."""
         return self.path / "run.lock"
 
+    @property
+    def agent(self) -> Path:
+        """``agent.json``: where the agent of a run at work can be asked."""
+        return self.path / "agent.json"
+
     def log_of(self, rank: int) -> Path:
         """The file that holds what ``rank`` printed."""
         return self.logs / f"rank-{rank}.log"
@@ -127,7 +143,7 @@ class RunDirectory:
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
+            probe = self.path / f".probe-{secrets.token_hex(4)}"
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
@@ -201,15 +217,19 @@ class RunDirectory:
         return dict(result)
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Add one record to ``events.jsonl``."""
+        """Add one record to ``events.jsonl``; while the disk takes none, they wait for the next one."""
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **fields}) + "\n"
-        with self.events.open("ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size:
-                file.seek(size - 1)
-                if file.read(1) != b"\n":
-                    line = "\n" + line  # a crash cut the last record short
-            file.write(line.encode())
+        with _appending:
+            waiting = _unwritten.setdefault(self.events.absolute(), [])
+            waiting.append(line)
+            del waiting[:-_MOST_EVENTS]
+            try:
+                _append(self.events, "".join(waiting).encode())
+            except OSError as error:
+                if error.errno not in DISK_ERRORS:
+                    raise
+            else:
+                del _unwritten[self.events.absolute()]
 
     def read_events(self) -> list[dict[str, Any]]:
         """The records of ``events.jsonl``; a last line cut short by a crash is left out."""
@@ -254,14 +274,38 @@ class RunDirectory:
             yield file.fileno()
 
 
+def _append(path: Path, content: bytes) -> None:
+    """Add lines in one write, so that those of several processes do not mix."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            content = b"\n" + content  # a crash or a full disk cut the last line short
+        while content:
+            content = content[os.write(descriptor, content) :]
+    finally:
+        os.close(descriptor)
+
+
+def backup_path(backup_to: str | None, run_id: str) -> Path | None:
+    """Where a run's checkpoints are copied to: several runs may share one ``--backup-to``."""
+    return None if backup_to is None else Path(backup_to) / f"run-{run_id}"
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a crash leaves the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    # Not by process number: machines that share a directory do not share those.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     fsync_directory(path.parent)
 
 

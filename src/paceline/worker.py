@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import logging
 import signal
@@ -38,7 +37,7 @@ from paceline.errors import (
     UserError,
 )
 from paceline.job import Job, default_run_path
-from paceline.run_directory import RunDirectory
+from paceline.run_directory import DISK_ERRORS, RunDirectory
 
 if TYPE_CHECKING:
     from paceline.membership.member import Member
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 1.0
 _runs = itertools.count()
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(argv: list[str]) -> int:
@@ -88,7 +86,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
     job = Job.from_toml(job_file)
     assert job.config.run is not None, "an agent names the run"
     directory = RunDirectory(Path(job.config.run))
-    member = Member(Channel.of(channel))
+    member = Member(Channel.of(channel), job.config.heartbeat)
     try:
         _run_member(job, member, directory, slot, terminal)
     except Retired:
@@ -175,7 +173,7 @@ def run_reported(
 
 def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
     """The same error, or one that says what to do about a disk that takes no more."""
-    if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
         return error
     explained = RunDirectoryError(
         f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "

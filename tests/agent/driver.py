@@ -19,7 +19,8 @@ spec = JobSpec(
     threads=1,
     recover="inplace",
     max_restarts=max_restarts,
+    heartbeat_s=1.5,
 )
 rendered = get_launcher("spawn").render(spec)
 zygote = replace(rendered.processes[0], argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
-sys.exit(Agent(replace(rendered, processes=(zygote,)), heartbeat_s=1.5).wait())
+sys.exit(Agent(replace(rendered, processes=(zygote,))).wait())

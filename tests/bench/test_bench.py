@@ -16,7 +16,7 @@ from paceline.bench import suites
 from paceline.bench.comparison import STEPS_PER_S, compare
 from paceline.bench.peers import INSTALL, PEERS, Peer
 from paceline.bench.probe import Probe
-from paceline.bench.rounds import Command, Contender, Sample, alternate
+from paceline.bench.rounds import Command, Contender, Sample, _half_speed, alternate
 from paceline.bench.workload import MLP, REPORT
 from paceline.cli import bench as command
 from paceline.errors import ConfigError, LaunchError
@@ -201,6 +201,38 @@ def test_paceline_is_measured_as_a_user_starts_it() -> None:
     [row] = result.comparisons[0].rows
     assert row.samples[0]["steps"] == 20
     assert row.samples[0]["loss"] < 2.0
+
+
+@pytest.mark.slow
+def test_a_rank_at_half_speed_shares_with_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.shares(rounds=1, steps=4, warmup=2, json=True) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["shards"] == 12
+    [comparison] = result["comparisons"]
+    assert (comparison["baseline"], comparison["ratio_of"]) == ("equal", "steps_per_s")
+    assert [row["name"] for row in comparison["rows"]] == ["equal", "auto"]
+    for row in comparison["rows"]:
+        [sample] = row["rounds"]
+        assert (sample["steps"], sample["slow_share"], sample["changes"]) == (4, 6, 0)
+
+
+def test_a_process_at_half_speed_runs_on_when_it_is_over() -> None:
+    code = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with _half_speed(process):
+                for number in range(20):
+                    print(number, file=process.stdin, flush=True)
+                    assert process.stdout.readline() == f"{number}\n"
+            assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
+            process.stdin.close()
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
 
 
 def test_without_any_peer_the_command_to_install_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

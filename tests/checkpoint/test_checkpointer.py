@@ -203,10 +203,11 @@ def test_an_error_under_way_is_not_hidden_by_closing(tmp_path: Path, make_info: 
         train()
 
 
-def test_what_an_earlier_process_left_is_removed(tmp_path: Path) -> None:
+def test_what_an_earlier_process_left_is_removed(tmp_path: Path, make_info: MakeInfo) -> None:
     (tmp_path / ".tmp-left").mkdir()
-    Checkpointer(tmp_path, keep=1).close()
-    assert names(tmp_path) == []
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(state_of(1), make_info(1))
+    assert names(tmp_path) == ["LATEST", "step-00000001-v00000002"]
 
 
 def test_keep_must_be_positive(tmp_path: Path) -> None:

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.identity import differences, require_same_run
 from paceline.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     CheckpointInfo,
     FileRecord,
     Manifest,
-    differences,
     read_verified,
-    require_same_run,
     verify,
 )
 from paceline.errors import CheckpointError

@@ -459,7 +459,8 @@ def test_a_full_disk_and_a_read_only_one(
     said = _train(paceline, run="disk/run")
     assert said.code == 1
     assert "cannot save the checkpoint of step" in said.err
-    assert "No space left on device. Earlier checkpoints are untouched. Free space" in said.err
+    assert "No space left on device. Earlier checkpoints are untouched." in said.err
+    assert "the newest checkpoint kept is step-00000005-v00000005, after step 5" in said.err
     assert [path.name for path in (tmp_path / "disk/run/checkpoints").glob("step-*")] == [
         "step-00000005-v00000005"
     ]

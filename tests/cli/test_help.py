@@ -22,7 +22,7 @@ for words in json.loads(sys.argv[1]):
     said[" ".join(words)] = [code, out.getvalue()]
 print(json.dumps([said, "torch" in sys.modules]))
 """
-COMMANDS = ("train", "resume", "runs", "logs", "audit", "bench", "version")
+COMMANDS = ("train", "resume", "runs", "logs", "audit", "checkpoint", "bench", "version")
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
 
 

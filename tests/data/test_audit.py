@@ -12,7 +12,8 @@ import pytest
 from paceline.cli.audit import audit as audit_command
 from paceline.config import Shuffle
 from paceline.data.audit import audit
-from paceline.data.ledger import LedgerWriter, ledger_path
+from paceline.data.ledger import ledger_path
+from paceline.data.ledger_writer import LedgerWriter
 from paceline.data.order import DataOrder
 from paceline.errors import RunDirectoryError
 from paceline.run_directory import RunDirectory

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from paceline.config import Shuffle
-from paceline.data.ledger import Ledger, LedgerEntry, LedgerWriter, ledger_path, read_ledger
+from paceline.data.ledger import Ledger, LedgerEntry, ledger_path, read_ledger
+from paceline.data.ledger_writer import LedgerWriter
 from paceline.data.order import DataOrder
-from paceline.errors import RunDirectoryError
+from paceline.errors import RunDirectoryError, UnwritableError
 
 ORDER = DataOrder(1000, 96, 12, seed=7, shuffle=Shuffle(16))
 
@@ -65,6 +66,7 @@ def test_the_format_is_the_documented_one(tmp_path: Path) -> None:
 
 def test_entries_are_buffered_until_they_are_flushed(tmp_path: Path) -> None:
     with writing(tmp_path) as writer:
+        writer.flush(sync=False)
         append(writer, 1)
         assert versions(read_ledger(tmp_path)) == []
         writer.flush(sync=True)
@@ -120,8 +122,8 @@ def test_no_generation_is_written_twice_or_after_a_later_one(tmp_path: Path, gen
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text("a file in its place")
-    with pytest.raises(RunDirectoryError, match="cannot write the ledger"):
-        LedgerWriter(tmp_path / "ledger", ORDER, generation=0, parent_version=None)
+    with pytest.raises(UnwritableError, match="cannot write the ledger"):
+        LedgerWriter(tmp_path / "ledger", ORDER, generation=0, parent_version=None).flush(sync=True)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_a_killed_writer_leaves_what_it_flushed(tmp_path: Path) -> None:
     program = """
         import os, signal, sys
         from pathlib import Path
-        from paceline.data.ledger import LedgerWriter
+        from paceline.data.ledger_writer import LedgerWriter
 
         writer = LedgerWriter(Path(sys.argv[1]), None, generation=0, parent_version=None)
         for v in range(1, 5001):

@@ -7,6 +7,7 @@ it ended up with. Whoever started it compares the reports of several numbers of 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.distributed import flat, reducer
 from paceline.distributed.environment import detect_environment
 from paceline.distributed.reducer import GradientReducer, StepSums
-from paceline.distributed.tree import Kind, ReductionPlan
+from paceline.distributed.tree import Combine, Kind, ReductionPlan, equal_shares
 from paceline.distributed.world import World, open_world
 from paceline.errors import PacelineError
 
@@ -100,7 +101,16 @@ def sums_report(sums: StepSums) -> dict[str, Any]:
     }
 
 
-def train_everything(world: World, kind: Kind, *, watching: bool = False) -> dict[str, Any]:
+def random_shares(world_size: int, number: int) -> tuple[int, ...]:
+    """Shares of ``NUM_SHARDS``, none of them for some ranks."""
+    chosen = random.Random(100 * world_size + number)
+    bounds = sorted(chosen.choices(range(NUM_SHARDS + 1), k=world_size - 1))
+    return tuple(b - a for a, b in itertools.pairwise([0, *bounds, NUM_SHARDS]))
+
+
+def train_everything(
+    world: World, kind: Kind, shares: tuple[int, ...] = (), *, watching: bool = False
+) -> dict[str, Any]:
     """Some steps of gradient descent on the model with everything; digests of what each step made.
 
     Where it is ``watching``, every rank computes one shard of each step once more.
@@ -108,7 +118,7 @@ def train_everything(world: World, kind: Kind, *, watching: bool = False) -> dic
     torch.manual_seed(0)
     model = Everything()
     first_mask = digest(model.mask)
-    plan = ReductionPlan(NUM_SHARDS, world.world_size, kind)
+    plan = ReductionPlan(NUM_SHARDS, world.world_size, kind, shares)
     reduction = GradientReducer(model, plan, world, row_length=2, timeout_s=60)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(len(STEPS), BATCH, 2, 6, 6, generator=generator)
@@ -190,12 +200,13 @@ def mapped_files() -> list[str]:
     return [words[5] for words in lines if "s" in words[1] and words[4] != "0"]
 
 
-def stress(world: World, kind: Kind) -> list[str]:
+def stress(world: World, kind: Kind, spares: int = 0) -> list[str]:
     """Many tiny steps with ranks out of step; whole numbers, so that every sum is known."""
     model = nn.Module()
     model.weights = nn.Parameter(torch.zeros(257))
     num_shards = 2 * world.world_size + 1
-    plan = ReductionPlan(num_shards, world.world_size, kind)
+    shares = equal_shares(num_shards, world.world_size - spares) + (0,) * spares
+    plan = ReductionPlan(num_shards, world.world_size, kind, shares)
     reduction = GradientReducer(model, plan, world, row_length=1, timeout_s=60)
     delays = random.Random(world.rank)
     wrong = []
@@ -220,6 +231,41 @@ def stress(world: World, kind: Kind) -> list[str]:
             wrong.append(f"step {step}: {sums}")
     reduction.close()
     return wrong
+
+
+def spare_at_leisure(world: World) -> dict[str, Any]:
+    """Two steps; the last rank, a spare, looks at each only when the others are through with it."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(1))
+    shares = (2,) + (0,) * (world.world_size - 1)
+    plan = ReductionPlan(2, world.world_size, "exact", shares)
+    reduction = GradientReducer(model, plan, world, row_length=0, timeout_s=60)
+    is_spare = world.rank == world.world_size - 1
+    total = reduction._transport.reduce
+
+    def reduce_when_told(combine: Combine) -> None:
+        world.broadcast_json(None)  # rank 0 sends it after its step
+        total(combine)
+
+    if is_spare:
+        reduction._transport.reduce = reduce_when_told  # type: ignore[method-assign]
+    report: dict[str, Any] = {"gradients": [], "samples": []}
+    for step in range(2):
+        present = plan.shards_of(world.rank)
+        reduction.begin(present)
+        for shard in present:
+            reduction.begin_shard()
+            loss = model.weight.sum() * (step + shard + 1)
+            loss.backward()
+            reduction.end_shard(1, 0.5, loss, 0)
+        sums = reduction.finish([])
+        if not is_spare:
+            world.broadcast_json(None)
+        report["gradients"].append(model.weight.grad.tolist())
+        report["samples"].append(sums.samples)
+    world.barrier()
+    reduction.close()
+    return report
 
 
 def bad_numbers(world: World) -> list[dict[str, Any]]:
@@ -334,7 +380,14 @@ def of_transport(world: World) -> dict[str, Any]:
     return {
         **{kind: train_everything(world, kind) for kind in kinds},
         **{f"watched {kind}": train_everything(world, kind, watching=True) for kind in kinds},
+        "by_shares": {
+            kind: [train_everything(world, kind, random_shares(world.world_size, n)) for n in range(count)]
+            for kind, count in zip(kinds, (3, 1), strict=True)
+        },
         "stress": [text for kind in kinds for text in stress(world, kind)],
+        "stress_with_spare": [
+            text for kind in kinds if world.world_size > 1 for text in stress(world, kind, spares=1)
+        ],
         "bad_numbers": bad_numbers(world),
         "not_checkpointed": checkpointed(world, None),
         "checkpointed": checkpointed(world, False),
@@ -351,6 +404,7 @@ def main(report_path: Path) -> None:
         report["shared"] = of_transport(world)
         report["mapped_after_close"] = mapped_files()
         if world.world_size > 1:
+            report["spare_at_leisure"] = spare_at_leisure(world)
             nobody_may = without_shared_memory(world, no_big_files)
             rank_1_may_not = without_shared_memory(
                 world, no_more_descriptors if world.rank == 1 else lambda: limited(resource.RLIMIT_CORE, 0)

@@ -90,6 +90,29 @@ def test_a_watched_shard_changes_no_bit_and_has_one_fingerprint_everywhere(repor
         assert [set(of_step) for of_step in found] == [set(of_step[:1]) for of_step in expected], name
 
 
+def test_exact_gives_the_same_bits_for_any_shares_and_to_ranks_without_any(reports: Reports) -> None:
+    expected = reports[1][0]["shared"]["exact"]
+    for name, report in transports(reports):
+        for found in report["by_shares"]["exact"]:
+            assert found["steps"] == expected["steps"], name
+            assert found["state"] == expected["state"], name
+            assert found["strides_kept"], name
+
+
+def test_fast_gives_all_ranks_the_same_bits_for_any_shares(reports: Reports) -> None:
+    exact = torch.tensor(reports[1][0]["shared"]["exact"]["first_gradient"])
+    for world_size, ranks in reports.items():
+        for transport in ("shared", "group") if world_size > 1 else ("shared",):
+            for of_ranks in zip(*(report[transport]["by_shares"]["fast"] for report in ranks), strict=True):
+                assert all(report["steps"] == of_ranks[0]["steps"] for report in of_ranks)
+                found = torch.tensor(of_ranks[0]["first_gradient"])
+                torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
+
+
+def test_ranks_out_of_step_with_a_spare_mix_nothing_up(reports: Reports) -> None:
+    assert {tuple(report["stress_with_spare"]) for _, report in transports(reports)} == {()}
+
+
 def test_fast_gives_all_ranks_the_same_bits_and_about_the_exact_gradient(reports: Reports) -> None:
     exact = torch.tensor(reports[1][0]["shared"]["exact"]["first_gradient"])
     assert exact.abs().max() > 0.01

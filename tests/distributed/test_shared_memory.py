@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.distributed.shared_memory import _chunk
+from paceline.distributed.tree import ReductionPlan
 
 Reports = dict[int, list[dict[str, Any]]]
 
@@ -56,9 +57,22 @@ def test_where_memory_cannot_be_shared_all_ranks_go_through_the_group_and_one_sa
             assert report["gradient"] == [sum(range(world_size)) / world_size]
 
 
-def test_the_ranks_chunks_cover_a_lane_and_start_at_whole_cache_lines() -> None:
+@pytest.mark.parametrize("shares", [(12,), (6, 6), (1, 10, 1), (0, 3, 0, 9, 0), (1,) * 12])
+def test_the_ranks_chunks_cover_a_lane_and_start_at_whole_cache_lines(shares: tuple[int, ...]) -> None:
+    plan = ReductionPlan(12, len(shares), "exact", shares)
     for numel in (0, 1, 15, 16, 17, 1000, 4096):
-        for world_size in (1, 2, 3, 7, 64):
-            chunks = [_chunk(numel, rank, world_size) for rank in range(world_size)]
-            assert torch.cat([torch.arange(numel)[chunk] for chunk in chunks]).tolist() == list(range(numel))
-            assert all(chunk.start % 16 == 0 for chunk in chunks if chunk.start < numel)
+        chunks = [_chunk(numel, plan.shards_of(rank), 12) for rank in range(len(shares))]
+        assert torch.cat([torch.arange(numel)[chunk] for chunk in chunks]).tolist() == list(range(numel))
+        assert all(chunk.start % 16 == 0 for chunk in chunks if chunk.start < numel)
+        assert all(
+            chunk.start == chunk.stop for chunk, share in zip(chunks, shares, strict=True) if not share
+        )
+
+
+def test_nobody_waits_for_a_spare(reports: Reports) -> None:
+    for world_size in (2, 3, 4):
+        sums = [report["spare_at_leisure"] for report in reports[world_size]]
+        # The spare looked at a step only when the others were done with it, and saw what they saw.
+        assert sums == [sums[0]] * world_size
+        assert sums[0]["gradients"] == [[3.0], [5.0]]
+        assert sums[0]["samples"] == [2, 2]

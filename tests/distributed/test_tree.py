@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.distributed.tree import Kind, ReductionPlan, whole_subtrees
+from paceline.distributed.tree import ReductionPlan, whole_subtrees
 
 LARGEST = 64
 
@@ -31,11 +31,20 @@ def reference(start: int, size: int, present: Set[int]) -> str | None:
     return f"({left}+{right})" if left and right else left or right
 
 
-def execute(num_shards: int, world_size: int, present: Set[int], kind: Kind) -> str:
+@st.composite
+def shared_worlds(draw: st.DrawFn) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Any shares, some of them 0, and the shards that a step has."""
+    shares = draw(
+        st.lists(st.integers(0, 13), min_size=1, max_size=9).filter(lambda s: 0 < sum(s) <= LARGEST)
+    )
+    present = draw(st.sets(st.integers(0, sum(shares) - 1), min_size=1))
+    return tuple(shares), frozenset(present)
+
+
+def execute(plan: ReductionPlan, present: Set[int]) -> str:
     """Run a plan on expressions instead of gradients; a buffer that was not filled reads as garbage."""
-    plan = ReductionPlan(num_shards, world_size, kind)
     values, held = [], []
-    for rank in range(world_size):
+    for rank in range(plan.world_size):
         shards = [shard for shard in plan.shards_of(rank) if shard in present]
         slots = ["garbage"] * plan.slots[rank]
         steps = plan.accumulation(rank, shards)
@@ -63,7 +72,32 @@ def execute(num_shards: int, world_size: int, present: Set[int], kind: Kind) -> 
 @settings(max_examples=400, deadline=None)
 def test_exact_adds_along_one_tree_whatever_the_ranks(world: tuple[int, int, frozenset[int]]) -> None:
     num_shards, world_size, present = world
-    assert execute(num_shards, world_size, present, "exact") == reference(0, LARGEST, present)
+    assert execute(ReductionPlan(num_shards, world_size), present) == reference(0, LARGEST, present)
+
+
+@given(shared_worlds())
+@example(((0, 3, 0, 8, 0), frozenset(range(11))))
+@example(((1, 10, 1), frozenset({0, 11})))
+@settings(max_examples=400, deadline=None)
+def test_exact_adds_along_one_tree_whatever_the_shares(world: tuple[tuple[int, ...], frozenset[int]]) -> None:
+    shares, present = world
+    plan = ReductionPlan(sum(shares), len(shares), "exact", shares)
+    assert execute(plan, present) == reference(0, LARGEST, present)
+    assert [len(plan.shards_of(rank)) for rank in range(len(shares))] == list(shares)
+    assert [shard for rank in range(len(shares)) for shard in plan.shards_of(rank)] == [*range(sum(shares))]
+    assert plan.computing == tuple(rank for rank, nodes in enumerate(plan.nodes) if nodes)
+    assert all(slots >= 1 for slots in plan.slots)
+
+
+@given(shared_worlds())
+@settings(max_examples=100, deadline=None)
+def test_fast_needs_one_buffer_whatever_the_shares(world: tuple[tuple[int, ...], frozenset[int]]) -> None:
+    shares, present = world
+    plan = ReductionPlan(sum(shares), len(shares), "fast", shares)
+    assert sorted(
+        map(int, execute(plan, present).strip("()").replace("(", "").replace(")", "").split("+"))
+    ) == (sorted(present))
+    assert plan.slots == (1,) * len(shares)
 
 
 def test_exact_adds_along_one_tree_for_every_short_batch_up_to_24_shards() -> None:
@@ -71,7 +105,7 @@ def test_exact_adds_along_one_tree_for_every_short_batch_up_to_24_shards() -> No
         for count in range(1, num_shards + 1):
             expected = reference(0, 32, frozenset(range(count)))
             for world_size in range(1, num_shards + 1):
-                assert execute(num_shards, world_size, frozenset(range(count)), "exact") == expected
+                assert execute(ReductionPlan(num_shards, world_size), frozenset(range(count))) == expected
 
 
 @given(worlds())
@@ -90,7 +124,7 @@ def test_fast_adds_shards_from_left_to_right_then_ranks(world: tuple[int, int, f
         [str(shard) for shard in plan.shards_of(rank) if shard in present] for rank in range(world_size)
     ]
     expected = left_to_right([left_to_right(shards) for shards in of_ranks if shards])
-    assert execute(num_shards, world_size, present, "fast") == expected
+    assert execute(plan, present) == expected
     assert plan.slots == (1,) * world_size
 
 

@@ -133,6 +133,27 @@ OMP_NUM_THREADS=1 \\
     )
 
 
+def test_torchrun_that_restarts() -> None:
+    spec = JobSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
+    assert (
+        get_launcher("torchrun").render(spec).text
+        == """\
+# torchrun, 2 processes
+OMP_NUM_THREADS=1 \\
+  python -m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=5 \
+-m paceline.worker 'runs/a b/job.toml'
+"""
+    )
+
+
+def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> None:
+    spec = JobSpec(
+        command=WORKER, python="python", nodes=2, rdzv_endpoint="node0:4000", threads=1, recover="restart"
+    )
+    [process] = get_launcher("torchrun").render(spec).processes
+    assert process.env == {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
 def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     rendered = get_launcher("inprocess").render(JobSpec(command=WORKER, python="python"))

@@ -116,6 +116,54 @@ def test_growing_and_shrinking() -> None:
     assert coordinator.resize("a", 4) == [Start(4, "a", 4)]
 
 
+def test_who_holds_the_state_is_kept_before_who_does_not() -> None:
+    coordinator = formed(3)
+    assert coordinator.exited(0) == [Start(3, "a", 0), Break(0, (1, 2))]
+    coordinator.waits(1)
+    assert coordinator.waits(2) == [Form(view(1, (1, 2)))]
+    # The replacement in slot 0 holds nothing yet: it goes at once, and then the highest rank.
+    assert coordinator.resize("a", 1) == [Retire(3), AskToReform(view(1, (1, 2)))]
+    coordinator.waits(2)
+    assert coordinator.waits(1) == [Retire(2), Form(view(2, (1,)))]
+
+
+def test_who_was_to_leave_stays_where_the_others_died() -> None:
+    coordinator = formed(2)
+    assert coordinator.resize("a", 1) == [AskToReform(view(0, (0, 1)))]
+    assert coordinator.exited(0) == [Break(0, (1,))]
+    assert coordinator.waits(1) == [Form(view(1, (1,)))]
+
+
+def test_who_was_to_leave_stays_where_it_is_wanted_again() -> None:
+    coordinator = formed(2)
+    coordinator.resize("a", 1)
+    assert coordinator.resize("a", 2) == []
+    coordinator.waits(0)
+    assert coordinator.waits(1) == [Form(view(1, (0, 1)))]
+
+
+def test_a_view_that_gathers_waits_for_all() -> None:
+    coordinator = formed(3)
+    assert coordinator.gather() == []  # all are there
+    coordinator.exited(0)
+    coordinator.waits(1)
+    assert coordinator.waits(2) == [Form(view(1, (1, 2)))]
+    assert coordinator.gather() == [AskToReform(view(1, (1, 2)))]
+    coordinator.waits(2)
+    assert coordinator.waits(1) == []
+    assert coordinator.waits(3) == [Form(view(2, (1, 2, 3)))]
+    assert not coordinator.gathering
+
+
+def test_a_target_may_change_before_the_first_view() -> None:
+    coordinator = Coordinator(nodes={"a": 3}, most=4, generation=-1)
+    coordinator.begin()
+    coordinator.waits(0)
+    coordinator.waits(1)
+    assert coordinator.resize("a", 2) == [Retire(2), Form(view(0, (0, 1)))]
+    assert coordinator.resize("a", 4) == [Start(3, "a", 3), Start(4, "a", 4)]
+
+
 def test_more_than_can_compute_wait() -> None:
     coordinator = formed(3, most=2)
     assert coordinator.view == view(0, (0, 1))
@@ -186,6 +234,9 @@ def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
     assert coordinator.node_joins("c", 2, {21: Seat(1, "member")}) == [Start(100, "c", 0), Break(4, (21,))]
     coordinator.waits(21)
     assert coordinator.release() == [Form(view(5, (11, 21, 12)))]
+
+
+GATHER = 0  # in place of a number of workers: no view can have none
 
 
 @dataclass
@@ -270,7 +321,7 @@ class World:
         else:
             target, *rest = self.resizes
             self.resizes = tuple(rest)
-            self.perform(coordinator.resize("a", target))
+            self.perform(coordinator.gather() if target == GATHER else coordinator.resize("a", target))
 
     def told(self, worker: int, what: str, generation: int) -> None:
         process = self.alive[worker]
@@ -342,6 +393,9 @@ def check_at_rest(world: World) -> None:
         (3, 2, 1, (), 300),
         (2, 3, 1, (3,), 300),
         (3, 3, 0, (2,), 300),
+        (2, 2, 1, (1,), 300),
+        (2, 2, 1, (1, 2), 300),
+        (2, 2, 2, (GATHER,), 300),
     ],
 )
 def test_every_interleaving(
@@ -367,6 +421,7 @@ def test_every_interleaving(
                 staying = [w for w in survivors if w in after.members]
                 # Rank 0 holds the state unless nobody does, and the survivors keep their order.
                 assert list(after.members[: len(staying)]) == staying
+                assert staying or not survivors, "those who held the state were all sent home"
             key = following.key()
             if key not in seen:
                 seen.add(key)

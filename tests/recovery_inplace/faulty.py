@@ -1,15 +1,18 @@
 """A task whose processes come to harm at scripted places, each harm once; what each process does is the same.
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
-``PLACE`` is where in the step the process is; ``KIND`` is ``kill``, ``stop``, ``term`` or ``usr1``. A rank
-with a file ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end
-first.
+``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
+``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``,
+``usr1``, or ``hold``: the thread stays there until its process ends. A rank with a file
+``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +50,10 @@ class Harm:
                 path.unlink()
             except FileNotFoundError:
                 continue  # another process of that rank did it
-            os.kill(os.getpid(), _SIGNALS[path.name.rpartition("-")[2]])
+            kind = path.name.rpartition("-")[2]
+            if kind == "hold":
+                threading.Event().wait()
+            os.kill(os.getpid(), _SIGNALS[kind])
 
 
 harm = Harm()
@@ -55,7 +61,9 @@ harm = Harm()
 
 def _hooked() -> None:
     """Know the rank, and reach places inside the engine: forming a view, copying a state, saving."""
-    form, send, write = join._form, handover._send, storage._write_file
+    form, send, write = join._form, handover._send, storage.write_file
+    publish, as_bytes = storage._publish, handover._bytes
+    copied = itertools.count(1)
     asked_to_reform = Member.should_reform
 
     def formed(place: Any, backend: str) -> None:
@@ -70,9 +78,20 @@ def _hooked() -> None:
         harm.at("give", 1)
         send(world, tensors[len(tensors) // 2 :], behind)
 
-    def written(*arguments: Any) -> Any:
-        harm.at("save", 0)
-        return write(*arguments)
+    def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+        harm.at("copy", next(copied))
+        return as_bytes(tensor)
+
+    def published(*arguments: Any) -> None:
+        publish(*arguments)
+        harm.at("renamed", 0)
+
+    saves = itertools.count()
+
+    def written(path: Path, *arguments: Any) -> Any:
+        if path.name == "model.safetensors":  # the first of each checkpoint
+            harm.at("save", next(saves))
+        return write(path, *arguments)
 
     def should_reform(member: Member, generation: int) -> bool:
         awaited = harm.awaited(generation)
@@ -82,7 +101,8 @@ def _hooked() -> None:
             awaited.unlink()
         return asked_to_reform(member, generation)
 
-    join._form, handover._send, storage._write_file = formed, sent, written
+    join._form, handover._send, storage.write_file = formed, sent, written
+    storage._publish, handover._bytes = published, to_bytes
     Member.should_reform = should_reform  # type: ignore[method-assign]
 
 

@@ -80,8 +80,10 @@ HARMS = {
     "kill in an evaluation": ["eval-7-1-kill", "eval-14-0-kill"],
     "kill in the last evaluations": ["eval-40-0-kill"],
     "kill in a save": ["save-0-0-kill"],
+    "kill between a checkpoint's rename and the fsync": ["renamed-0-0-kill"],
     "kill in the first view": ["form-0-1-kill"],
     "kill after forming a view": ["step-6-1-kill", "formed-1-0-kill"],
+    "kill a taker": ["step-6-1-kill", "reform-1-0-wait", "copy-3-2-kill"],
     "kill a giver": ["step-6-1-kill", "reform-1-0-wait", "give-1-0-kill"],
 }
 
@@ -91,6 +93,16 @@ def test_model_is_that_of_the_undisturbed_run(
     harms: list[str], tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     same(train(tmp_path / "run", 3, harms), undisturbed)
+
+
+def test_the_best_model_outlives_rank_0(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """Rank 0 dies two steps after the first best model, and still writes it; the last rank holds a copy."""
+    same(train(tmp_path / "run", 3, ["save-1-0-hold", "step-9-0-kill"]), undisturbed)
+    events = [event["event"] for event in RunDirectory(tmp_path / "run").read_events()]
+    assert events.count("started") == 1  # nobody went back to a checkpoint
+    assert "fault" in events
+    saved = [e["step"] for e in RunDirectory(tmp_path / "run").read_events() if e["event"] == "checkpoint"]
+    assert 7 in saved
 
 
 def test_many_faults(tmp_path: Path, undisturbed: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.data.ledger import LedgerWriter, ledger_path, recorded_until
+from paceline.data.ledger import ledger_path, recorded_until
+from paceline.data.ledger_writer import LedgerWriter
 from paceline.data.order import DataOrder
 from paceline.distributed.buffers import ShardedBuffers
 from paceline.membership.channel import Broken, Channel, Joined, Leave, Place, Reform, Waits, channel_pair

@@ -1,27 +1,67 @@
 """Trains one job after another in this process, as a rank where the environment says so.
 
-``python driver.py JOBS.json``, where a job is ``{"task", "fields", "options", "stop_at"}``. Prints one
-JSON line a job: the ``result.json``, or ``{"error", "message"}``.
+``python driver.py JOBS.json``, where a job is ``{"task", "fields", "options", "stop_at", "computing"}``.
+With ``computing``, only so many ranks compute, and they share the shards anew, at random, after every
+step. Prints one JSON line a job: the ``result.json``, or ``{"error", "message"}``.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
+import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tasks  # beside this file
 
 import paceline
+from paceline.distributed import shares, world
+from paceline.training import balance
+
+
+class Restless(shares.Balancer):
+    """Shares anew at each opportunity, as every rank's does alike."""
+
+    windows = 0
+
+    def observe(self, window: shares.Window) -> bool:
+        self.windows += 1
+        chosen = random.Random(self.windows)
+        cuts = sorted(chosen.sample(range(1, sum(self.shares)), len(self.shares) - 1))
+        self.shares = tuple(b - a for a, b in itertools.pairwise([0, *cuts, sum(self.shares)]))
+        return True
+
+
+@contextmanager
+def restless(computing: int) -> Iterator[None]:
+    """Worlds in which only so many ranks compute, and in which the shards move all the time."""
+    open_world = world.open_world
+
+    @contextmanager
+    def with_spares(*arguments: Any, **options: Any) -> Iterator[world.World]:
+        with open_world(*arguments, **options) as whole:
+            yield dataclasses.replace(whole, computing=computing if whole.world_size > 1 else None)
+
+    with (
+        mock.patch.object(world, "open_world", with_spares),
+        mock.patch.multiple(balance, Balancer=Restless, WINDOW_STEPS=1, WINDOW_S=0.0),
+    ):
+        yield
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = getattr(tasks, job["task"])(**job.get("fields", {}))
     try:
-        return dict(paceline.fit(task, quiet=True, **job["options"]).record)
+        with restless(job["computing"]) if "computing" in job else nullcontext():
+            return dict(paceline.fit(task, quiet=True, **job["options"]).record)
     except paceline.PacelineError as error:
         return {"error": type(error).__name__, "message": str(error)}
 

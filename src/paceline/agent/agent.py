@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 
 from paceline.agent.cluster import Cluster
+from paceline.agent.control_socket import ControlSocket
 from paceline.agent.meeting import meet
 from paceline.agent.mesh import Mesh
 from paceline.agent.node import Node
@@ -29,10 +30,9 @@ class Agent:
 
     Args:
         rendered: one process, the zygote; the last word of its spec's command is the job's file.
-        heartbeat_s: who is silent for so long, member or agent, is taken for lost.
     """
 
-    def __init__(self, rendered: Rendered, *, heartbeat_s: float = 2.0) -> None:
+    def __init__(self, rendered: Rendered) -> None:
         spec = rendered.spec
         assert spec.directory is not None
         if shutil.which(spec.python) is None:
@@ -40,6 +40,8 @@ class Agent:
         self._signals: list[int] = []  # not handled yet
         self._node: Node | None = None
         self._mesh: Mesh | None = None
+        self._directory = spec.directory
+        self._requests: ControlSocket | None = None
         self._stack = ExitStack()
         alone = spec.nodes == 1 and spec.most_nodes in (None, 1) and not spec.joins
         try:
@@ -61,7 +63,7 @@ class Agent:
                 spec.command[-1],
                 spec.directory,
                 self._selector,
-                heartbeat_s=heartbeat_s,
+                heartbeat_s=spec.heartbeat_s,
                 grace_s=spec.grace_s,
                 inherited=inherited,
                 interface="" if meeting is None else meeting.interface,
@@ -70,9 +72,15 @@ class Agent:
             self._node.reports = self._cluster
             if meeting is not None:
                 self._mesh = Mesh(
-                    self._selector, meeting.listener, meeting.token, meeting.hello, self._cluster, heartbeat_s
+                    self._selector,
+                    meeting.listener,
+                    meeting.token,
+                    meeting.hello,
+                    self._cluster,
+                    spec.heartbeat_s,
                 )
             self._cluster.begin(self._mesh, lease)
+            self._serve_requests()
         except BaseException as error:
             self._end()
             if isinstance(error, OSError):
@@ -110,6 +118,15 @@ class Agent:
         now = time.monotonic()
         node.expire(now)
         self._cluster.expire(now)
+        self._serve_requests()
+
+    def _serve_requests(self) -> None:
+        """Whoever leads answers other commands."""
+        if self._cluster.leads and self._requests is None:
+            self._requests = ControlSocket(self._directory, self._selector, self._cluster)
+        elif not self._cluster.leads and self._requests is not None:
+            self._requests.close()
+            self._requests = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -129,6 +146,8 @@ class Agent:
         """Leave nothing behind, whatever happened."""
         if self._node is not None:
             self._node.end()
+        if self._requests is not None:
+            self._requests.close()
         if self._mesh is not None:
             self._mesh.close()
         self._stack.close()

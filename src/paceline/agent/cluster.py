@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.agent import orders
+from paceline.agent.control_socket import Status
 from paceline.agent.leader import Leader
 from paceline.agent.meeting import Meeting, differences, record_agents, shared
 from paceline.agent.mesh import Address, Mesh
@@ -25,7 +26,7 @@ from paceline.agent.node import Ended, Node
 from paceline.agent.orders import OrderError, RemoteNode
 from paceline.data.ledger import generations
 from paceline.distributed.sockets import LOOPBACK
-from paceline.errors import RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.membership.channel import Beat, Broken, Joined, Waits
 from paceline.membership.coordinator import Coordinator
@@ -78,7 +79,7 @@ class Cluster:
         self._code: int | None = None
         self._acting = False
         self._pending: deque[Action] = deque()
-        self._followed = False
+        self._following: Term | None = None  # whose orders are obeyed
         self._leadership = Leadership.outside(self._name, ties=True)
 
     def begin(self, mesh: Mesh | None, lease: LeaseDirectory | None) -> None:
@@ -95,7 +96,7 @@ class Cluster:
         else:
             assert mesh is not None
             self._give_up_at = time.monotonic() + self._spec.init_timeout_s
-            mesh.call([self._meeting.endpoint])
+            mesh.call(self._meeting.endpoints)
 
     # The end.
 
@@ -129,6 +130,70 @@ class Cluster:
         else:
             self._node.kill_all("was told to end")
 
+    # What other commands ask for.
+
+    @property
+    def leads(self) -> bool:
+        """Whether this agent decides."""
+        return self._leader is not None
+
+    def status(self) -> Status:
+        """Where the job stands.
+
+        Raises:
+            ConfigError: this agent does not lead.
+        """
+        return self._leading().status()
+
+    def scale(self, nproc: int) -> None:
+        """Want another number of workers on each machine.
+
+        Raises:
+            ConfigError: there cannot be so many, or this agent does not lead.
+        """
+        self._leading().scale(nproc)
+
+    def scale_nodes(self, nodes: int) -> None:
+        """Want fewer machines: those that came last leave after a step.
+
+        Raises:
+            ConfigError: there cannot be so many, or this agent does not lead.
+        """
+        leader = self._leading()
+        there = [name for name in self._roster.nodes if name in leader.nodes]
+        if nodes > len(there):
+            raise ConfigError(
+                f"the run is on {len(there)} machine(s). Another one joins it, up to --nodes MIN:MAX, when "
+                f"this is given there: paceline join {self._directory.path}"
+            )
+        if nodes < self._spec.least_nodes:
+            raise ConfigError(
+                f"--nodes must be at least {self._spec.least_nodes}, as the run was started so."
+            )
+        # The leading one stays: somebody has to see the others off.
+        leaving = [name for name in reversed(there) if name != self._name][: len(there) - nodes]
+        leader.retire(leaving)
+
+    def gather(self) -> None:
+        """Train on only once all that there should be take part.
+
+        Raises:
+            ConfigError: this agent does not lead.
+        """
+        self._leading().gather()
+
+    def _leading(self) -> Leader:
+        if self._leader is None:
+            raise ConfigError("another machine's agent leads the run by now; ask again there.")
+        return self._leader
+
+    def _see_off(self) -> None:
+        """Take nodes that were retired, and have no worker left, out of the roster, and tell them to end."""
+        if self._leader is None:
+            return
+        for name in [n for n in self._roster.nodes if n != self._name and self._leader.is_idle(n)]:
+            self._act(self._leadership.dismiss(name))
+
     # Time.
 
     @property
@@ -146,14 +211,17 @@ class Cluster:
             self._leader.expire(now)
         if now >= self._patience_at:
             self._patience_at = math.inf
+            if self._leadership.role == "paused" and self._directory.result.is_file():
+                self._leave("the other machines have finished the run.", 0)
+                return
             self._act(self._leadership.patience_over())
         if now >= self._give_up_at:
             self._give_up_at = math.inf
             assert self._meeting is not None
             assert self._mesh is not None
-            host, port = self._meeting.endpoint
+            where = ", ".join(f"{host}:{port}" for host, port in self._meeting.endpoints)
             self._leave(
-                f"no agent of this run answers at {host}:{port} ({self._mesh.last_error or 'no answer'}). "
+                f"no agent of this run answers at {where} ({self._mesh.last_error or 'no answer'}). "
                 "Start the first machine, check the address and the firewall; --init-timeout says how long "
                 "to wait.",
                 2,
@@ -219,23 +287,24 @@ class Cluster:
         """A message has come."""
         try:
             self._hear(peer, message)
-        except (OrderError, VoteError) as error:
+        except (OrderError, VoteError, KeyError, TypeError, ValueError) as error:
             # It is another version, or out of its mind: better without it.
             assert self._mesh is not None
             self._mesh.drop(peer)
-            self.lost(peer, str(error))
+            self.lost(peer, f"sent what cannot be read: {error}")
 
     def _hear(self, peer: str, message: Mapping[str, Any]) -> None:
         kind = message.get("kind")
         if kind in KINDS:
             self._act(self._leadership.heard(peer, decode(message)))
         elif kind == "order":
-            if peer == self._leadership.leader:
-                orders.obey(message, self._leadership.promised, self._node)
+            if self._following is not None and peer == self._following.node:
+                orders.obey(message, self._following, self._node)
         elif kind in ("said", "ended"):
             if self._leader is not None and peer in self._leader.nodes:
                 orders.report(message, self._leader)
                 self._admit()
+                self._see_off()
         elif kind == "workers":
             self._on_workers(peer, message)
         elif kind == "clear":
@@ -286,7 +355,10 @@ class Cluster:
         if address is not None and peer not in dict(self._book):
             self._book.append((peer, address))
             self._share_book()
-        self._leader.node_joins(peer, RemoteNode(self._sender(peer), self._leadership.promised), nproc, seats)
+        if peer not in self._leader.nodes:
+            # Told again, it may be older than what was ordered since.
+            remote = RemoteNode(self._sender(peer), self._leadership.promised)
+            self._leader.node_joins(peer, remote, nproc, seats)
         self._settle()
 
     # What the agents agree on.
@@ -340,7 +412,8 @@ class Cluster:
                 self._leader = None
             case Fence(term):
                 self._fence(term)
-            case Follow(_, leader, roster):
+            case Follow(term, leader, roster):
+                self._following = term
                 self._follow(leader, roster)
             case Pause(reason):
                 self._pause(reason)
@@ -390,11 +463,15 @@ class Cluster:
         if gone or came:
             self._record("machines", nodes=list(roster.nodes))
         self._resumed()
+        for name in gone & (self._leader.nodes if self._leader is not None else frozenset()):
+            assert self._leader is not None
+            self._send(name, {"kind": "over", "code": 0})
+            self._leader.node_lost(name, "has left, as asked")
         self._settle()
 
     def _fence(self, term: Term) -> None:
         """Have our workers leave what view they are in; its node waits to hear of it."""
-        self._fenced = term
+        self._fenced, self._following = term, None
         for worker, (generation, seat) in self._node.seats.items():
             if seat.status == "member":
                 self._node.tell(worker, Broken(generation))
@@ -419,10 +496,6 @@ class Cluster:
             self._send(leader, orders.ended(end))
 
     def _pause(self, reason: str) -> None:
-        if self._directory.result.is_file() and not self._node.seats:
-            # Whom we followed has ended, as the run has; nothing is left to do.
-            self._code = 0
-            return
         self._leader = None
         if reason != self._paused:
             self._paused = reason
@@ -465,7 +538,7 @@ class Cluster:
         """Tell the others where all agents listen."""
         assert self._leader is not None
         with suppress(OSError):
-            record_agents(self._directory, self._book)
+            record_agents(self._directory, self._book, self._spec.command[-1])
         agents = [[name, *address] for name, address in self._book]
         for peer in self._leader.nodes - {self._name}:
             self._send(peer, {"kind": "book", "agents": agents})

@@ -10,16 +10,17 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from paceline.agent.control_socket import Status, WorkerStatus
 from paceline.agent.node import Ended, Order
 from paceline.agent.orders import Orders
 from paceline.agent.policy import Budget, describe_code, is_corruption, meaning
 from paceline.agent.repetition import describe_repetition
 from paceline.distributed.process import ECHO_S, StopRequests, passed_on
-from paceline.errors import RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.failures import Exit, conclude
 from paceline.membership.channel import Beat, Broken, Joined, Leave, Place, Reform, Waits
@@ -39,8 +40,11 @@ from paceline.run_directory import RunDirectory
 _WITH_PEERS = "ended with its peers"
 
 
-class Stores(Protocol):
-    """Serves the stores in which members meet."""
+class Here(Protocol):
+    """This machine: it serves the stores in which members meet."""
+
+    def pid_of(self, number: int) -> int | None:
+        """A worker's process, where it runs here."""
 
     def open_store(self, generation: int, address: str) -> int:
         """Serve one for this generation; return its port."""
@@ -67,7 +71,7 @@ class Leader:
         directory: the run's.
         coordinator: decides; it knows no node yet.
         roster: when it may form a view.
-        stores: this machine's.
+        here: this machine.
         address: of this machine, where members on all nodes reach its stores.
         follows: another agent has led before this one.
     """
@@ -78,14 +82,16 @@ class Leader:
         directory: RunDirectory,
         coordinator: Coordinator,
         roster: Roster,
-        stores: Stores,
+        here: Here,
         address: str,
         *,
         follows: bool = False,
     ) -> None:
         self._spec, self._directory, self._coordinator, self._roster = spec, directory, coordinator, roster
         self._nodes: dict[str, Orders] = {}
-        self._stores, self._address = stores, address
+        self._here, self._address = here, address
+        self._beats: dict[int, Beat] = {}  # each worker's last one
+        self._recoveries = 0
         self._budget = Budget(spec.max_restarts, first=-1 if follows else None)
         self._first = -1 if follows else coordinator.generation + 1
         self._exits: list[Exit] = []  # those that decide the job's exit code
@@ -144,12 +150,6 @@ class Leader:
     def nodes_acting(self) -> frozenset[str]:
         """Those with workers that may act in a view."""
         return self._coordinator.nodes_acting
-
-    def resize(self, nproc: Mapping[str, int]) -> None:
-        """Other numbers of workers are wanted."""
-        self._learn_shards()
-        for name, number in nproc.items():
-            self._do(self._coordinator.resize(name, number))
 
     def _learn_shards(self) -> None:
         """So many can compute; before the run is created, whoever begins it checks that they are not more."""
@@ -225,7 +225,10 @@ class Leader:
         match message:
             case Beat(step):
                 self._budget.stands_at(step)
+                self._beats[worker] = message
             case Waits(_, why):
+                if worker in self._coordinator.members():
+                    self._lost_at = self._lost_at or time.monotonic()
                 self._why = self._why or why
                 self._do(self._coordinator.waits(worker))
                 self.settle()
@@ -238,7 +241,9 @@ class Leader:
             return
         self._joined.add(worker)
         if self._joined >= set(view.members) and generation > self._first:
-            self._record("joined", generation=generation, seconds=self._since_loss())
+            self._record(
+                "joined", generation=generation, step=self._step_of(worker), seconds=self._since_loss()
+            )
             self._lost_at = None
 
     def ended(self, end: Ended) -> None:
@@ -258,7 +263,9 @@ class Leader:
         )
         if is_corruption(end.failure):
             self._distrusted.add(end.slot)
+        self._beats.pop(end.worker, None)
         if end.retired and end.code == 0:
+            self._record("retired", slot=end.slot, pid=end.pid, step=end.step)
             self._do(self._coordinator.exited(end.worker))
             return
         if what == "done":
@@ -285,11 +292,13 @@ class Leader:
         how = end.killed or describe_code(end.code)
         # A silent member was lost when it was last heard, not when its node lost patience.
         lost = time.monotonic() - (end.silent_s if end.killed else 0.0)
-        self._lost_at = min(lost, self._lost_at or lost)
+        if end.worker in self._coordinator.members():
+            self._lost_at = min(lost, self._lost_at or lost)
+        self._recoveries += 1
         self._record("fault", slot=end.slot, pid=end.pid, how=how, step=end.step)
         if not self._coordinator.hiring:
             self._lost.append(Exit(end.slot, end.code, now))
-        elif not self._budget.spend():
+        elif not end.retired and not self._budget.spend():
             self._exits.append(Exit(end.slot, end.code, now))
             view = self._coordinator.view
             members = () if view is None else view.members
@@ -303,6 +312,89 @@ class Leader:
                 ranks=len(members) if view is None or view.computing is None else view.computing,
             )
             self._stop_within_grace()
+
+    def _step_of(self, worker: int) -> int:
+        return self._beats[worker].step if worker in self._beats else -1
+
+    # What other commands ask for.
+
+    def status(self) -> Status:
+        """Where the job stands."""
+        coordinator = self._coordinator
+        members = coordinator.members()
+        others = [worker for worker in coordinator.workers if worker not in members]
+        return Status(
+            generation=-1 if coordinator.view is None else coordinator.generation,
+            target=coordinator.target,
+            whole=coordinator.view is not None and self._joined >= set(coordinator.view.members),
+            stopping=self._stopping or not coordinator.hiring,
+            recoveries=self._recoveries,
+            step=max((self._step_of(worker) for worker in members), default=-1),
+            workers=tuple(
+                WorkerStatus(
+                    rank=members.index(worker) if worker in members else None,
+                    slot=coordinator.slot(worker),
+                    node=coordinator.node(worker),
+                    pid=self._here.pid_of(worker),
+                    step=self._step_of(worker),
+                    phase=self._beats[worker].phase if worker in self._beats else "starting",
+                )
+                for worker in (*members, *others)
+            ),
+        )
+
+    def scale(self, nproc: int) -> None:
+        """Want another number of workers on each node; who joins or leaves does so after a step.
+
+        Raises:
+            ConfigError: there cannot be so many, or the job is ending.
+        """
+        coordinator = self._coordinator
+        self._require_going_on()
+        if nproc < 1:
+            raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
+        self._learn_shards()
+        total = nproc * len(coordinator.nodes)
+        if total > coordinator.most:
+            raise ConfigError(
+                f"{total} processes cannot share {coordinator.most} shards: each needs at least one. "
+                f"Use --nproc {coordinator.most // len(coordinator.nodes)} or fewer. "
+                "A run's number of shards is fixed when it is created."
+            )
+        before = coordinator.target
+        self._record("scale", before=before, target=total + coordinator.spares, step=self._budget.step)
+        for name in coordinator.nodes:
+            self._do(coordinator.resize(name, nproc))
+        self.settle()
+
+    def retire(self, nodes: Collection[str]) -> None:
+        """Have all workers of these nodes leave, after a step.
+
+        Raises:
+            ConfigError: the job is ending.
+        """
+        self._require_going_on()
+        self._record("scale", nodes=len(self._coordinator.nodes) - len(nodes), step=self._budget.step)
+        for name in nodes:
+            self._do(self._coordinator.resize(name, 0))
+        self.settle()
+
+    def is_idle(self, node: str) -> bool:
+        """Whether a node has been retired, and no worker is left there."""
+        wanted = self._coordinator.nodes.get(node)
+        return wanted == 0 and all(self._coordinator.node(w) != node for w in self._coordinator.workers)
+
+    def gather(self) -> None:
+        """Train on only once all that there should be take part."""
+        self._record("gather", step=self._budget.step)
+        self._do(self._coordinator.gather())
+        self.settle()
+
+    def _require_going_on(self) -> None:
+        if self._stopping or not self._coordinator.hiring:
+            raise ConfigError("the run is ending, so nobody joins or leaves it any more.")
+        if self._spec.recover != "inplace":
+            raise ConfigError("with --recover restart nobody joins or leaves a run that is at work.")
 
     # What the coordinator decides.
 
@@ -324,7 +416,7 @@ class Leader:
     def _break(self, generation: int, members: tuple[int, ...]) -> None:
         self._lost_at = self._lost_at or time.monotonic()
         # Those who wait in the store for one who is gone are freed by its end.
-        self._stores.close_store(generation)
+        self._here.close_store(generation)
         if self._spec.recover == "inplace":
             self._tell(members, Broken(generation))
             return
@@ -337,7 +429,7 @@ class Leader:
         nodes = [self._coordinator.node(worker) for worker in view.members]
         self._roster.formed(frozenset(nodes))
         if view.generation > self._first:
-            self._stores.close_store(view.generation - 1)
+            self._here.close_store(view.generation - 1)
             self._record(
                 "view",
                 generation=view.generation,
@@ -346,11 +438,12 @@ class Leader:
                 nodes=len(set(nodes)),
                 why=self._why,
                 recovery=self._hit or self._asked_to_reform != view.generation - 1,
+                step=max(self._step_of(worker) for worker in view.members),
                 seconds=self._since_loss(),
             )
         self._joined.clear()
         self._why, self._hit = "", False
-        port = self._stores.open_store(view.generation, self._address)
+        port = self._here.open_store(view.generation, self._address)
         there: Counter[str] = Counter(nodes)
         so_far: Counter[str] = Counter()
         for rank, (worker, node) in enumerate(zip(view.members, nodes, strict=True)):

@@ -62,7 +62,7 @@ class Listener:
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
-            self._socket.listen(most)
+            self._socket.listen()
         except OSError as error:
             self._socket.close()
             raise ConfigError(

@@ -11,7 +11,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,9 @@ from paceline.run_directory import RunDirectory, write_atomically
 _LOOK_EVERY_S = 0.2
 _DISTRIBUTIONS = ("torch", "numpy")
 
+Agent = tuple[str, tuple[str, int]]
+"""An agent's name, and where it listens."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -42,7 +45,7 @@ class Meeting:
         founds: whether it is the first.
         address: of this machine, on the way to the others.
         interface: the network interface with that address.
-        endpoint: where to call first.
+        endpoints: where to call first.
         token: the job's secret.
         hello: what others learn of this agent with the handshake.
     """
@@ -51,7 +54,7 @@ class Meeting:
     founds: bool
     address: str
     interface: str
-    endpoint: tuple[str, int]
+    endpoints: tuple[tuple[str, int], ...]
     token: bytes
     listener: Listener
     hello: dict[str, Any]
@@ -72,9 +75,10 @@ def meet(spec: JobSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirector
         RunDirectoryError: the directory cannot be written.
     """
     if spec.rdzv_endpoint is not None:
-        host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
+        endpoints = [parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")]
     else:
-        host, port = _recorded_endpoint(directory)
+        endpoints = [address for _, address in recorded_agents(directory)[0]]
+    host, port = endpoints[0]
     if spec.interface is not None:
         address = interface_address(spec.interface)
     elif is_ours(host):
@@ -102,13 +106,13 @@ def meet(spec: JobSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirector
     if founds:
         lease = LeaseDirectory.found(directory.path / "agents")
         hello["lease"] = lease.key
-        record_agents(directory, [(name, (address, listener.port))])
+        record_agents(directory, [(name, (address, listener.port))], spec.command[-1])
     meeting = Meeting(
         name=name,
         founds=founds,
         address=address,
         interface=interface_of(address),
-        endpoint=(host, port),
+        endpoints=tuple(endpoints),
         token=token,
         listener=listener,
         hello=hello,
@@ -116,10 +120,30 @@ def meet(spec: JobSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirector
     return meeting, lease
 
 
-def record_agents(directory: RunDirectory, agents: list[tuple[str, tuple[str, int]]]) -> None:
-    """Write where the agents listen, the leading one first, for those that join by the directory alone."""
-    content = {"agents": [[name, *address] for name, address in agents]}
+def record_agents(directory: RunDirectory, agents: Sequence[Agent], job: str) -> None:
+    """Write where the agents listen, and the job that they do, for those that join by the directory alone."""
+    content = {"job": job, "agents": [[name, *address] for name, address in agents]}
     write_atomically(directory.agents, (json.dumps(content) + "\n").encode())
+
+
+def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
+    """Where the agents listen, and the file of the job that they do.
+
+    Raises:
+        ConfigError: the directory does not say.
+    """
+    try:
+        content = json.loads(directory.agents.read_bytes())
+        agents = [(str(name), (str(host), int(port))) for name, host, port in content["agents"]]
+        if agents:
+            return agents, Path(content["job"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(
+        f"{directory.path} does not say where its agents are: either the run was started on one machine "
+        "alone, or this is not the directory that its machines share. "
+        "Start a run that others can join with --nodes MIN:MAX and --rdzv-endpoint HOST:PORT."
+    )
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -130,18 +154,6 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         for name in sorted({*mine, *other})
         if mine.get(name) != other.get(name)
     ]
-
-
-def _recorded_endpoint(directory: RunDirectory) -> tuple[str, int]:
-    try:
-        _, host, port = json.loads(directory.agents.read_bytes())["agents"][0]
-        return str(host), int(port)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        raise ConfigError(
-            f"{directory.path} does not say where its agents are: either the run was started on one machine "
-            "alone, or this is not the directory that its machines share. "
-            "Start a run that others can join with --nodes MIN:MAX and --rdzv-endpoint HOST:PORT."
-        ) from None
 
 
 def _token(spec: JobSpec, directory: RunDirectory, creates: bool) -> bytes:

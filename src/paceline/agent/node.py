@@ -116,6 +116,10 @@ class Node:
         """All workers by number: the generation that each was in last, and what it does now."""
         return {w.number: (w.generation, Seat(w.slot, w.status)) for w in self._workers.values()}
 
+    def pid_of(self, number: int) -> int | None:
+        """A worker's process; None where it is not ours, or not there yet."""
+        return self._workers[number].pid if number in self._workers else None
+
     # What is ordered.
 
     def start(self, number: int, slot: int) -> None:

@@ -87,8 +87,8 @@ class RemoteNode:
         self._send({"kind": "order", "term": self._term, "order": order, "arguments": arguments})
 
 
-def obey(message: Mapping[str, Any], promised: Term, node: Node) -> None:
-    """Carry out an order, unless it is an earlier leader's.
+def obey(message: Mapping[str, Any], followed: Term, node: Node) -> None:
+    """Carry out an order, unless it is of another term than the one that is followed.
 
     Raises:
         OrderError: it is none.
@@ -96,7 +96,7 @@ def obey(message: Mapping[str, Any], promised: Term, node: Node) -> None:
     try:
         number, name = message["term"]
         arguments = list(message["arguments"])
-        if Term(int(number), str(name)) != promised:
+        if Term(int(number), str(name)) != followed:
             return
         match message["order"], arguments:
             case "start", [int(worker), int(slot)]:

@@ -52,24 +52,30 @@ def read_token(path: Path) -> bytes:
             f"the token file {path} cannot be read: {error.strerror}. "
             "Copy it from the node that started the run, with its mode 0600."
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"the token file {path} is not a plain file.")
-        if status.st_uid != os.geteuid():
-            raise ConfigError(
-                f"the token file {path} belongs to user {status.st_uid}, and this is user {os.geteuid()}. "
-                "Use a copy of your own."
-            )
-        if stat.S_IMODE(status.st_mode) != 0o600:
-            raise ConfigError(
-                f"the token file {path} has mode {stat.S_IMODE(status.st_mode):04o}, and must have 0600, "
-                f"so that nobody else can read it: chmod 600 {path}"
-            )
-        content = file.read(2 * _BYTES + 2).removesuffix(b"\n")
+    try:
+        _check(path, os.fstat(descriptor))
+        content = os.read(descriptor, 2 * _BYTES + 2).removesuffix(b"\n")
+    finally:
+        os.close(descriptor)
     if not _HEX.fullmatch(content):
         raise ConfigError(
             f"the token file {path} must hold {2 * _BYTES} hexadecimal digits, and does not. "
             "Copy it again from the node that started the run."
         )
     return bytes.fromhex(content.decode())
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"the token file {path} is not a plain file.")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the token file {path} belongs to user {status.st_uid}, and this is user {os.geteuid()}. "
+            "Use a copy of your own."
+        )
+    if mode != 0o600:
+        raise ConfigError(
+            f"the token file {path} has mode {mode:04o}, and must have 0600, so that nobody else can read "
+            f"it. Run: chmod 600 {path}"
+        )

@@ -22,6 +22,7 @@ class Worker:
     Attributes:
         pid: None until it was forked.
         step: the last that it told, -1 for none.
+        phase: what it said that it is doing.
         heard_at: when it last sent anything, by the monotonic clock.
         killed: why the agent killed it; "" where it did not.
         ending: its process has ended, and how is not known yet.
@@ -36,6 +37,7 @@ class Worker:
         self.pid: int | None = None
         self.pidfd: int | None = None
         self.step = -1
+        self.phase = "starting"
         self.heard_at = time.monotonic()
         self.killed = ""
         self.ending = False
@@ -97,9 +99,10 @@ class Worker:
         self._be_patient(heartbeat_s)
 
     def left(self) -> None:
-        """It is in no view any more."""
+        """It is in no view any more: it may wait, or end without a further beat."""
         self.status = "waiting"
         self._leave_by = math.inf
+        self._be_patient(_START_S)
 
     def owes_leave(self, limit_s: float) -> None:
         """Its view is broken, and it is still in it."""

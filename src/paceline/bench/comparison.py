@@ -28,6 +28,7 @@ class Quantity:
 STEPS_PER_S = Quantity("steps_per_s", "steps/s")
 MS_PER_STEP = Quantity("ms_per_step", "ms/step", 2)
 MEMORY = Quantity("memory_mib", "MiB a rank", 0)
+SLOW_SHARE = Quantity("slow_share", "slow rank's shards", 0)
 STALL = Quantity("checkpoint_stall_percent", "stall %", 2)
 
 

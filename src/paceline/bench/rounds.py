@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,14 +28,22 @@ _ROUND_TIMEOUT_S = 1800.0
 _GRACE_S = 5.0
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 15
+_TURN_S = 0.004
 
 
 @dataclass(frozen=True)
 class Command:
-    """One process of a round."""
+    """One process of a round.
+
+    Attributes:
+        argv: the command line.
+        variables: added to its environment.
+        half_speed: let it run half of the time only, in turns of some milliseconds (SIGSTOP, SIGCONT).
+    """
 
     argv: Sequence[str]
     variables: dict[str, str] = field(default_factory=dict)
+    half_speed: bool = False
 
 
 def read_report(directory: Path) -> Sample:
@@ -80,7 +88,7 @@ def alternate(
         LaunchError: a process failed or hung; all of them have been ended.
     """
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         for number in range(rounds):
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
@@ -99,12 +107,13 @@ def _measure(contender: Contender) -> Sample:
         except FileNotFoundError as error:
             raise LaunchError(
                 f"bench: {contender.title} ended without its measurement ({error.filename} is missing)."
-                f"{_log_tails(directory)}"
+                f"{log_tails(directory)}"
             ) from None
 
 
 def _run_to_the_end(contender: Contender, directory: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
+    throttles = ExitStack()
     try:
         for index, command in enumerate(contender.commands(directory)):
             with (directory / f"process-{index}.log").open("wb") as log:
@@ -118,9 +127,32 @@ def _run_to_the_end(contender: Contender, directory: Path) -> None:
                     process_group=0,
                 )
             processes.append(process)
+            if command.half_speed:
+                throttles.enter_context(_half_speed(process))
         _wait(contender, processes, directory)
     finally:
-        _end(processes)
+        throttles.close()  # a stopped process could not be ended politely
+        end_processes(processes)
+
+
+@contextmanager
+def _half_speed(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Stop and continue a process in turns. A turn is short against a shard, so it seems to run slowly."""
+    done = threading.Event()
+
+    def take_turns() -> None:
+        while not done.wait(_TURN_S):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(_TURN_S)
+            process.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=take_turns, name="paceline-bench-throttle", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _wait(contender: Contender, processes: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:
@@ -134,17 +166,17 @@ def _wait(contender: Contender, processes: Sequence[subprocess.Popen[bytes]], di
         failed = [code for code in exit_codes if code]
         if failed:
             raise LaunchError(
-                f"bench: {contender.title} failed with exit code {failed[0]}.{_log_tails(directory)}"
+                f"bench: {contender.title} failed with exit code {failed[0]}.{log_tails(directory)}"
             )
         running = [process for process in processes if process.poll() is None]
         if running and time.monotonic() > deadline_s:
             raise LaunchError(
                 f"bench: {contender.title} did not end within {_ROUND_TIMEOUT_S / 60:.0f} minutes; "
-                f"measure fewer steps with --steps.{_log_tails(directory)}"
+                f"measure fewer steps with --steps.{log_tails(directory)}"
             )
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End what still runs, with all descendants: first politely, then for certain."""
     family = _family({process.pid for process in processes})
     for process in processes:
@@ -172,7 +204,8 @@ def _family(leaders: set[int]) -> list[psutil.Process]:
     return list(family.values())
 
 
-def _log_tails(directory: Path) -> str:
+def log_tails(directory: Path) -> str:
+    """The last lines of each ``process-*.log`` there, for an error's message."""
     tails = ""
     for log in sorted(directory.glob("process-*.log")):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
@@ -182,7 +215,7 @@ def _log_tails(directory: Path) -> str:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends a benchmark as Ctrl-C does, so that its processes are ended too."""
     if threading.current_thread() is not threading.main_thread():
         yield

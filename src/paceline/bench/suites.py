@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.comparison import MEMORY, MS_PER_STEP, STALL, STEPS_PER_S, Comparison, Quantity, compare
+from paceline.bench.comparison import (
+    MEMORY,
+    MS_PER_STEP,
+    SLOW_SHARE,
+    STALL,
+    STEPS_PER_S,
+    Comparison,
+    Quantity,
+    compare,
+)
 from paceline.bench.machine import describe_machine
 from paceline.bench.peers import INSTALL, PEERS, Peer
 from paceline.bench.rounds import Command, Contender, Sample, alternate, read_report
-from paceline.bench.workload import BATCH_SIZE, CONVNET, RANKS, WIDE_MLP, Workload, paceline_command
+from paceline.bench.workload import (
+    BATCH_SIZE,
+    CONVNET,
+    RANKS,
+    UNBALANCED_SHARDS,
+    WIDE_MLP,
+    Workload,
+    paceline_command,
+    unbalanced_command,
+)
 from paceline.errors import ConfigError
 from paceline.task import Task
 
@@ -186,6 +206,62 @@ def bench_shards(
     return BenchResult(
         "shards", {"rounds": rounds, "shards": list(shards), **_steps_of(resized)}, comparisons
     )
+
+
+def bench_shares(*, rounds: int, steps: int, warmup: int, progress: Progress) -> BenchResult:
+    """Step rates with a rank at half speed: shards shared by measured speed against equally.
+
+    Ratios are to equal sharing. Beside the rate, the shards that the slow rank had in the end.
+
+    Raises:
+        ConfigError: a number is out of range.
+        LaunchError: a process failed.
+    """
+    _check(rounds=rounds, steps=steps, warmup=warmup)
+    record_every = math.gcd(warmup, steps)
+
+    def contender(balance: str, title: str) -> Contender:
+        def commands(directory: Path) -> list[Command]:
+            argv = unbalanced_command(
+                directory, balance=balance, max_steps=warmup + steps, record_every=record_every
+            )
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            return [
+                Command(argv, _rank_variables(rank) | meeting, half_speed=rank == RANKS - 1)
+                for rank in range(RANKS)
+            ]
+
+        return Contender(
+            name=balance, title=title, commands=commands, read=lambda d: _read_shares(d, warmup, steps)
+        )
+
+    contenders = [contender("equal", "shared equally"), contender("auto", "shared by speed")]
+    title = f"{UNBALANCED_SHARDS} shards, rank {RANKS - 1} half as fast"
+    comparison = _compare(title, [STEPS_PER_S, SLOW_SHARE], contenders, rounds, progress)
+    settings = {"rounds": rounds, "shards": UNBALANCED_SHARDS, "warmup": warmup, "steps": steps}
+    return BenchResult("shares", settings, [comparison])
+
+
+def _read_shares(directory: Path, warmup: int, steps: int) -> Sample:
+    run = directory / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    at = {record["step"]: record["seconds"] for record in records if record["kind"] == "train"}
+    seconds = at[warmup + steps] - at[warmup]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    shares = [event["shares"] for event in events if event["event"] == "shares"]
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        STEPS_PER_S.key: steps / seconds,
+        SLOW_SHARE.key: shares[-1][-1] if shares else UNBALANCED_SHARDS // RANKS,
+        "changes": len(shares),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _compare(

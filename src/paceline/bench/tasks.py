@@ -17,6 +17,17 @@ from paceline.task import Defaults, Task
 
 
 @dataclass
+class ConvNetAlone(FashionMNIST):
+    """Fashion-MNIST by the two-layer ConvNet, without any evaluation."""
+
+    defaults: ClassVar[Defaults] = Defaults()
+
+    def build_dataset(self, split: str) -> Any:
+        """The training split only."""
+        return super().build_dataset(split) if split == "train" else None
+
+
+@dataclass
 class Timed(Task):
     """Mixed into a task, measures whoever trains it: see :class:`paceline.bench.probe.Probe`.
 

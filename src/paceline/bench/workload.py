@@ -11,6 +11,13 @@ RANKS = 2
 BATCH_SIZE = 64
 """Samples a rank and step."""
 
+UNBALANCED_SHARDS = 12
+"""Shards that ranks of unequal speed share."""
+
+GLOBAL_BATCH_SIZE = 48
+STEPS_PER_EPOCH = 10
+"""Of what is trained while workers are killed; every process count from 1 to 4 divides the batch."""
+
 REPORT = "report.json"
 """The measured process's report, in a round's directory."""
 
@@ -75,21 +82,46 @@ def paceline_command(
     checkpoint_every: str = "never",
 ) -> list[str]:
     """The command a user would type, with the run directory ``directory / "run"``."""
-    options = {
-        "--nproc": RANKS,
-        "--threads": 1,
-        "--device": "cpu",
-        "--reduction": reduction,
-        "--shards": shards,
-        "--global-batch-size": RANKS * BATCH_SIZE,
-        "--max-steps": workload.total_steps,
-        "--eval-every": "never",
-        "--checkpoint-every": checkpoint_every,
-        "--run": directory / "run",
-    }
-    command = [sys.executable, "-m", "paceline", "train", workload.task, "--quiet"]
-    for option, value in options.items():
-        command += [option, str(value)]
+    command = _train(
+        workload.task,
+        directory,
+        {
+            "--nproc": RANKS,
+            "--reduction": reduction,
+            "--shards": shards,
+            "--max-steps": workload.total_steps,
+            "--checkpoint-every": checkpoint_every,
+        },
+    )
     for field, value in workload.task_fields(directory, loss_calls=shards // RANKS).items():
         command += ["--set", f"{field}={value}"]
+    return command
+
+
+def unbalanced_command(directory: Path, *, balance: str, max_steps: int, record_every: int) -> list[str]:
+    """One rank's command; who it is, is told by variables, so that one rank can be slowed down."""
+    return _train(
+        "paceline.bench.tasks:ConvNetAlone",
+        directory,
+        {
+            "--balance": balance,
+            "--shards": UNBALANCED_SHARDS,
+            "--max-steps": max_steps,
+            "--checkpoint-every": "never",
+            "--log-every": record_every,
+        },
+    )
+
+
+def _train(task: str, directory: Path, options: dict[str, Any]) -> list[str]:
+    alike = {
+        "--threads": 1,
+        "--device": "cpu",
+        "--global-batch-size": RANKS * BATCH_SIZE,
+        "--eval-every": "never",
+        "--run": directory / "run",
+    }
+    command = [sys.executable, "-m", "paceline", "train", task, "--quiet"]
+    for option, value in (alike | options).items():
+        command += [option, str(value)]
     return command

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -18,7 +20,9 @@ from paceline.checkpoint.manifest import CheckpointInfo, Manifest, parse_json, r
 from paceline.checkpoint.state import flatten, unflatten
 from paceline.checkpoint.storage import commit, remove_stale, retain
 from paceline.checkpoint.tensors import Snapshot, read_tensors
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, NotSavedError
+
+_log = logging.getLogger(__name__)
 
 _STATE = "state.json"
 _SUFFIX = ".safetensors"
@@ -32,30 +36,56 @@ class Checkpoint(NamedTuple):
     state: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A copy of a state, and what is to be written of it."""
+
+    snapshot: Snapshot
+    skeletons: dict[str, Any]
+    info: CheckpointInfo
+    before_commit: Callable[[], None] | None
+
+    @property
+    def is_best(self) -> bool:
+        return self.info.best_version == self.info.state_version
+
+
 class Checkpointer:
     """Saves a run's state into new directories, in one background thread, one at a time.
+
+    A best model that the disk did not take stays in memory, and is tried again with each later save, until
+    another one is better. :meth:`hold` keeps one so that was not to be written at all: in case that the
+    process that was to write it dies.
 
     Attributes:
         stall_s: seconds that callers were held by :meth:`save` and :meth:`wait` so far.
         saves: number of saves started so far.
+
+    Args:
+        directory: where the checkpoints are; made with the first.
+        keep: of the checkpoints there the last so many stay, and the best.
+        committed: called by the writer's thread with each checkpoint that is on disk.
 
     An error of the background thread is raised once, by the next :meth:`save`, :meth:`wait`,
     :meth:`poll` or :meth:`close`. The snapshot's buffer, the size of the state, is kept between
     saves. One thread at a time may call it.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        """Prepare to save into ``directory``, of whose checkpoints the last ``keep`` (at least 1) stay."""
+    def __init__(
+        self, directory: Path, keep: int, committed: Callable[[Path, CheckpointInfo], None] | None = None
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, but is {keep}")
         self.directory = directory
         self.keep = keep
         self.stall_s = 0.0
         self.saves = 0
+        self._committed = committed
         self._snapshot = Snapshot()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-checkpoint")
         self._pending: Future[None] | None = None
-        remove_stale(directory)
+        self._last: _Job | None = None
+        self._owed: _Job | None = None
 
     def save(
         self,
@@ -75,32 +105,64 @@ class Checkpointer:
             synchronous: return only when the checkpoint is committed.
 
         Raises:
-            CheckpointError: the state cannot be saved, or an earlier save failed in the background.
+            NotSavedError: the disk did not take it, or did not take an earlier one in the background.
+            CheckpointError: the state cannot be saved.
         """
         with self._stalled():
             self._settle()
-            skeletons: dict[str, Any] = {}
-            files: dict[str, dict[str, Tensor]] = {}
-            for part, value in state.items():
-                if not _PART.fullmatch(part):
-                    raise CheckpointError(f"a part of the state must be named by an identifier, not {part!r}")
-                try:
-                    tensors, skeletons[part] = flatten(value)
-                except CheckpointError as error:
-                    raise CheckpointError(f"{part}: {error}") from error
-                if tensors:
-                    files[part + _SUFFIX] = tensors
-            self._snapshot.capture(files)
-            self._pending = self._writer.submit(self._write, skeletons, info, before_commit)
+            self._last = job = self._capture(state, info, before_commit)
+            self._pending = self._writer.submit(self._write, job)
             self.saves += 1
             if synchronous:
+                self._settle()
+
+    def hold(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+        """Copy the best model's ``state``, and keep the copy in memory instead of writing it.
+
+        Raises:
+            CheckpointError: the state cannot be saved.
+        """
+        with self._stalled():
+            self._settle()
+            self._owed = None
+            self._owed = self._capture(state, info, None)
+
+    def holds(self, state_version: int) -> bool:
+        """Whether this state is in memory here: held, owed to the disk, or on its way there."""
+        writing = self._last if self._pending is not None else None
+        return any(
+            job is not None and job.info.state_version == state_version for job in (self._owed, writing)
+        )
+
+    def held(self) -> Checkpoint | None:
+        """A copy of what is held, with tensors of its own; None where nothing is."""
+        job = self._owed
+        if job is None:
+            return None
+        tensors = {name: read_tensors(b"".join(parts)) for name, parts in job.snapshot.contents()}
+        state = {
+            part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton)
+            for part, skeleton in job.skeletons.items()
+        }
+        return Checkpoint(Manifest(job.info, {}), state)
+
+    def write_owed(self) -> None:
+        """Write what is owed to the disk, if anything is; returns when it is committed.
+
+        Raises:
+            NotSavedError: the disk did not take it.
+        """
+        with self._stalled():
+            self._settle()
+            if self._owed is not None:
+                self._pending = self._writer.submit(self._write, None)
                 self._settle()
 
     def wait(self) -> None:
         """Return when nothing is being written.
 
         Raises:
-            CheckpointError: the save failed.
+            NotSavedError: the save failed.
         """
         with self._stalled():
             self._settle()
@@ -109,7 +171,7 @@ class Checkpointer:
         """Raise the error of a save that has failed by now; never waits.
 
         Raises:
-            CheckpointError: the save failed.
+            NotSavedError: the save failed.
         """
         if self._pending is not None and self._pending.done():
             self._settle()
@@ -118,7 +180,7 @@ class Checkpointer:
         """Wait, and end the background thread.
 
         Raises:
-            CheckpointError: the save failed.
+            NotSavedError: the save failed.
         """
         self._writer.shutdown(wait=True)
         self.wait()
@@ -135,6 +197,27 @@ class Checkpointer:
             # The error under way is the one to show.
             self._writer.shutdown(wait=True)
 
+    def _capture(
+        self, state: Mapping[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None
+    ) -> _Job:
+        skeletons: dict[str, Any] = {}
+        files: dict[str, dict[str, Tensor]] = {}
+        for part, value in state.items():
+            if not _PART.fullmatch(part):
+                raise CheckpointError(f"a part of the state must be named by an identifier, not {part!r}")
+            try:
+                tensors, skeletons[part] = flatten(value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{part}: {error}") from error
+            if tensors:
+                files[part + _SUFFIX] = tensors
+        if self._owed is not None and info.best_version != self._owed.info.state_version:
+            self._owed = None  # there is a better one
+        if self._owed is not None and self._owed.snapshot is self._snapshot:
+            self._snapshot = Snapshot()
+        self._snapshot.capture(files)
+        return _Job(self._snapshot, skeletons, info, before_commit)
+
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -148,13 +231,33 @@ class Checkpointer:
         finally:
             self.stall_s += time.perf_counter() - start
 
-    def _write(
-        self, skeletons: dict[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None
-    ) -> None:
-        text = json.dumps(skeletons, indent=1, allow_nan=False).encode()
-        contents = [*self._snapshot.contents(), (_STATE, (text,))]
-        newest = commit(self.directory, info, contents, before_commit)
-        retain(self.directory, self.keep, newest)
+    def _write(self, job: _Job | None) -> None:
+        """In the writer's thread: write ``job``, then what is owed."""
+        remove_stale(self.directory)
+        try:
+            if job is not None:
+                self._commit(job)
+            if self._owed is not None:
+                self._commit(self._owed)
+        except NotSavedError:
+            if job is not None and job.is_best:
+                self._owed = job
+            raise
+        except BaseException:
+            self._owed = None
+            raise
+        self._owed = None
+
+    def _commit(self, job: _Job) -> None:
+        text = json.dumps(job.skeletons, indent=1, allow_nan=False).encode()
+        contents = [*job.snapshot.contents(), (_STATE, (text,))]
+        path = commit(self.directory, job.info, contents, job.before_commit)
+        if self._committed is not None:
+            self._committed(path, job.info)
+        try:
+            retain(self.directory, self.keep, path)
+        except CheckpointError as error:
+            _log.warning("%s", error)  # what was to be saved is saved
 
 
 def load(path: Path) -> Checkpoint:

@@ -11,8 +11,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ FORMAT = 1
 MAX_MANIFEST_BYTES = 4 * 2**20
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_PIECE_BYTES = 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Pin = str | int | float | bool | None | list[str | int | float | bool | None]
@@ -218,6 +219,55 @@ def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
 
 
 @contextmanager
+def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.BufferedReader]]]]:
+    """The checkpoint in ``path`` and its files, open and checked: they can be read also once it is deleted.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
+    with ExitStack() as stack:
+        with _untrusted(path) as directory:
+            manifest = _read_manifest(directory)
+            files = [
+                (name, stack.enter_context(_open(directory, name, record.size)))
+                for name, record in _listed(directory, manifest)
+            ]
+            for name, file in files:
+                _compare(name, manifest.files[name], hashlib.file_digest(file, "sha256").hexdigest())
+        yield manifest, files
+
+
+def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> list[str]:
+    """All that is wrong with the checkpoint in ``path``, a line for each file; nothing where it verifies.
+
+    Args:
+        path: its directory.
+        on_read: called after each piece that was read, with its number of bytes.
+    """
+    found: list[str] = []
+    try:
+        with _untrusted(path) as directory:
+            manifest = _read_manifest(directory)
+            extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
+            found += [f"{name!r} is not in its {MANIFEST}" for name in sorted(extra)]
+            for name, record in manifest.files.items():
+                try:
+                    with _open(directory, name, record.size) as file:
+                        digest = hashlib.sha256()
+                        while piece := file.read(_PIECE_BYTES):
+                            digest.update(piece)
+                            on_read(len(piece))
+                    _compare(name, record, digest.hexdigest())
+                except CheckpointError as error:
+                    found.append(str(error))
+                except OSError as error:
+                    found.append(f"{name} cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        found.append(str(error.__cause__ or error))
+    return found
+
+
+@contextmanager
 def _untrusted(path: Path) -> Iterator[int]:
     """The directory's descriptor; whatever is wrong inside becomes one error that names ``path``.
 
@@ -280,40 +330,4 @@ def _compare(name: str, record: FileRecord, sha256: str) -> None:
     if sha256 != record.sha256:
         raise CheckpointError(
             f"{name} is damaged: its SHA-256 is {sha256}, but its {MANIFEST} says {record.sha256}"
-        )
-
-
-def differences(recorded: Mapping[str, Pin], current: Mapping[str, Pin]) -> list[str]:
-    """One line for each pin that differs: ``threads: 1 in the checkpoint, 2 now``."""
-    missing = object()
-    lines = []
-    for name in sorted(recorded.keys() | current.keys()):
-        before, now = recorded.get(name, missing), current.get(name, missing)
-        # 1, 1.0 and True are equal in Python, but not the same setting.
-        if before is missing or now is missing or json.dumps(before) != json.dumps(now):
-            was = "not recorded" if before is missing else f"{before}"
-            lines.append(f"{name}: {was} in the checkpoint, {'not set' if now is missing else now} now")
-    return lines
-
-
-def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointInfo) -> None:
-    """Refuse a checkpoint of another task or run, or with another number of shards.
-
-    Raises:
-        CheckpointError: says which of them differs, and what to do.
-    """
-    if recorded.task != current.task:
-        raise CheckpointError(
-            f"checkpoint {path} is of the task {recorded.task!r}, not {current.task!r}. "
-            "Choose another --run DIR."
-        )
-    if recorded.shards != current.shards:
-        raise CheckpointError(
-            f"checkpoint {path} was made with --shards {recorded.shards}, not {current.shards}; a run keeps "
-            f"its number of shards. Resume with --shards {recorded.shards}, or choose another --run DIR."
-        )
-    if recorded.run != current.run:
-        raise CheckpointError(
-            f"checkpoint {path} was written by another run of {recorded.task!r}. Remove it from this run's "
-            "directory, or continue the run that it belongs to."
         )

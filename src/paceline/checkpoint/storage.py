@@ -9,41 +9,48 @@ has its final name and everything in it, or is not looked at.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from paceline.checkpoint.files import TEMPORARY, Buffer, chunks, remove, temporary_directory, write_file
 from paceline.checkpoint.manifest import (
     MANIFEST,
     CheckpointInfo,
-    FileRecord,
     Manifest,
+    open_verified,
     read_manifest,
     verify,
 )
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, NotSavedError, UnwritableError
 from paceline.run_directory import fsync_directory
 
 LATEST = "LATEST"
 
 _NAME = re.compile(r"step-(\d{8,19})-v(\d{8,19})")
-_TEMPORARY = ".tmp-"
 _DAMAGED = ".damaged-"
-_CHUNK_BYTES = 4 * 2**20  # hashed while it is still in the cache, then written
-
-Buffer = bytes | memoryview
 
 
 def checkpoint_name(info: CheckpointInfo) -> str:
     """The directory name of a checkpoint: ``step-00000050-v00000051``."""
     return f"step-{info.step:08d}-v{info.state_version:08d}"
+
+
+def parse_name(name: str) -> tuple[int, int]:
+    """Step and state_version of a checkpoint's name.
+
+    Raises:
+        ValueError: it is no checkpoint's name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is no checkpoint's name")
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,10 @@ def newest_verified(directory: Path, excluding: Collection[str] = ()) -> Found:
     """
     skipped = []
     hint = _read_hint(directory)
-    candidates = _candidates(directory)
-    if hint is not None and hint not in (path.name for path in candidates):
+    named = candidates(directory)
+    if hint is not None and hint not in (path.name for path in named):
         skipped.append(f"{LATEST} names {hint}, which is not there")
-    for path in candidates:
+    for path in named:
         if path.name in excluding:
             continue
         try:
@@ -89,7 +96,7 @@ def find_version(directory: Path, state_version: int) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for path in _candidates(directory):
+    for path in candidates(directory):
         if path.name.endswith(f"-v{state_version:08d}"):
             return path
     raise CheckpointError(f"{directory} holds no checkpoint of state version {state_version}.")
@@ -97,7 +104,7 @@ def find_version(directory: Path, state_version: int) -> Path:
 
 def holds_version(directory: Path, state_version: int) -> bool:
     """Whether there is a checkpoint of this state version."""
-    return any(path.name.endswith(f"-v{state_version:08d}") for path in _candidates(directory))
+    return any(path.name.endswith(f"-v{state_version:08d}") for path in candidates(directory))
 
 
 def commit(
@@ -119,7 +126,7 @@ def commit(
     bits; one that does not is moved aside.
 
     Raises:
-        CheckpointError: the disk is full, read-only or broken. What was there before is untouched.
+        NotSavedError: the disk is full, read-only or broken. What was there before is untouched.
     """
     target = directory / checkpoint_name(info)
     try:
@@ -127,22 +134,66 @@ def commit(
         if _is_good(target):
             if before_manifest is not None:
                 before_manifest()
+            fsync_directory(directory)  # it may have failed when the checkpoint got its name
             return target
-        with _temporary_directory(directory) as temporary:
-            records = {name: _write_file(temporary / name, buffers) for name, buffers in contents}
+        with temporary_directory(directory) as temporary:
+            records = {name: write_file(temporary / name, buffers) for name, buffers in contents}
             if before_manifest is not None:
                 before_manifest()
-            _write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
+            write_file(temporary / MANIFEST, [Manifest(info, records).to_bytes()])
             fsync_directory(temporary)
             _publish(temporary, target)
         fsync_directory(directory)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot save the checkpoint of step {info.step} in {directory}: {error.strerror or error}. "
-            "Earlier checkpoints are untouched. Free space or make the directory writable, then resume."
+    except (OSError, UnwritableError) as error:
+        raise NotSavedError(
+            f"cannot save the checkpoint of step {info.step} in {directory}: {_cause(error)}. "
+            "Earlier checkpoints are untouched. Make room or make the directory writable."
         ) from error
-    _write_hint(directory, target.name)
+    write_hint(directory)
     return target
+
+
+def copy(source: Path, directory: Path) -> Path:
+    """Copy a checkpoint into another directory, whole or not at all, and return the copy's path.
+
+    The source may be deleted meanwhile. What the disk gives back of the copy is verified before the
+    copy gets its name; a copy that is there and verifies is left as it is.
+
+    Raises:
+        NotSavedError: the disk is full, read-only or broken, or gave back something else.
+        CheckpointError: the source is damaged or gone.
+    """
+    target = directory / source.name
+    with open_verified(source) as (manifest, files):
+        if checkpoint_name(manifest.info) != source.name:
+            raise CheckpointError(f"checkpoint {source} is that of {checkpoint_name(manifest.info)}.")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if _is_good(target):
+                return target
+            with temporary_directory(directory) as temporary:
+                for name, file in files:
+                    if write_file(temporary / name, chunks(file)) != manifest.files[name]:
+                        raise CheckpointError(f"checkpoint {source} changed while it was copied: {name}.")
+                write_file(temporary / MANIFEST, [manifest.to_bytes()])
+                fsync_directory(temporary)
+                try:
+                    verify(temporary)
+                except CheckpointError as error:
+                    raise NotSavedError(
+                        f"{directory} does not give back what it was given: {error}"
+                    ) from error
+                _publish(temporary, target)
+            fsync_directory(directory)
+        except OSError as error:
+            raise NotSavedError(f"cannot copy {source.name} to {directory}: {_cause(error)}.") from error
+    write_hint(directory)
+    return target
+
+
+def _cause(error: Exception) -> str:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return (cause.strerror if isinstance(cause, OSError) else None) or str(error)
 
 
 def retain(directory: Path, keep: int, newest: Path) -> None:
@@ -154,14 +205,14 @@ def retain(directory: Path, keep: int, newest: Path) -> None:
         CheckpointError: a directory cannot be deleted.
     """
     readable: dict[Path, CheckpointInfo] = {}
-    for path in _candidates(directory):
+    for path in candidates(directory):
         with suppress(CheckpointError, OSError):
             readable[path] = _info_of(path, (path / MANIFEST).lstat().st_ctime_ns)
     kept = {*list(readable)[:keep], newest}
     best = {readable[path].best_version for path in kept if path in readable}
     for path, info in readable.items():
         if path not in kept and info.state_version not in best:
-            _delete(path)
+            delete(path)
 
 
 @lru_cache(maxsize=256)
@@ -171,28 +222,30 @@ def _info_of(path: Path, changed_ns: int) -> CheckpointInfo:
 
 
 def remove_stale(directory: Path) -> None:
-    """Delete what writers that no longer live have left behind.
+    """Delete what writers that no longer live have left behind, as far as the disk allows.
 
     A writer holds a lock on its directory for as long as it lives, also when it is killed.
     """
-    for entry in _entries(directory):
-        if not entry.name.startswith(_TEMPORARY):
-            continue
-        if entry.is_symlink():  # a hint that was not put in place
-            entry.unlink(missing_ok=True)
-            continue
+    try:
+        stale = [entry for entry in _entries(directory) if entry.name.startswith(TEMPORARY)]
+    except OSError:
+        return  # a save will say what is wrong
+    for entry in stale:
         # Locked by a live writer, or just deleted by another clean-up: both are left alone.
         with suppress(OSError):
+            if entry.is_symlink():  # a hint that was not put in place
+                entry.unlink(missing_ok=True)
+                continue
             descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(entry)
+                remove(entry)
             finally:
                 os.close(descriptor)
 
 
-def _candidates(directory: Path) -> list[Path]:
-    """Directories that are named like checkpoints; the highest state_version first."""
+def candidates(directory: Path) -> list[Path]:
+    """The directories that are named like checkpoints, in ``directory``; the highest state_version first."""
     found = []
     for entry in _entries(directory):
         match = _NAME.fullmatch(entry.name)
@@ -241,73 +294,33 @@ def _publish(temporary: Path, target: Path) -> None:
             target.rename(target.with_name(f"{_DAMAGED}{target.name}-{secrets.token_hex(4)}"))
 
 
-@contextmanager
-def _temporary_directory(parent: Path) -> Iterator[Path]:
-    """A new directory, locked while in use and gone afterwards, unless it was renamed."""
-    while True:
-        path = parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
-        path.mkdir()
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # a clean-up took it for a dead writer's before it was locked
-        with suppress(OSError):  # some network file systems have no locks; clean-up then leaves it alone
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink > 0 and path.exists():
-            break
-        os.close(descriptor)
-    try:
-        yield path
-    finally:
-        _remove(path)
-        os.close(descriptor)
+def delete(path: Path) -> None:
+    """Delete a checkpoint so that half of one is never seen under its name.
 
-
-def _write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
-    """Write a new file through to the disk; its hash is of what was handed to the system."""
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("xb", buffering=0) as file:
-        for buffer in buffers:
-            view = memoryview(buffer)
-            for start in range(0, len(view), _CHUNK_BYTES):
-                chunk = view[start : start + _CHUNK_BYTES]
-                digest.update(chunk)
-                size += len(chunk)
-                while chunk:
-                    chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
-    return FileRecord(size, digest.hexdigest())
-
-
-def _delete(path: Path) -> None:
-    """Delete a checkpoint so that half of one is never seen under its name."""
-    doomed = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+    Raises:
+        CheckpointError: it cannot be deleted.
+    """
+    doomed = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     try:
         path.rename(doomed)
     except FileNotFoundError:
         return
     except OSError as error:
         raise CheckpointError(f"cannot delete the old checkpoint {path}: {error.strerror}") from error
-    _remove(doomed)
+    remove(doomed)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def write_hint(directory: Path) -> None:
+    """Point the link ``LATEST`` at the newest checkpoint. Failure is no error: nothing relies on it.
 
-
-def _write_hint(directory: Path, name: str) -> None:
-    """Point the link ``LATEST`` at ``name``. Failure is no error: nothing relies on it.
-
-    A link, because replacing a file by renaming makes ext4 write its data to the disk first.
+    A link, because replacing a file by renaming makes ext4 write its data to the disk first. It is looked
+    at again afterwards: another writer may have committed a newer one meanwhile.
     """
-    temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    temporary = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
     with suppress(OSError):
-        temporary.symlink_to(name)
-        temporary.replace(directory / LATEST)
+        while (newest := candidates(directory)[:1]) and _read_hint(directory) != newest[0].name:
+            temporary.symlink_to(newest[0].name)
+            temporary.replace(directory / LATEST)
     with suppress(OSError):
         temporary.unlink(missing_ok=True)
 

@@ -19,9 +19,12 @@ app = App(
 _COMMANDS = {
     "train": ("train:train", "Train a task, on one process or several."),
     "resume": ("train:resume", "Continue a run at its exact next sample."),
-    "runs": ("runs:runs", "List runs, with state and results."),
+    "runs": ("runs:app", "List runs, with state and results; show what happened in one."),
     "logs": ("logs:logs", "Show what each rank of a run printed."),
+    "scale": ("scale:scale", "Change the number of processes of a run at work."),
     "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
+    "chaos": ("chaos:chaos", "Train under faults, and prove that nothing is lost."),
+    "checkpoint": ("checkpoint:app", "List, verify and remove a run's checkpoints."),
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
+    from paceline.bench.recovery import RecoveryResult
     from paceline.bench.suites import BenchResult
     from paceline.bench.workload import Workload
 
@@ -16,6 +17,9 @@ app = App(name="bench", help="Measure Paceline beside a hand-written loop and it
 
 PeerName = Literal["ddp", "accelerate", "lightning", "paceline-exact", "paceline-fast", "paceline-torch"]
 _ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
+
+RecovererName = Literal["torchrun", "paceline-torchrun", "paceline-inplace"]
+_ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
 
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
 Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]
@@ -106,6 +110,61 @@ def shards(
     return show(result, json=json, markdown=markdown)
 
 
+@app.command
+def shares(
+    *,
+    rounds: Rounds = 3,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 200,
+    warmup: Annotated[int, Parameter(help="Steps before those, in which speeds are measured.")] = 200,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Two ranks share 12 shards of the ConvNet, one at half speed: --balance auto against equal.
+
+    The slow rank is stopped for 4 of every 8 milliseconds (SIGSTOP, SIGCONT).
+    """
+    from paceline.bench.suites import bench_shares
+
+    result = bench_shares(rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def recovery(
+    *,
+    contenders: Annotated[
+        tuple[RecovererName, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Who is killed: torchrun (a plain DDP script with snapshots), paceline-torchrun, "
+            "paceline-inplace. Default: all.",
+        ),
+    ] = _ALL_RECOVERERS,
+    nproc: Annotated[int, Parameter(help="Workers.")] = 2,
+    kills: Annotated[int, Parameter(help="Workers killed in a round, of each contender.")] = 3,
+    rounds: Annotated[int, Parameter(help="How often each is tried, in turns.")] = 1,
+    seed: Annotated[int, Parameter(help="Decides at which steps and which ranks.")] = 0,
+    hang_after: Annotated[float, Parameter(help="Seconds without a step that count as a hang.")] = 30.0,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Workers killed with -9: who comes back, how soon, and with the weights of the undisturbed run."""
+    from paceline.bench.recovery import bench_recovery
+
+    result = bench_recovery(
+        contenders=contenders,
+        nproc=nproc,
+        kills=kills,
+        rounds=rounds,
+        seed=seed,
+        hang_after_s=hang_after,
+        progress=_progress,
+    )
+    return show(result, json=json, markdown=markdown)
+
+
 def _workloads(name: str) -> list[Workload]:
     from paceline.bench.workload import WORKLOADS
 
@@ -117,7 +176,7 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def show(result: BenchResult, *, json: bool = False, markdown: bool = False) -> int:
+def show(result: BenchResult | RecoveryResult, *, json: bool = False, markdown: bool = False) -> int:
     """Print a benchmark's result: tables, Markdown or JSON."""
     if json:
         print(json_module.dumps(result.as_json(), indent=2))

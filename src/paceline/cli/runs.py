@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 
 from paceline.config import parse_best
 from paceline.errors import ConfigError, RunDirectoryError
@@ -58,6 +58,11 @@ class RunSummary:
     problem: str | None = None
 
 
+app = App(name="runs", help="List runs, with state and results; show what happened in one.")
+app.command("paceline.cli.runs_show:show", name="show", help="Show a run's timeline and goodput.")
+
+
+@app.default
 def runs(
     root: Annotated[Path, Parameter(help="The folder that holds the runs.")] = _DEFAULT_ROOT,
     *,
@@ -229,9 +234,9 @@ def _print_table(found: list[RunSummary]) -> None:
         if is_wide:
             cells += [Text(run.task or ""), Text(_processes(run))]
         cells += [Text(_step(run)), _result(run)]
-        cells += [Text("" if run.created is None else _short(now - run.created))]
+        cells += [Text("" if run.created is None else short_time(now - run.created))]
         if is_wide:
-            cells += [Text("" if run.seconds is None else _short(run.seconds))]
+            cells += [Text("" if run.seconds is None else short_time(run.seconds))]
         table.add_row(*cells)
     console.print(table)
 
@@ -259,7 +264,7 @@ def _result(run: RunSummary) -> Text:
     return Text(f"{run.metric} {run.value:.4g}")
 
 
-def _short(seconds: float) -> str:
+def short_time(seconds: float) -> str:
     """A time for a narrow column: 42s, 7min, 3.5h, 12d."""
     if seconds < 100:
         return f"{seconds:.0f}s"

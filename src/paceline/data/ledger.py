@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +33,8 @@ from typing import Any, NamedTuple
 from paceline.config import Shuffle
 from paceline.data.order import DataOrder
 from paceline.errors import RunDirectoryError, UserError
-from paceline.run_directory import fsync_directory
 
-_FORMAT = 1
-_BUFFER_BYTES = 1 << 16
+FORMAT = 1
 _ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DataOrder))
 
 
@@ -61,108 +58,6 @@ class LedgerEntry(NamedTuple):
 def ledger_path(directory: Path, generation: int) -> Path:
     """The file of one generation."""
     return directory / f"gen-{generation:05d}.jsonl"
-
-
-class LedgerWriter:
-    """Writes one generation's file; one process of a run has it.
-
-    Methods may be called from several threads: the checkpointer's flushes what the trainer
-    appends. A killed process leaves at most one line cut short, at the end.
-
-    Args:
-        directory: the run's ``ledger/``, made where it is missing.
-        order: the order of the data, None for a stream.
-        generation: 0 for a run's first start, one more at each restart.
-        parent_version: the state version that this generation continues from.
-
-    Raises:
-        RunDirectoryError: this generation or a later one has a file already, or none can be made.
-    """
-
-    def __init__(
-        self, directory: Path, order: DataOrder | None, *, generation: int, parent_version: int | None
-    ) -> None:
-        self.path = ledger_path(directory, generation)
-        header = {
-            "format": _FORMAT,
-            "generation": generation,
-            "parent_version": parent_version,
-            "order": None if order is None else {**dataclasses.asdict(order), "shuffle": order.shuffle.block},
-        }
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            latest = max(generations(directory), default=-1)
-            if latest >= generation:
-                raise RunDirectoryError(
-                    f"{ledger_path(directory, latest)} exists, so generation {generation} cannot be written: "
-                    "another process continued this run. End it if it is at work, then resume the run again."
-                )
-            self._file = self.path.open("xb", buffering=_BUFFER_BYTES)
-            self._write(json.dumps(header, separators=(",", ":")) + "\n")
-            self.flush(sync=True)
-            fsync_directory(directory)
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def append(
-        self,
-        *,
-        version: int,
-        epoch: int,
-        step: int,
-        start: int,
-        stop: int,
-        ranks: int | Sequence[int],
-        checksum: int,
-    ) -> None:
-        """Add one committed step, buffered (about 2 us).
-
-        Raises:
-            RunDirectoryError: the disk is full or gone.
-        """
-        shared = ranks if isinstance(ranks, int) else "[" + ",".join(map(str, ranks)) + "]"
-        self._write(
-            f'{{"v":{version},"e":{epoch},"t":{step},"a":{start},"b":{stop},"w":{shared},"c":{checksum}}}\n'
-        )
-
-    def flush(self, *, sync: bool) -> None:
-        """Hand all entries to the system, which keeps them if this process dies.
-
-        ``sync`` waits for the disk too, so that they survive a power cut; call it so before a
-        checkpoint of these steps is committed.
-
-        Raises:
-            RunDirectoryError: the disk is full or gone.
-        """
-        try:
-            self._file.flush()
-            if sync:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def close(self) -> None:
-        """Flush and close; a second call does nothing.
-
-        Raises:
-            RunDirectoryError: the last entries cannot be written.
-        """
-        try:
-            self._file.close()
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def _write(self, line: str) -> None:
-        try:
-            self._file.write(line.encode())
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: OSError) -> RunDirectoryError:
-        return RunDirectoryError(
-            f"cannot write the ledger {self.path}: {error.strerror}. "
-            "Make room or mend the disk, then resume the run."
-        )
 
 
 @dataclass(frozen=True)
@@ -249,6 +144,22 @@ def recorded_until(directory: Path) -> int | None:
     return None
 
 
+def superseded_at(directory: Path, generation: int) -> int | None:
+    """The lowest state version that a later generation went on from; None where there is none.
+
+    Raises:
+        RunDirectoryError: a later header is malformed.
+    """
+    parents = []
+    for later in generations(directory):
+        if later > generation:
+            path = ledger_path(directory, later)
+            header = next(_lines(path), None)
+            if header is not None:
+                parents.append(_parse_header(header, path, later).parent_version or 0)
+    return min(parents, default=None)
+
+
 def generations(directory: Path) -> list[int]:
     """The generations that have a file."""
     if not directory.is_dir():
@@ -270,8 +181,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parse_header(line: bytes, path: Path, generation: int) -> LedgerFile:
     document = _parse_object(line, path, 1, ("format", "generation", "parent_version", "order"))
-    if document["format"] != _FORMAT:
-        raise _malformed(path, 1, f"format must be {_FORMAT}, but is {document['format']!r}")
+    if document["format"] != FORMAT:
+        raise _malformed(path, 1, f"format must be {FORMAT}, but is {document['format']!r}")
     if document["generation"] != generation:
         raise _malformed(path, 1, f"generation must be the file name's, but is {document['generation']!r}")
     parent = document["parent_version"]

@@ -220,6 +220,10 @@ class StreamLoader:
         self._shards.clear()
         self._saved = {int(k): state for k, state in states.items()}
 
+    def add_positions(self, states: Mapping[str, Any]) -> None:
+        """Take positions of shards that other ranks have read; own readers stay where they are."""
+        self._saved |= {int(k): state for k, state in states.items() if int(k) not in self._shards}
+
     def close(self) -> None:
         """Drop all readers."""
         self._shards.clear()

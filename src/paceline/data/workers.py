@@ -142,6 +142,8 @@ class SampleLoader:
 
     def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
         """See :class:`Loader`; another step or other shards than the next ones start reading anew."""
+        if not shards:
+            return []  # a spare's
         if (epoch, step, shards) != self._due:
             self._source.start(self._from(epoch, step, shards), ahead=2 * len(shards))
         # Not known to be due until all of it has been read.

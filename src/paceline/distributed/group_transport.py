@@ -1,8 +1,10 @@
 """The transport over a process group (gloo or NCCL): several hosts, or GPUs.
 
-Each rank owns one chunk of every bucket. While backward still runs, the others send it their
+Each rank that has shards owns one chunk of every bucket; the chunks are equal, whatever the shares, for
+a slow processor need not have a slow network. While backward still runs, the others send it their
 nodes' parts of that chunk; it adds them up in the order of the tree and sends the total back to
-everybody. Where each rank's shards are one node, the volume is that of a ring all-reduce.
+everybody. Where each rank's shards are one node, the volume is that of a ring all-reduce. A spare
+only receives.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class GroupTransport:
                 parts[number] = part[own]
                 sends += [
                     (part[self._chunk(bucket, owner)], owner, number)
-                    for owner in range(self._world.world_size)
+                    for owner in self._plan.computing
                     if owner != rank
                 ]
             else:
@@ -112,10 +114,10 @@ class GroupTransport:
         own = result[self._chunk(bucket, rank)]
         if own.data_ptr() != total.data_ptr():
             own.copy_(total)
-        others = [peer for peer in range(self._world.world_size) if peer != rank]
+        everybody, owners = range(self._world.world_size), self._plan.computing
         return self._send_and_receive(
-            [(own, peer, number) for peer in others],
-            [(result[self._chunk(bucket, peer)], peer, number) for peer in others],
+            [(own, peer, number) for peer in everybody if peer != rank],
+            [(result[self._chunk(bucket, peer)], peer, number) for peer in owners if peer != rank],
         )
 
     def _send_and_receive(
@@ -139,9 +141,12 @@ class GroupTransport:
         return self.slots[slot][where.dtype][where.start : where.stop]
 
     def _chunk(self, bucket: int, rank: int) -> slice:
-        where, world_size = self._buckets[bucket], self._world.world_size
-        numel = where.stop - where.start
-        return slice(rank * numel // world_size, (rank + 1) * numel // world_size)
+        """What ``rank`` adds up; nothing where it is a spare."""
+        where, owners = self._buckets[bucket], self._plan.computing
+        if rank not in owners:
+            return slice(0, 0)
+        numel, position = where.stop - where.start, owners.index(rank)
+        return slice(position * numel // len(owners), (position + 1) * numel // len(owners))
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

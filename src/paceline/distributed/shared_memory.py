@@ -2,7 +2,11 @@
 
 Autograd accumulates straight into the mapping, so nothing is copied to send it. A step takes two
 barriers. Between them rank r alone touches chunk r of every slot of every rank: it adds the nodes
-up, in the order of the tree, and writes the total into chunk r of each rank's slot 0.
+up, in the order of the tree, and writes the total into chunk r of each rank's slot 0. Chunks are as
+large as the ranks' shares.
+
+Nobody waits for a spare, which has no chunk: it arrives at both barriers at once, and reads what the
+others made while they are busy with the next step. So headers are kept for two steps.
 
 The barriers spin on counters, and yield. That needs stores to become visible in program order
 (x86-64's total store order); elsewhere the group transport is used.
@@ -28,6 +32,7 @@ _CACHE_LINE = 64
 _SPINS_BEFORE_YIELD = 100
 _YIELDS_BEFORE_SLEEP = 20_000
 _YIELDS_BETWEEN_CHECKS = 512
+_SLEEPS_BETWEEN_CHECKS = 64
 _SLEEP_S = 100e-6
 
 
@@ -61,20 +66,21 @@ class SharedMemoryTransport:
         header_length: int,
         timeout_s: float,
     ) -> None:
-        self._rank, self._world_size = world.rank, world.world_size
+        self._rank = world.rank
         lane_bytes = {dtype: _round_up(numel * dtype.itemsize) for dtype, numel in lanes.items()}
         slot_bytes = sum(lane_bytes.values())
         header_bytes = _round_up(header_length * 8)
         headers_at = world.world_size * _CACHE_LINE
-        slots_at = headers_at + world.world_size * header_bytes
-        self._memory = _map_shared(world, slots_at + sum(plan.slots) * slot_bytes)
+        slots_at = headers_at + 2 * world.world_size * header_bytes
+        memory = _map_shared(world, slots_at + sum(plan.slots) * slot_bytes)
 
-        words = memoryview(self._memory)
-        self._arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
-        self._headers = [
+        words = memoryview(memory)
+        arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
+        headers = [
             words[headers_at + r * header_bytes :][: header_length * 8].cast("d")
-            for r in range(world.world_size)
+            for r in range(2 * world.world_size)
         ]
+        self._headers, self._next_headers = headers[: world.world_size], headers[world.world_size :]
         all_slots: list[list[Slot]] = []
         offset = slots_at
         for slots_of_rank in plan.slots:
@@ -82,12 +88,14 @@ class SharedMemoryTransport:
             for _ in range(slots_of_rank):
                 slot: Slot = {}
                 for dtype, numel in lanes.items():
-                    slot[dtype] = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+                    slot[dtype] = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
                     offset += lane_bytes[dtype]
                 all_slots[-1].append(slot)
         self.slots = all_slots[self._rank]
 
-        chunks = {dtype: _chunk(numel, self._rank, self._world_size) for dtype, numel in lanes.items()}
+        shards = plan.shards_of(self._rank)
+        self._is_spare = not shards
+        chunks = {dtype: _chunk(numel, shards, plan.num_shards) for dtype, numel in lanes.items()}
         mine = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
         self._node_chunks = [
             [slots[position][dtype][chunk] for dtype, chunk in mine.items()]
@@ -98,18 +106,25 @@ class SharedMemoryTransport:
             [slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots
         ]
         self._barrier = _SpinBarrier(
-            self._arrivals, self._rank, world.all_gather_json(os.getpid()), timeout_s, world.abandoned
+            arrivals,
+            self._rank,
+            world.all_gather_json(os.getpid()),
+            timeout_s,
+            world.abandoned,
+            at_leisure=self._is_spare,
         )
 
     def launch(self, bucket: int) -> None:
         raise AssertionError("shared memory needs no sending")
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
-        mine = self._headers[self._rank]
+        headers = self._headers
+        self._headers, self._next_headers = self._next_headers, headers
+        mine = headers[self._rank]
         for index, value in enumerate(header):
             mine[index] = value
-        self._barrier.wait()
-        return [view.tolist() for view in self._headers]
+        self._barrier.wait(also_next=self._is_spare)
+        return [view.tolist() for view in headers]
 
     def reduce(self, combine: Combine) -> None:
         for into, other in combine.additions:
@@ -125,7 +140,7 @@ class SharedMemoryTransport:
     def close(self) -> None:
         # Tensors may still view the mapping (as gradients); it is unmapped when the last one goes.
         self._barrier.close()
-        for views in (self.slots, self._node_chunks, self._result_chunks):
+        for views in (self.slots, self._node_chunks, self._result_chunks, self._headers, self._next_headers):
             views.clear()
 
 
@@ -139,12 +154,16 @@ class _SpinBarrier:
         pids: Sequence[int],
         timeout_s: float,
         abandoned: Callable[[], bool],
+        *,
+        at_leisure: bool,
     ) -> None:
         self._arrivals = arrivals
         self._rank = rank
         self._abandoned = abandoned
         self._peers = [peer for peer in range(len(pids)) if peer != rank]
         self._timeout_s = timeout_s
+        # Whom nobody waits for leaves the processor to the others at once.
+        self._spins, self._yields = (0, 0) if at_leisure else (_SPINS_BEFORE_YIELD, _YIELDS_BEFORE_SLEEP)
         self._count = 0
         self._exits = select.poll()
         self._rank_of_descriptor: dict[int, int] = {}
@@ -160,15 +179,20 @@ class _SpinBarrier:
             self._rank_of_descriptor[descriptor] = peer
             self._exits.register(descriptor, select.POLLIN)
 
-    def wait(self) -> None:
+    def wait(self, *, also_next: bool = False) -> None:
+        """Wait for all.
+
+        Args:
+            also_next: arrive at the next barrier, too, so that nobody waits for this rank there.
+        """
         self._count = count = self._count + 1
         arrivals = self._arrivals
-        arrivals[self._rank] = count
+        arrivals[self._rank] = count + also_next
         for peer in self._peers:
             spins = 0
             while arrivals[peer] < count:
                 spins += 1
-                if spins > _SPINS_BEFORE_YIELD:
+                if spins > self._spins:
                     self._wait_slowly(peer, count)
                     break
 
@@ -178,11 +202,13 @@ class _SpinBarrier:
         yields = 0
         while arrivals[peer] < count:
             yields += 1
-            if yields < _YIELDS_BEFORE_SLEEP:
+            if yields < self._yields:
                 os.sched_yield()
+                between_checks = _YIELDS_BETWEEN_CHECKS
             else:
                 time.sleep(_SLEEP_S)
-            if yields % _YIELDS_BETWEEN_CHECKS == 0:
+                between_checks = _SLEEPS_BETWEEN_CHECKS
+            if yields % between_checks == 0:
                 self._check(peer, count, deadline)
 
     def _check(self, peer: int, count: int, deadline: float) -> None:
@@ -199,6 +225,7 @@ class _SpinBarrier:
             )
 
     def close(self) -> None:
+        self._arrivals.release()
         for descriptor in self._rank_of_descriptor:
             os.close(descriptor)
         self._rank_of_descriptor.clear()
@@ -208,10 +235,10 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // _CACHE_LINE) * _CACHE_LINE
 
 
-def _chunk(numel: int, rank: int, world_size: int) -> slice:
-    """Rank's share of a lane, cut at multiples of 16 elements so that no cache line has two writers."""
+def _chunk(numel: int, shards: range, num_shards: int) -> slice:
+    """A rank's part of a lane, cut at multiples of 16 elements so that no cache line has two writers."""
     blocks = -(-numel // 16)
-    start, stop = rank * blocks // world_size * 16, (rank + 1) * blocks // world_size * 16
+    start, stop = shards.start * blocks // num_shards * 16, shards.stop * blocks // num_shards * 16
     return slice(min(start, numel), min(stop, numel))
 
 

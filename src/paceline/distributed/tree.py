@@ -13,6 +13,7 @@ every sum.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -63,34 +64,53 @@ class Combine:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Who sums what: ``num_shards`` shards shared among ``world_size`` ranks."""
+    """Who sums what: ``num_shards`` shards shared among ``world_size`` ranks.
+
+    Attributes:
+        shares: the number of shards of each rank, 0 for a spare; by default equally many. Ranges follow
+            each other in the order of the ranks.
+    """
 
     num_shards: int
     world_size: int
     kind: Kind = "exact"
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert 1 <= self.world_size <= self.num_shards
+        if not self.shares:
+            assert 1 <= self.world_size <= self.num_shards
+            object.__setattr__(self, "shares", equal_shares(self.num_shards, self.world_size))
+        assert len(self.shares) == self.world_size
+        assert min(self.shares) >= 0
+        assert sum(self.shares) == self.num_shards
 
     def shards_of(self, rank: int) -> range:
         """The shards that ``rank`` computes."""
-        return range(
-            rank * self.num_shards // self.world_size, (rank + 1) * self.num_shards // self.world_size
-        )
+        return range(self.first_shards[rank], self.first_shards[rank] + self.shares[rank])
+
+    @functools.cached_property
+    def first_shards(self) -> tuple[int, ...]:
+        """Where each rank's range begins."""
+        return (0, *itertools.accumulate(self.shares[:-1]))
+
+    @functools.cached_property
+    def computing(self) -> tuple[int, ...]:
+        """The ranks that have shards."""
+        return tuple(rank for rank, share in enumerate(self.shares) if share)
 
     @functools.cached_property
     def nodes(self) -> tuple[tuple[Node, ...], ...]:
         """Each rank's nodes; a node lives in the slot of its position in this tuple."""
         ranges = (self.shards_of(rank) for rank in range(self.world_size))
         if self.kind == "fast":
-            return tuple((Node(shards.start, len(shards)),) for shards in ranges)
+            return tuple((Node(shards.start, len(shards)),) if shards else () for shards in ranges)
         return tuple(whole_subtrees(shards) for shards in ranges)
 
     @functools.cached_property
     def slots(self) -> tuple[int, ...]:
-        """How many gradient buffers each rank needs at most."""
+        """How many gradient buffers each rank needs at most; a spare needs one, for the total."""
         return tuple(
-            max(position + _depth(node, self.kind) for position, node in enumerate(nodes))
+            max((position + _depth(node, self.kind) for position, node in enumerate(nodes)), default=1)
             for nodes in self.nodes
         )
 
@@ -101,6 +121,12 @@ class ReductionPlan:
     def combination(self, present: tuple[bool, ...]) -> Combine:
         """How the nodes of all ranks are added up, given which of them hold anything."""
         return _combination(tuple(n for nodes in self.nodes for n in nodes), present, self.kind)
+
+
+def equal_shares(num_shards: int, ranks: int) -> tuple[int, ...]:
+    """Shares that differ by at most one."""
+    bounds = [rank * num_shards // ranks for rank in range(ranks + 1)]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
 def whole_subtrees(shards: range) -> tuple[Node, ...]:

@@ -57,6 +57,8 @@ class World:
         generation: rank 0's, the same everywhere.
         one_host: all ranks run under one kernel and share network, IPC and process numbers.
         abandoned: whether it is known from elsewhere that a rank is gone; may be asked at any time.
+        computing: ranks 0 to ``computing`` - 1 share the work; the others are spares, which hold the
+            same state at every step. None: all compute.
     """
 
     rank: int
@@ -68,6 +70,12 @@ class World:
     generation: int
     one_host: bool
     abandoned: Callable[[], bool] = lambda: False
+    computing: int | None = None
+
+    @property
+    def num_computing(self) -> int:
+        """How many ranks share the work."""
+        return self.world_size if self.computing is None else self.computing
 
     @property
     def group(self) -> dist.ProcessGroup | None:

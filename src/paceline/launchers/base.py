@@ -43,6 +43,7 @@ class JobSpec:
         recover: what happens when a worker dies: "inplace": it is replaced, and the others go on; "restart":
             all are started again; "none": the job ends.
         max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
+        heartbeat_s: a worker or an agent that is silent for so long is taken for lost.
         least_nodes: with fewer machines a job that recovers waits for others; default: it goes on with one.
         most_nodes: how many machines may join; default: ``nodes``.
         spares: processes, over all machines, that hold the state and compute only once others are lost.
@@ -67,6 +68,7 @@ class JobSpec:
     python: str = sys.executable
     recover: Recovery = "none"
     max_restarts: int = 8
+    heartbeat_s: float = 2.0
     least_nodes: int = 1
     most_nodes: int | None = None
     spares: int = 0

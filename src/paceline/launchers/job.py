@@ -79,6 +79,7 @@ def prepare(job: Job, *, joins: bool = False) -> tuple[str, Rendered, Job, RunDi
         directory=directory,
         recover=recover,
         max_restarts=config.max_restarts,
+        heartbeat_s=config.heartbeat,
     )
     return name, get_launcher(name).render(spec), job, directory
 
@@ -144,7 +145,7 @@ def _recovery(config: RunConfig, name: str, directory: RunDirectory) -> Recovery
     if name != "spawn":
         raise ConfigError(
             f"--recover {config.recover} does not work with --on {name}: it needs Paceline's agent, which "
-            "--on spawn starts on each machine. Use --recover none."
+            "--on spawn starts on each machine. Use --recover none, or with --on torchrun restart."
         )
     if config.recover == "inplace" and survivors:
         raise ConfigError(

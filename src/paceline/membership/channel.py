@@ -33,7 +33,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Beat:
-    """Worker to agent, every ``BEAT_S`` seconds: it lives, and stands here.
+    """Worker to agent, ``BEATS`` times within a heartbeat's limit: it lives, and stands here.
 
     Attributes:
         step: optimizer steps done; -1 before it knows.
@@ -105,7 +105,7 @@ class Leave:
 
 Message = Waits | Beat | Joined | Place | Reform | Broken | Leave
 
-BEAT_S = 0.5
+BEATS = 4
 
 _KINDS: dict[str, type[Any]] = {
     kind.kind: kind for kind in (Waits, Beat, Joined, Place, Reform, Broken, Leave)

@@ -95,7 +95,8 @@ class _Worker:
     node: str
     slot: int
     status: Status = "starting"
-    retiring: bool = False
+    retiring: bool = False  # not needed; may still be taken back
+    told: bool = False  # ... but not once it was told
 
 
 @dataclass
@@ -112,6 +113,7 @@ class Coordinator:
         view: the current view, None before the first.
         held: whether the forming of views has to wait.
         hiring: whether who is lacking is started.
+        gathering: the next view waits for all that there should be, as the first one did.
     """
 
     nodes: dict[str, int]
@@ -123,6 +125,7 @@ class Coordinator:
     view: View | None = None
     held: bool = False
     hiring: bool = True
+    gathering: bool = False
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # those who ended in good order
     _next_worker: int = 0
@@ -185,8 +188,13 @@ class Coordinator:
         return self._decide()
 
     def resize(self, node: str, nproc: int) -> list[Action]:
-        """Another number of workers is wanted on a node."""
+        """Another number of workers is wanted on a node; at least 1 over all nodes."""
         self.nodes[node] = nproc
+        return self._decide()
+
+    def gather(self) -> list[Action]:
+        """Have the next view wait for all; where some are missing in a healthy one, it is left for that."""
+        self.gathering = len(self.members()) < self._full
         return self._decide()
 
     def node_lost(self, node: str) -> list[Action]:
@@ -208,6 +216,11 @@ class Coordinator:
     def target(self) -> int:
         """How many workers there shall be, spares included."""
         return sum(self.nodes.values()) + self.spares
+
+    @property
+    def _full(self) -> int:
+        """How many a view has when nobody is missing."""
+        return min(self.target, self.most + self.spares)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -253,21 +266,32 @@ class Coordinator:
         return actions
 
     def _staff(self) -> list[Action]:
-        """Start whom a node lacks, and mark whom it does not need, the highest slots first."""
+        """Start whom a node lacks, and mark whom it does not need.
+
+        Who holds the state is kept before who does not, and lower ranks before higher ones. A member is
+        told only when the next view forms without it: should the others die before, it is still needed.
+        """
         actions: list[Action] = []
+        members = self.members()
         for node, wanted in self._wanted().items():
-            staying = [w for w in self.workers if self.node(w) == node and not self._workers[w].retiring]
-            for _ in range(wanted - len(staying) if self.hiring else 0):
+            here = [w for w in self.workers if self.node(w) == node and not self._workers[w].told]
+            for _ in range(wanted - len(here) if self.hiring else 0):
                 taken = {worker.slot for worker in self._workers.values()}
                 slot = next(slot for slot in itertools.count() if slot not in taken)
                 self._workers[self._next_worker] = _Worker(node, slot)
                 actions.append(Start(self._next_worker, node, slot))
+                here.append(self._next_worker)
                 self._next_worker += 1
-            for worker in staying[wanted:]:
-                self._workers[worker].retiring = True
-                if self._workers[worker].status != "member":
-                    actions.append(Retire(worker))
+            here.sort(key=lambda w: (_order(members, w), self._workers[w].status == "starting"))
+            for place, worker in enumerate(here):
+                self._workers[worker].retiring = place >= wanted
+                if self._workers[worker].retiring and worker not in members:
+                    actions.append(self._retire(worker))
         return actions
+
+    def _retire(self, worker: int) -> Retire:
+        self._workers[worker].told = True
+        return Retire(worker)
 
     def _wanted(self) -> dict[str, int]:
         """How many workers each node shall have; spares are dealt out from the last node on."""
@@ -290,23 +314,25 @@ class Coordinator:
         joining = [w for w in self._waiting() if w not in members]
         room = self.most + self.spares - len(members)
         leaving = any(self._workers[w].retiring for w in members)
-        if self._asked < self.view.generation and ((joining and room > 0) or leaving):
+        changes = (joining and room > 0) or leaving or self.gathering
+        if self._asked < self.view.generation and changes:
             self._asked = self.view.generation
             actions.append(AskToReform(self.view))
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next view of all that wait, if there is anything to wait for no longer."""
         waiting = self._waiting()
-        largest = self.most + self.spares
-        if not survivors and len(waiting) < min(self.target, largest, len(self._workers)):
+        for_all = self.gathering or not survivors
+        if for_all and len(waiting) < min(self._full, len(self._workers)):
             return
         for worker in survivors:
             if self._workers[worker].retiring:
-                actions.append(Retire(worker))
+                actions.append(self._retire(worker))
         order = [w for w in survivors if w in waiting] + [w for w in waiting if w not in survivors]
-        chosen = tuple(order[:largest])
+        chosen = tuple(order[: self.most + self.spares])
         if not chosen:
             return
+        self.gathering = False
         self.generation += 1
         computing = max(1, min(len(chosen), sum(self.nodes.values()), self.most))
         self.view = View(self.generation, chosen, computing)
@@ -318,3 +344,8 @@ class Coordinator:
         return [
             w for w in self.workers if self._workers[w].status == "waiting" and not self._workers[w].retiring
         ]
+
+
+def _order(members: tuple[int, ...], worker: int) -> int:
+    """By rank; who has none comes last."""
+    return members.index(worker) if worker in members else len(members)

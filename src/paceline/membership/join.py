@@ -52,6 +52,7 @@ def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator
         generation=place.generation,
         one_host=place.local_world_size == place.world_size,
         abandoned=partial(member.broken, place.generation),
+        computing=place.computing,
     )
     _tell_user_code(place)
     if place.world_size == 1:

@@ -1,6 +1,4 @@
-"""The tie-breaker: for every roster one half of its nodes, for ever. No torch.
-
-It is kept in a directory that all nodes share.
+"""The tie-breaker: one half of a roster, for ever, by a directory that all nodes share. No torch.
 
 A lease is a file that is linked into place: making a hard link fails where the name is taken, also on NFS,
 so there is one winner, and the file is whole before it has its name. It is never removed or changed. The

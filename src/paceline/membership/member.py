@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from paceline.errors import PacelineError
 from paceline.membership.channel import (
-    BEAT_S,
+    BEATS,
     Beat,
     Broken,
     Channel,
@@ -51,12 +51,16 @@ class Member:
 
     Args:
         channel: this worker's end.
+        heartbeat_s: how long the agent bears silence.
         orphaned: called once the agent is gone. By default the process ends at once, as nobody could
             tell it who its peers are.
     """
 
-    def __init__(self, channel: Channel, orphaned: Callable[[], None] = _end_process) -> None:
+    def __init__(
+        self, channel: Channel, heartbeat_s: float = 2.0, orphaned: Callable[[], None] = _end_process
+    ) -> None:
         self.pulse = Pulse()
+        self._beat_s = heartbeat_s / BEATS
         self._channel = channel
         self._news = threading.Condition()
         self._place: Place | None = None
@@ -147,4 +151,4 @@ class Member:
     def _beat(self) -> None:
         while not self._agent_gone.is_set():
             self.beat()
-            self._agent_gone.wait(BEAT_S)
+            self._agent_gone.wait(self._beat_s)

@@ -16,7 +16,7 @@ from paceline.membership.roster import Roster, Term, Vote
 
 @dataclass(frozen=True)
 class Claim:
-    """The sender asks to lead in this term."""
+    """The sender asks to lead in this term; there is no answer from who has a leader that it can reach."""
 
     kind: ClassVar[str] = "claim"
     term: Term
@@ -44,14 +44,12 @@ class Refuse:
     Attributes:
         term: of what was asked.
         promised: the sender's own.
-        leader: whom it follows and can reach.
     """
 
     kind: ClassVar[str] = "refuse"
     term: Term
     committed: Roster
     promised: Term
-    leader: str | None
 
 
 @dataclass(frozen=True)
@@ -147,10 +145,6 @@ def _str(value: Any) -> str:
     return value
 
 
-def _name(value: Any) -> str | None:
-    return None if value is None else _str(value)
-
-
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
         raise TypeError
@@ -181,5 +175,4 @@ _READERS = {
     "roster": _roster,
     "accepted": _vote,
     "generation": _int,
-    "leader": _name,
 }

@@ -38,6 +38,7 @@ class Monitor:
     Args:
         directory: the run's directory, which exists.
         rank, world_size: this process's place.
+        computing: ranks from this one on are spares, whose idleness is no imbalance; None: there are none.
         total_steps: of the whole run; None if it is not known.
         steps_per_epoch: None if epochs have no fixed length.
         first_step: steps done before this process started. Records of later steps, which a killed
@@ -56,6 +57,7 @@ class Monitor:
         *,
         rank: int,
         world_size: int,
+        computing: int | None = None,
         total_steps: int | None,
         steps_per_epoch: int | None,
         first_step: int,
@@ -65,6 +67,7 @@ class Monitor:
     ) -> None:
         self.rank = rank
         self._world_size = world_size
+        self._computing = world_size if computing is None else computing
         self.device = str(device)
         self.timer = PhaseTimer()
         self._telemetry = Telemetry(device, self.timer, first_step)
@@ -152,7 +155,7 @@ class Monitor:
         assert len(rows) in (0, self._world_size), f"{len(rows)} rows for {self._world_size} ranks"
         samples, seconds = self._samples - self._recorded_samples, training_s - self._recorded_s
         self._recorded_samples, self._recorded_s = self._samples, training_s
-        slowest = imbalance(rows)
+        slowest = imbalance(rows[: self._computing])
         self._terminal.imbalance(slowest)
         record: dict[str, Any] = {
             "kind": "train",

@@ -10,12 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
-from paceline.errors import DataError, PacelineError, RunDirectoryError
-from paceline.run_directory import RunDirectory
+from paceline.errors import DataError, PacelineError
+from paceline.monitoring.patient_file import PatientLog
+from paceline.run_directory import DISK_ERRORS, RunDirectory
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
@@ -34,15 +35,16 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
     """
     path = directory.log_of(rank)
     with ExitStack() as stack:
-        try:
-            log = stack.enter_context(path.open("a", encoding="utf-8", errors="replace", buffering=1))
-        except OSError as error:
-            raise RunDirectoryError(f"cannot write the log {path}: {error.strerror}.") from error
+        log = cast(TextIO, stack.enter_context(PatientLog(path)))
         if not _is_same_file(2, path):
             if rank == 0:
                 _tee_python_output(stack, log)
             else:
                 _redirect_descriptors(stack, log)
+        if rank != 0:
+            # A print must not fail where the disk is full.
+            stack.enter_context(redirect_stdout(log))
+            stack.enter_context(redirect_stderr(log))
         log.write(
             f"--- rank {rank} of {world_size}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         )
@@ -93,7 +95,11 @@ class Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Show the text, and log the lines that it completes."""
-        self.terminal.write(text)
+        try:
+            self.terminal.write(text)
+        except OSError as error:  # a terminal that is a file on a full disk
+            if error.errno not in DISK_ERRORS:
+                raise
         with self._lock:
             complete, newline, self._line = (self._line + text).rpartition("\n")
             if newline:
@@ -102,7 +108,8 @@ class Tee(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the terminal; the log is line buffered."""
-        self.terminal.flush()
+        with suppress(OSError):
+            self.terminal.flush()
 
     def isatty(self) -> bool:
         """Whether the text is shown on a terminal."""
@@ -162,7 +169,8 @@ def _redirect_descriptors(stack: ExitStack, log: TextIO) -> None:
         stack.callback(os.close, saved)
         stack.callback(os.dup2, saved, descriptor)
         stack.callback(stream.flush)
-        os.dup2(log.fileno(), descriptor)
+        with suppress(OSError):  # the disk is so full that there is no log
+            os.dup2(log.fileno(), descriptor)
         if isinstance(stream, io.TextIOWrapper):
             stack.callback(stream.reconfigure, line_buffering=stream.line_buffering)
             stream.reconfigure(line_buffering=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
 import os
 import socket
@@ -12,7 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import RunDirectoryError
-from paceline.run_directory import read_json_lines, write_atomically
+from paceline.monitoring.patient_file import PatientFile
+from paceline.run_directory import DISK_ERRORS, read_json_lines, write_atomically
+
+_log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -35,27 +40,16 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            # Line buffered: a killed run loses no record, and `tail -f` sees each at once.
-            self._file = path.open("a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+        # Written at once: a killed run loses no record, and `tail -f` sees each.
+        self._file = PatientFile(path, _log.warning)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a line."""
-        line = json.dumps(finite(record), allow_nan=False) + "\n"
-        try:
-            self._file.write(line)
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        self._file.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""
-        try:
-            self._file.close()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        self._file.close()
 
 
 class TensorBoardWriter:
@@ -80,12 +74,8 @@ class TensorBoardWriter:
         self._event, self._summary = Event, Summary
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._path = directory / name
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._records = RecordWriter(self._path.open("wb", buffering=0))
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        self._file = PatientFile(directory / name, _log.warning)
+        self._frame = RecordWriter
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         restart = SessionLog(status=SessionLog.START)
         self._add(Event(wall_time=time.time(), step=purge_step, session_log=restart))
@@ -98,13 +88,12 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Close the event file."""
-        self._records.close()
+        self._file.close()
 
     def _add(self, event: Any) -> None:
-        try:
-            self._records.write(event.SerializeToString())
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        framed = io.BytesIO()
+        self._frame(framed).write(event.SerializeToString())
+        self._file.write(framed.getvalue())
 
 
 def preload_tensorboard() -> None:
@@ -126,7 +115,11 @@ def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
         if path.exists() and path.read_bytes() != content:
             write_atomically(path, content)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        if error.errno not in DISK_ERRORS:
+            raise RunDirectoryError(
+                f"cannot write {path}: {error.strerror}. Make it writable, then resume the run."
+            ) from error
+        _log.warning("%s keeps records of steps that are done again: %s.", path, error.strerror)
     return kept
 
 
@@ -155,9 +148,3 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name in ("step_ms", "memory_mib", "utilisation"):
             if math.isfinite(status[name]):
                 yield f"rank/{status['rank']}/{name}", status[name]
-
-
-def _cannot_write(path: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"cannot write {path}: {error.strerror or error}. Make room or make it writable, then resume the run."
-    )

@@ -19,7 +19,7 @@ class StrategyOptions:
     """What every strategy is built with.
 
     Attributes:
-        num_shards: S.
+        shares: the number of shards of each rank; together S.
         kind: the order in which gradients are summed.
         row_length: numbers that a rank adds to a step's sums.
         timeout_s: how long a rank may keep the others waiting.
@@ -27,7 +27,7 @@ class StrategyOptions:
         static_graph: the task uses the same parameters in every step.
     """
 
-    num_shards: int
+    shares: tuple[int, ...]
     kind: Kind
     row_length: int
     timeout_s: float
@@ -92,7 +92,7 @@ class ReducerStrategy:
     needs_backward = False
 
     def __init__(self, module: nn.Module, world: World, options: StrategyOptions) -> None:
-        plan = self.plan = ReductionPlan(options.num_shards, world.world_size, options.kind)
+        plan = self.plan = ReductionPlan(sum(options.shares), world.world_size, options.kind, options.shares)
         self.module = module
         self.model: nn.Module = compiled(module) if options.compile else module
         self.shards = plan.shards_of(world.rank)

@@ -27,7 +27,7 @@ class TorchDDP:
     def __init__(self, module: nn.Module, world: World, options: StrategyOptions) -> None:
         if world.world_size == 1:
             raise ConfigError("--reduction torch needs at least two processes; with one, leave it out.")
-        plan = ReductionPlan(options.num_shards, world.world_size, "fast")
+        plan = ReductionPlan(sum(options.shares), world.world_size, "fast", options.shares)
         self.module = module
         self.shards = plan.shards_of(world.rank)
         self._ddp = DistributedDataParallel(

@@ -17,15 +17,17 @@ from typing import Any, Self
 
 from paceline.distributed.process import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.monitoring.telemetry import ROW_WIDTH
+from paceline.training.balance import SPEED_WIDTH
 
 _CONTROL_WIDTH = 6
-ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH
-"""Numbers in a rank's row: the control word, then its status."""
+ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
+"""Numbers in a rank's row: the control word, then its status and its speed."""
 
 WALLTIME = 1000
 """What asks for a stop where no signal does: no signal has this number."""
 
 _NO_STATUS = [0.0] * ROW_WIDTH
+_NO_SPEED = [0.0] * SPEED_WIDTH
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Control:
     computed: int = 0
     recomputed: int = 0
 
-    def row(self, status: Sequence[float] | None = None) -> list[float]:
-        """The rank's row, with its status where a record is due."""
+    def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
+        """The rank's row, with its status where a record is due, and its speed where it has one to tell."""
         return [
             float(self.stop),
             float(self.save),
@@ -58,6 +60,7 @@ class Control:
             float(self.computed),
             float(self.recomputed),
             *(_NO_STATUS if status is None else status),
+            *(_NO_SPEED if speed is None else speed),
         ]
 
 
@@ -75,7 +78,12 @@ def merge(rows: Sequence[Sequence[float]]) -> Control:
 
 def statuses(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
     """Each rank's status."""
-    return [row[_CONTROL_WIDTH:] for row in rows]
+    return [row[_CONTROL_WIDTH:-SPEED_WIDTH] for row in rows]
+
+
+def speeds(rows: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """Each rank's speed."""
+    return [row[-SPEED_WIDTH:] for row in rows]
 
 
 _END = b"\0"

@@ -43,7 +43,8 @@ class Evaluator:
     """Evaluates a split in fixed blocks, which the ranks share.
 
     Each block's sums are kept apart and added exactly (``math.fsum``), so neither the number of
-    ranks nor the order of the blocks matters. Rank r of W takes the blocks r, r + W, r + 2 W, ...
+    ranks nor the order of the blocks matters. Rank r of W takes the blocks r, r + W, r + 2 W, ...;
+    spares take none.
 
     Args:
         task: whose ``metrics`` and ``loss`` are evaluated.
@@ -80,9 +81,11 @@ class Evaluator:
         module.eval()
         self._whole.reset()
         num_blocks = self._batches.num_blocks
-        blocks = self._batches.read(range(world.rank, num_blocks, world.world_size))
+        computing = world.num_computing
+        mine = range(world.rank, num_blocks, computing) if world.rank < computing else range(0)
+        blocks = self._batches.read(mine)
         sums: dict[str, list[tuple[float, float]]] = {}
-        rounds = -(-num_blocks // world.world_size)
+        rounds = -(-num_blocks // computing)
         began, glance_at = time.perf_counter(), 1
         for number in range(rounds):
             if number == glance_at:

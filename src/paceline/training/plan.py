@@ -18,8 +18,9 @@ CHANGEABLE = frozenset(
         *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
         *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
-        *("recover", "max_restarts", "walltime", "verify_every"),
-        *("checkpoint_every", "keep", "log_every", "profile", "set", "task", "accumulate"),
+        *("recover", "max_restarts", "heartbeat", "walltime", "verify_every"),
+        *("checkpoint_every", "keep", "backup_to", "log_every", "profile", "set", "task", "accumulate"),
+        "balance",
     }
 )
 """Options that may differ when a run is continued: they decide no bit of the model."""

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,9 @@ def prepare(
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.threads or request.default_threads
     config = dataclasses.replace(config, task=spec, run=str(directory.path), threads=threads)
+    if config.backup_to is not None:
+        # Recorded, and so the same for whoever continues the run from another folder.
+        config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     configure_numerics(config, threads)
     walltime_s = None if config.walltime is None else parse_duration_s(config.walltime, "walltime")
     run = Run(

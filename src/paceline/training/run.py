@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
 from paceline.distributed.world import World
 from paceline.monitoring.monitor import Monitor
-from paceline.run_directory import RunDirectory
+from paceline.run_directory import RunDirectory, backup_path
 from paceline.strategies.base import Strategy, StrategyOptions
 from paceline.strategies.selection import build_strategy
 from paceline.task import Task
@@ -64,6 +65,11 @@ class Run:
     def run_id(self) -> str:
         """What no other run is called, from ``run.toml``: there once the run is created."""
         return str(self.directory.read_complete_manifest()["id"])
+
+    @property
+    def backup(self) -> Path | None:
+        """Where the checkpoints are copied to: a folder of the run's own in ``--backup-to``."""
+        return backup_path(self.config.backup_to, self.run_id)
 
     @property
     def num_shards(self) -> int:
@@ -141,14 +147,14 @@ class Run:
         )
         return Evaluator(task, self.device, batches, seed=self.config.seed, autocast=self.autocast)
 
-    def build_strategy(self, module: nn.Module, world: World) -> Strategy:
+    def build_strategy(self, module: nn.Module, world: World, shares: tuple[int, ...]) -> Strategy:
         """The strategy, with the model in it; all ranks of ``world`` build it together.
 
         Raises:
             ConfigError: it cannot work with so many processes.
         """
         options = StrategyOptions(
-            num_shards=self.num_shards,
+            shares=shares,
             kind="exact" if self.config.reduction == "exact" else "fast",
             row_length=ROW_LENGTH,
             timeout_s=_STEP_TIMEOUT_S,
@@ -163,6 +169,7 @@ class Run:
             self.directory,
             rank=world.rank,
             world_size=world.world_size,
+            computing=world.num_computing,
             total_steps=self.data.total_steps,
             steps_per_epoch=self.data.steps_per_epoch,
             first_step=first_step,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import holds_version
 from paceline.distributed.world import World
-from paceline.errors import PacelineError, PeerLostError
-from paceline.membership.handover import agree, hand_over
+from paceline.errors import CheckpointError, PacelineError, PeerLostError
+from paceline.membership.handover import Agreement, agree, hand_over
 from paceline.run_directory import RunDirectory
 from paceline.training import preparation
 from paceline.training.conclusion import conclude
 from paceline.training.control import StopSignals
 from paceline.training.preparation import Request
-from paceline.training.resumption import newest_checkpoint
+from paceline.training.restoring import newest_checkpoint
+from paceline.training.saving import insist, lacks_steps
 from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -106,7 +111,7 @@ class Session:
             return None
         result = conclude(trainer, self._started)
         if world.rank == 0:
-            self.run.directory.write_result(result)
+            insist(partial(self.run.directory.write_result, result))
             self.run.directory.append_event("finished")
         trainer.monitor.finish(result)
         self.leave()
@@ -114,11 +119,7 @@ class Session:
         return result
 
     def leave(self) -> None:
-        """Close what belongs to the world; a second call does nothing.
-
-        Raises:
-            CheckpointError: a save in the background failed.
-        """
+        """Close what belongs to the world; a second call does nothing."""
         self._trainer.detach()
 
     def _agree_on_state(self, world: World) -> None:
@@ -130,8 +131,11 @@ class Session:
             received = hand_over(world, agreement, state)
             if received is not None:
                 trainer.take(received)
-            if not self._best_is_lost(world):
+            if not self._something_is_lost(world):
                 return
+        with suppress(CheckpointError):
+            trainer.checkpointer.wait()  # what is on disk is looked at next
+        world.barrier()
         directory = self.run.directory
         new = bool(world.broadcast_json(not directory.exists()))
         run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
@@ -151,18 +155,41 @@ class Session:
                 total_steps=self.run.data.total_steps,
             )
 
-    def _best_is_lost(self, world: World) -> bool:
-        """Whether the best model is on no disk: rank 0 died while it wrote it, and the run went on.
+    def _something_is_lost(self, world: World) -> bool:
+        """Whether the best model, or what the ledger must say, was only in a process that is gone.
 
         Then a part of the run is done again, from the newest checkpoint, to get it back.
         """
-        progress = self._trainer.state.progress
-        lost = (
-            world.rank == 0
-            and progress.best_version not in (None, progress.version)
-            and not holds_version(self.run.directory.checkpoints, progress.best_version or 0)
-        )
-        return bool(world.broadcast_json(lost))
+        trainer, directory = self._trainer, self.run.directory
+        best = trainer.state.progress.best_version
+        missing, lost = False, False
+        if world.rank == 0:
+            lost = lacks_steps(directory.ledger, trainer.recent)
+            missing = (
+                best not in (None, trainer.state.progress.version)
+                and not trainer.checkpointer.holds(best or 0)
+                and not holds_version(directory.checkpoints, best or 0)
+            )
+        missing, lost = world.broadcast_json([missing, lost])
+        if lost or not missing:
+            return bool(lost)
+        assert best is not None
+        with suppress(CheckpointError):
+            trainer.checkpointer.wait()
+        holders = world.all_gather_json(trainer.checkpointer.holds(best))
+        if any(holders):
+            self._give_best(world, holders.index(True))
+        return not any(holders)
+
+    def _give_best(self, world: World, holder: int) -> None:
+        """Copy the best model to rank 0, which owes it to the disk from now on."""
+        checkpointer = self._trainer.checkpointer
+        held = checkpointer.held() if world.rank == holder else None
+        info = world.broadcast_json(held and dataclasses.asdict(held.manifest.info), holder)
+        given = Agreement(holder, info["state_version"], (0,))
+        received = hand_over(world, given, held.state if held else None)
+        if received is not None:
+            checkpointer.hold(received, CheckpointInfo(**info))
 
 
 def _say_finished(request: Request, directory: RunDirectory) -> None:

@@ -14,6 +14,7 @@ from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.distributed.process import describe_stop
 from paceline.distributed.reducer import StepSums
+from paceline.distributed.shares import Speed
 from paceline.distributed.world import World
 from paceline.errors import ConfigError, NonFiniteLossError, PeerLostError, StopRequested
 from paceline.membership.member import Member
@@ -21,6 +22,8 @@ from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PHASES
 from paceline.strategies.base import Strategy
 from paceline.training import control
+from paceline.training.balance import ShareBalance
+from paceline.training.checkpointing import open_checkpointer
 from paceline.training.evaluation import EvaluationStopped, Evaluator
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
@@ -51,8 +54,9 @@ class Trainer:
         valid: whether ``state`` is whole, and so is what its version says.
         recent: the last steps' ledger entries.
         samples: of the steps that this process took part in.
-        world: the ranks; from :meth:`attach` on, like ``strategy``, ``verifier``, ``monitor``, ``saver``,
-            ``profiler``.
+        checkpointer: writes its checkpoints, in whichever world it is rank 0.
+        world: the ranks; from :meth:`attach` on, like ``balance``, ``strategy``, ``verifier``,
+            ``monitor``, ``saver``, ``profiler``.
 
     Args:
         run: what is trained.
@@ -63,6 +67,7 @@ class Trainer:
     """
 
     world: World
+    balance: ShareBalance
     strategy: Strategy
     monitor: Monitor
     saver: Saver
@@ -76,6 +81,7 @@ class Trainer:
         self._resources = ExitStack()
         self._of_world = ExitStack()
         self._earlier_phases = dict.fromkeys(PHASES, 0.0)
+        self._speed: Speed | None = None
         self.samples = 0
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
         self.state = self._new_state()
@@ -85,6 +91,7 @@ class Trainer:
         if self.evaluator is not None:
             self._resources.enter_context(closing(self.evaluator))
         self.judge = Judge(run.config)
+        self.checkpointer = self._resources.enter_context(open_checkpointer(run))
         self.schedule = Schedule(run.config, run.data)
         self._spare = SpareBatch(run)
 
@@ -155,28 +162,40 @@ class Trainer:
         """
         run, progress, stack = self.run, self.state.progress, self._of_world
         self.world = world
-        self.strategy = run.build_strategy(self.state.module, world)
+        self.balance = ShareBalance(
+            world,
+            run.num_shards,
+            by_speed=run.config.balance == "auto" and run.config.reduction != "torch",
+            speed=self._speed,
+            directory=run.directory,
+        )
+        self._build_strategy()
         self.verifier = None
         if run.config.verify_every:
-            self.verifier = stack.enter_context(closing(Verifier(run, world, self.strategy, self.state)))
-        stack.callback(self.strategy.close)
-        stack.callback(self.strategy.abandon)
+            self.verifier = stack.enter_context(closing(Verifier(run, world, self.state)))
+        stack.callback(lambda: self.strategy.close())
+        stack.callback(lambda: self.strategy.abandon())
         self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
         stack.callback(self._keep_phases)
-        self.saver = stack.enter_context(Saver(run, world, progress, self.recent))
+        self.saver = stack.enter_context(
+            Saver(run, world, progress, self.recent, self.checkpointer, copies=self._member is not None)
+        )
         self.profiler = run.build_profiler(self.monitor, progress.step)
         if self.profiler is not None:
             stack.enter_context(closing(self.profiler))
         self.strategy.module.train()
         self.monitor.timer.mark("other")
+        self.balance.watch(self.monitor.timer, run.device, progress.step)
+        stack.callback(self._keep_speed)
         self._beat()
+
+    def _build_strategy(self) -> None:
+        self.strategy = self.run.build_strategy(self.state.module, self.world, self.balance.shares)
 
     def detach(self) -> None:
         """Leave the world, as far as it was attached: the state is what it was after the last whole step.
 
-        Raises:
-            CheckpointError: a save in the background failed.
-            RunDirectoryError: the ledger cannot be written.
+        A save in the background goes on.
         """
         self._of_world.close()
 
@@ -188,6 +207,9 @@ class Trainer:
     def _keep_phases(self) -> None:
         self._earlier_phases = self.phases()
 
+    def _keep_speed(self) -> None:
+        self._speed = self.balance.speed
+
     def fit(self) -> bool:
         """Train to the end, and save.
 
@@ -198,7 +220,7 @@ class Trainer:
             StopRequested: a signal or the end of --walltime asked for it; the state is saved.
             CorruptionError, IrreproducibleStepError: two ranks computed different gradients for a shard.
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
-            CheckpointError: a checkpoint could not be written.
+            CheckpointError: the last checkpoint could not be written.
             PeerLostError: a rank is gone; :meth:`detach` leaves the state of the last whole step.
         """
         # What a run owes after its last step, it owes also if that was in another world.
@@ -219,7 +241,9 @@ class Trainer:
                 self._save()
             if self.profiler is not None:
                 self.profiler.step_done(self.state.progress.step)
-        self._save(synchronous=True)
+            if self.balance.observe(control.speeds(sums.rows), self.state.progress.step):
+                self._share_anew()
+        self._save(last=True)
         return True
 
     def _step(self) -> StepSums:
@@ -231,7 +255,9 @@ class Trainer:
 
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
         if self.verifier is not None:
-            self.verifier.begin_step()
+            self.verifier.begin_step(strategy)
+            mark("other")
+        self.balance.begin()
         for microbatch in microbatches:
             strategy.begin_shard()
             loss = shard_loss(run, strategy.model, progress.step, microbatch)
@@ -239,10 +265,11 @@ class Trainer:
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
+        self.balance.end(len(microbatches))
         if strategy.needs_backward:
             self._spare.take_part(strategy, microbatches, progress.epoch)
 
-        sums = strategy.finish_step(self._control().row(self._status()))
+        sums = strategy.finish_step(self._control().row(self._status(), self.balance.row(progress.step)))
         mark("reduction")
         # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
         overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
@@ -266,7 +293,7 @@ class Trainer:
         progress.samples += sums.samples
         self.samples += sums.samples
         self._beat()
-        self.saver.record_step(progress, epoch, step_in_epoch, sums)
+        self.saver.record_step(progress, epoch, step_in_epoch, sums, self.balance.shares)
         rows = partial(control.statuses, sums.rows)
         self.monitor.step_done(progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows)
         self.monitor.timer.mark("other")
@@ -343,7 +370,7 @@ class Trainer:
     def _save_and_stop(self, stop: int) -> NoReturn:
         # If a rank is lost now, those that go on without it still know that they are to stop.
         self.run.signals.received = self.run.signals.received or stop
-        self._save(synchronous=True)
+        self._save(last=True)
         self.stop(stop)
 
     def stop(self, stop: int) -> NoReturn:
@@ -367,11 +394,23 @@ class Trainer:
             self.world.barrier()
         raise StopRequested(describe_stop(stopped, run.directory), exit_code=control.exit_code(stop))
 
-    def _save(self, *, synchronous: bool = False) -> None:
+    def _share_anew(self) -> None:
+        """Share the shards as the balance says, between two steps; all ranks do so together."""
+        if isinstance(self.loader, StreamLoader):
+            self.loader.add_positions(self._stream_positions(self.loader))
+        self.strategy.close()
+        self._build_strategy()
+
+    def _stream_positions(self, loader: StreamLoader) -> dict[str, Any]:
+        """Where each shard's stream stands, over all ranks."""
+        positions: dict[str, Any] = {}
+        for of_rank in self.world.all_gather_json(loader.state_dict(self.strategy.shards)):
+            positions |= of_rank
+        return positions
+
+    def _save(self, *, last: bool = False) -> None:
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
-            state["streams"] = {}
-            for of_rank in self.world.all_gather_json(self.loader.state_dict(self.strategy.shards)):
-                state["streams"] |= of_rank
-        self.saver.save(state, self.state.progress, synchronous=synchronous)
+            state["streams"] = self._stream_positions(self.loader)
+        self.saver.save(state, self.state.progress, last=last)
         self.monitor.timer.mark("checkpoint")

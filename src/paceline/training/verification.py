@@ -56,13 +56,12 @@ class Verifier:
     Args:
         run: whose ``verify_every`` it is.
         world: the ranks.
-        strategy: sums the gradients.
         state: what they are the gradients of.
     """
 
-    def __init__(self, run: Run, world: World, strategy: Strategy, state: TrainingState) -> None:
-        assert isinstance(strategy, ReducerStrategy), "the options allow no other"
-        self._run, self._world, self._strategy, self._state = run, world, strategy, state
+    def __init__(self, run: Run, world: World, state: TrainingState) -> None:
+        self._run, self._world, self._state = run, world, state
+        self._strategy: ReducerStrategy | None = None
         self._loader: Loader | None = None
         self._shard = self._owner = self._second = 0
         self._recomputed = 0
@@ -70,10 +69,13 @@ class Verifier:
     @property
     def fingerprints(self) -> dict[str, int]:
         """This rank's part of the control word."""
-        return {"computed": self._strategy.reducer.watched, "recomputed": self._recomputed}
+        computed = 0 if self._strategy is None else self._strategy.reducer.watched
+        return {"computed": computed, "recomputed": self._recomputed}
 
-    def begin_step(self) -> None:
+    def begin_step(self, strategy: Strategy) -> None:
         """Choose this step's shard, if it is the step's turn; called once the strategy's step has begun."""
+        assert isinstance(strategy, ReducerStrategy), "the options allow no other"
+        self._strategy = strategy
         run, progress, ranks = self._run, self._state.progress, self._world.world_size
         self._recomputed = 0
         if (progress.step + 1) % run.config.verify_every:
@@ -81,20 +83,20 @@ class Verifier:
         assert run.data.order is not None
         key = verification_key(run.config.seed, progress.step)
         self._shard = key % len(run.data.order.shard_bounds(progress.step_in_epoch))
-        plan = self._strategy.plan
+        plan = strategy.plan
         self._owner = next(rank for rank in range(ranks) if self._shard in plan.shards_of(rank))
         self._second = (self._owner + 1 + (key >> 32) % max(1, ranks - 1)) % ranks
-        self._strategy.reducer.watch(self._shard, self._check)
+        strategy.reducer.watch(self._shard, self._check)
         if self._world.rank == self._second:
-            self._recomputed = self._recompute()
+            self._recomputed = self._recompute(strategy)
 
     def close(self) -> None:
         """Let go of the data."""
         if self._loader is not None:
             self._loader.close()
 
-    def _recompute(self) -> int:
-        run, progress, strategy = self._run, self._state.progress, self._strategy
+    def _recompute(self, strategy: ReducerStrategy) -> int:
+        run, progress = self._run, self._state.progress
         if self._loader is None:
             self._loader = run.build_loader(workers=0)
         shards = range(self._shard, self._shard + 1)
@@ -118,7 +120,8 @@ class Verifier:
         word = control.merge(rows)
         if word.computed == word.recomputed:
             return
-        mine = [self._recompute(), socket.gethostname()]
+        assert self._strategy is not None
+        mine = [self._recompute(self._strategy), socket.gethostname()]
         answers: list[Any] = self._world.all_gather_json(mine)
         votes = [(self._owner, word.computed), (self._second, word.recomputed)]
         votes += [(rank, answer[0]) for rank, answer in enumerate(answers)]

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint all ranks continue from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.backup import restore
 from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.manifest import CheckpointInfo, differences, require_same_run
+from paceline.checkpoint.identity import differences, require_same_run
+from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import newest_verified
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError
@@ -27,15 +29,22 @@ def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | N
     directory = run.directory
     failed: list[str] = []
     passed_over = 0
+    may_restore = True
     while True:
         choice: dict[str, Any] = {"path": None, "skipped": []}
         if world.rank == 0:
             found = newest_verified(directory.checkpoints, excluding=failed)
-            choice = {"path": found.path and found.path.name, "skipped": list(found.skipped)}
+            path, skipped = found.path, list(found.skipped)
+            if path is None and may_restore:
+                may_restore = False
+                path, reasons = _restored(run)
+                skipped += reasons
+            choice = {"path": path and path.name, "skipped": skipped}
         choice = world.broadcast_json(choice)
         if world.rank == 0:
             for reason in choice["skipped"]:
                 _log.warning("passed over a checkpoint: %s", reason)
+                directory.append_event("fallback", reason=reason)
         passed_over += len(choice["skipped"])
         if choice["path"] is None:
             if passed_over:
@@ -60,8 +69,22 @@ def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | N
         _log.warning(
             "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
         )
+        if world.rank == 0:
+            directory.append_event("fallback", reason=problems[0])
         failed.append(path.name)
         passed_over += 1
+
+
+def _restored(run: Run) -> tuple[Path | None, list[str]]:
+    """A backup, copied back into the run; None where there is none that verifies. And why others do not."""
+    if not run.directory.exists() or run.backup is None:
+        return None, []
+    path, reasons = restore(run.backup, run.directory.checkpoints)
+    if path is not None:
+        _log.warning(
+            "no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup
+        )
+    return path, list(reasons)
 
 
 def _compare(run: Run, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:

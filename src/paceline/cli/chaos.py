@@ -1,0 +1,144 @@
+"""``paceline chaos TASK``: faults on purpose."""
+
+from __future__ import annotations
+
+import json as json_module
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from cyclopts import Parameter
+
+from paceline.chaos.plan import KINDS, Kind
+from paceline.cli.options import Options, given
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.chaos.report import ChaosReport
+
+_DEFAULT_KINDS = "kill,stop,leave,join"
+
+RunOptions = Annotated[Options | None, Parameter(name="*")]
+
+
+def chaos(
+    task: str,
+    *,
+    faults: Annotated[int, Parameter(group="Faults")] = 20,
+    kinds: Annotated[str, Parameter(group="Faults")] = _DEFAULT_KINDS,
+    run: Annotated[Path | None, Parameter(group="Run directory")] = None,
+    options: RunOptions = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train TASK undisturbed and once more under faults; prove that nothing is lost.
+
+    Faults are spread evenly over the steps; --seed decides which comes when, and whom it hits (it is the
+    runs' seed as well). The table says how many of each kind were recovered from, and how fast; below it,
+    what the ledger's audit and the final weights say. The exit code is 0 only if every fault came and was
+    recovered from, no sample was lost or seen twice, and the final weights equal the undisturbed run's.
+
+    Parameters
+    ----------
+    task
+        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+    faults
+        How many.
+    kinds
+        kill, stop, slow, leave, join, enospc, eio, bitflip, truncate; several with commas.
+    run
+        A folder for both runs. Default: runs/chaos-TASK-TIME.
+    json
+        Print the report as one line of JSON.
+    """
+    from paceline.chaos.run import ChaosRequest, run_chaos
+    from paceline.job import default_run_path
+
+    request = ChaosRequest(
+        options={**given(options), "task": task},
+        root=run or Path(default_run_path(f"chaos-{task.rpartition(':')[2] or task}")),
+        faults=faults,
+        kinds=_parse_kinds(kinds),
+    )
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        report = run_chaos(request, lambda line: print(f"chaos: {line}", file=sys.stderr, flush=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if json:
+        print(json_module.dumps(report.to_json()))
+    else:
+        _print(report)
+    return 0 if report.ok else 1
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _parse_kinds(text: str) -> tuple[Kind, ...]:
+    kinds = [word.strip() for word in text.split(",") if word.strip()]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"--kinds: there is no kind {kind!r}. Choose from {', '.join(KINDS)}.")
+    return cast("tuple[Kind, ...]", tuple(kinds))
+
+
+def _print(report: ChaosReport) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(report))
+    for name, value in _facts(report).items():
+        console.print(f"{name:16}  {value}", soft_wrap=True, markup=False)
+    if report.ok:
+        console.print("Nothing was lost.", style="green")
+    else:
+        console.print(f"Not as it should be: {'; '.join(report.problems)}.", style="bold red", soft_wrap=True)
+
+
+def _table(report: ChaosReport) -> Table:
+    from rich.table import Table
+
+    from paceline.chaos.plan import IN_WORDS
+
+    table = Table("kind", "faults", "recovered", "p50", "p99", "what happens")
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for row in report.kinds:
+        is_good = row.planned == row.injected == row.recovered
+        table.add_row(
+            row.kind,
+            f"{row.injected}" if row.injected == row.planned else f"{row.injected} of {row.planned}",
+            str(row.recovered),
+            _seconds(row.p50_s),
+            _seconds(row.p99_s),
+            IN_WORDS[row.kind],
+            style=None if is_good else "red",
+        )
+    return table
+
+
+def _facts(report: ChaosReport) -> dict[str, str]:
+    facts = {
+        "steps": f"{report.steps:,}, and {report.repeated_steps:,} computed again",
+        "samples": f"{report.samples_lost:,} lost, {report.samples_duplicated:,} seen more than once",
+        "audit": report.audit,
+    }
+    if report.capacity is not None and report.capacity.goodput is not None:
+        lost = report.capacity.lost_s_per_fault or 0.0
+        facts["goodput"] = (
+            f"{report.capacity.goodput:.0%} of what the surviving workers could do; {lost:.2f} s lost a fault"
+        )
+    same = "equal" if report.same_model else f"DIFFERENT: {report.chaos_sha256 or 'not finished'}"
+    facts["model sha256"] = f"{report.clean_sha256} undisturbed; under faults {same}"
+    facts["what happened"] = f"paceline runs show {report.chaos_run}"
+    return facts
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

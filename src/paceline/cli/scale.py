@@ -1,0 +1,73 @@
+"""``paceline scale RUN``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from paceline.agent.control_socket import AgentConnection, Status
+
+_LOOK_S = 0.1
+
+
+def scale(
+    run: Path,
+    *,
+    nproc: int | None = None,
+    nodes: int | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Change the number of processes of a run at work; the final weights stay the same.
+
+    Processes leave after a step, in good order; new ones copy the state from a peer and join after a
+    step. The command returns once the run goes on with so many. It needs a run with --recover inplace.
+
+    Parameters
+    ----------
+    run
+        The run's directory.
+    nproc
+        Processes on this machine: at least 1, at most the run's shards.
+    nodes
+        Machines, where the run is on several.
+    json
+        Print where the job then stands as one line of JSON.
+    """
+    from paceline.agent.control_socket import AgentConnection
+
+    if (nproc is None) == (nodes is None):
+        raise ConfigError("say how many: --nproc N or --nodes N.")
+    wanted = {name: n for name, n in (("nproc", nproc), ("nodes", nodes)) if n is not None}
+    with AgentConnection(RunDirectory(run)) as agent:
+        before = len(agent.status().members)
+        status = agent.scale(**wanted)
+        print(f"paceline: from {before} to {status.target} processes, after a step ...", file=sys.stderr)
+        status = _when_done(agent, status)
+    if json:
+        print(json_module.dumps(dataclasses.asdict(status)))
+    else:
+        print(f"{run} goes on with {len(status.members)} processes, at step {status.step}.")
+    return 0
+
+
+def _when_done(agent: AgentConnection, status: Status) -> Status:
+    """Where the job stands once as many train as are wanted now."""
+    target = status.target
+    while not (status.whole and len(status.members) == target):
+        if status.target != target:
+            raise PacelineError(f"meanwhile somebody else asked for {status.target} processes.")
+        if status.stopping:
+            raise PacelineError("the run ended before all had joined or left.")
+        time.sleep(_LOOK_S)
+        status = agent.status()
+    return status

@@ -1,0 +1,279 @@
+"""What happened in a run, in words and in order, and what it cost: pure functions of ``events.jsonl``.
+
+*Goodput* is the share of the time at work that went into steps that count. At work is a run from each
+start to the stop, failure or end that follows; what lies between is nobody's loss. Not counted are
+
+- interruptions: from the moment at which a view lost a member, or was left, to the moment at which all
+  members of the next one hold the state. For a worker that fell silent, that moment is when it was last
+  heard, so the time until the agent lost patience is in it;
+- steps that were computed again after all workers were lost, at the mean time of a step.
+
+Evaluations and saves are what the user asked for, and count as good.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = Mapping[str, Any]
+
+REPEATED = "steps computed again"
+_ENDS = ("stopped", "failed", "finished")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the timeline.
+
+    Attributes:
+        seconds: since the run's first event.
+        step: steps done, where the event names it.
+        event: its kind in ``events.jsonl``.
+        text: what happened.
+    """
+
+    seconds: float
+    step: int | None
+    event: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """A time in which nothing was trained.
+
+    Attributes:
+        cause: "killed", "silent" or "error" for a worker that was lost, "restart" where none was left,
+            "joining", "leaving", "gathering" or "re-forming" for what was asked for.
+        begin, end: seconds since the run's first event.
+        generation: of the view that ended it.
+    """
+
+    cause: str
+    begin: float
+    end: float
+    generation: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class World:
+    """From when on how many workers trained."""
+
+    seconds: float
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time went.
+
+    Attributes:
+        at_work_s: seconds at work, over all starts.
+        lost_s: cause -> seconds.
+        interruptions: cause -> how often.
+        repeated_steps: computed again, because all that held them were lost.
+    """
+
+    at_work_s: float
+    lost_s: Mapping[str, float]
+    interruptions: Mapping[str, int]
+    repeated_steps: int
+
+    @property
+    def good_s(self) -> float:
+        """Seconds that went into steps that count."""
+        return max(0.0, self.at_work_s - sum(self.lost_s.values()))
+
+    @property
+    def share(self) -> float | None:
+        """``good_s`` over ``at_work_s``; None for a run that has not begun."""
+        return self.good_s / self.at_work_s if self.at_work_s > 0 else None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run's history; :func:`timeline` makes one."""
+
+    entries: tuple[Entry, ...]
+    interruptions: tuple[Interruption, ...]
+    worlds: tuple[World, ...]
+    goodput: Goodput
+
+
+def timeline(events: Sequence[Event], *, until: float | None = None, repeated_steps: int = 0) -> Timeline:
+    """Read a run's events.
+
+    Args:
+        events: the records of ``events.jsonl``, oldest first.
+        until: Unix time of the last sign of life, where that is later than the last event.
+        repeated_steps: as the ledger knows them; events tell of those of the last beat, the ledger of those
+            that were flushed, so the higher number is taken.
+    """
+    reader = _Reader(float(events[0]["time"]) if events else 0.0)
+    for event in events:
+        reader.read(event)
+    return reader.finish(until, repeated_steps)
+
+
+class _Reader:
+    def __init__(self, first: float) -> None:
+        self._first = first
+        self._entries: list[Entry] = []
+        self._interruptions: list[Interruption] = []
+        self._worlds: list[World] = []
+        self._at_work = 0.0  # of the starts that ended
+        self._since: float | None = None  # the current start
+        self._last = 0.0
+        self._members: list[int] = []  # slots of the current view
+        self._causes: list[str] = []  # of members that were lost since the view formed
+        self._began: float | None = None  # the interruption that is not over
+        self._cause = ""
+        self._forming = -1
+        self._gathering = False
+        self._reached = 0  # the highest step
+        self._net = 0  # steps done at the last sign
+        self._repeated = 0
+
+    def read(self, event: Event) -> None:
+        kind, seconds = str(event["event"]), float(event["time"]) - self._first
+        step = event.get("step")
+        step = step if isinstance(step, int) and step >= 0 else None
+        if kind == "started":
+            self._started(event, seconds, step or 0)
+        elif kind == "fault" and event.get("slot") in self._members:
+            self._causes.append(_cause(str(event.get("how", ""))))
+        elif kind == "gather":
+            self._gathering = True
+        elif kind == "view":
+            self._formed(event, seconds)
+        elif kind == "joined" and self._began is not None:
+            self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
+            self._worlds.append(World(seconds, len(self._members)))
+            self._began = None
+        elif kind in _ENDS:
+            self._ended(seconds)
+        if step is not None:
+            self._reached = max(self._reached, step)
+            self._net = step
+        self._last = max(self._last, seconds)
+        self._entries.append(Entry(round(seconds, 3), step, kind, describe(event)))
+
+    def finish(self, until: float | None, repeated_steps: int) -> Timeline:
+        if until is not None and self._since is not None:
+            self._last = max(self._last, until - self._first)
+        self._ended(self._last)
+        lost: dict[str, float] = {}
+        for interruption in self._interruptions:
+            lost[interruption.cause] = lost.get(interruption.cause, 0.0) + interruption.seconds
+        repeated = max(self._repeated, repeated_steps)
+        trained = max(0.0, self._at_work - sum(lost.values()))
+        if repeated:
+            lost[REPEATED] = trained * repeated / (repeated + max(self._net, 1))
+        goodput = Goodput(
+            at_work_s=round(self._at_work, 3),
+            lost_s={cause: round(seconds, 3) for cause, seconds in lost.items()},
+            interruptions=dict(Counter(i.cause for i in self._interruptions)),
+            repeated_steps=repeated,
+        )
+        return Timeline(tuple(self._entries), tuple(self._interruptions), tuple(self._worlds), goodput)
+
+    def _started(self, event: Event, seconds: float, step: int) -> None:
+        self._repeated += max(0, self._reached - step)
+        self._reached = step
+        if self._began is not None and event.get("generation") == self._forming:
+            self._cause = "restart"
+            return
+        self._ended(self._last)  # without a word, unless it had ended already
+        self._since = seconds
+        world_size = int(event.get("world_size", 1))
+        self._members = list(range(world_size))
+        self._worlds.append(World(seconds, world_size))
+
+    def _formed(self, event: Event, seconds: float) -> None:
+        members = list(event.get("members", ()))
+        before = len(self._members)
+        if self._began is None:
+            self._began = seconds - float(event.get("seconds") or 0.0)
+            if self._gathering:
+                self._cause = "gathering"
+            elif self._causes:
+                self._cause = self._causes[0]
+            elif len(members) == before:
+                self._cause = "re-forming"
+            else:
+                self._cause = "joining" if len(members) > before else "leaving"
+        self._members, self._causes, self._gathering = members, [], False
+        self._forming = int(event["generation"])
+
+    def _ended(self, seconds: float) -> None:
+        if self._since is None:
+            return
+        if self._began is not None:
+            self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
+        self._at_work += seconds - self._since
+        self._since = self._began = None
+        self._causes = []
+
+
+def _cause(how: str) -> str:
+    if how.startswith("was killed"):
+        return "killed"
+    return "error" if how.startswith("exited") else "silent"
+
+
+def describe(event: Event) -> str:
+    """An event in words; one of a kind that is not known here with all its fields."""
+    match event:
+        case {"event": "created", "task": task}:
+            return f"created: {task}"
+        case {"event": "started", "step": 0, "world_size": size}:
+            return f"training begins on {_workers(size)}"
+        case {"event": "started", "step": _, "world_size": size}:
+            return f"training goes on from a checkpoint, on {_workers(size)}"
+        case {"event": "checkpoint"}:
+            return "checkpoint saved"
+        case {"event": "checkpoint failed", "error": error}:
+            return f"a checkpoint could not be saved: {error}"
+        case {"event": "fallback", "reason": reason}:
+            return f"passed over a checkpoint: {reason}"
+        case {"event": "fault", "slot": slot, "how": how}:
+            return f"the worker in slot {slot} {how}"
+        case {"event": "view", "generation": generation, "members": [*slots]}:
+            return f"generation {generation}: {_workers(len(slots))}, slots {', '.join(map(str, slots))}"
+        case {"event": "joined", "generation": generation, "seconds": int() | float() as seconds}:
+            return f"generation {generation} trains, {_duration(seconds)} after the last one was left"
+        case {"event": "joined", "generation": generation}:
+            return f"generation {generation} trains"
+        case {"event": "retired", "slot": slot}:
+            return f"the worker in slot {slot} left, as asked"
+        case {"event": "scale", "before": before, "target": target}:
+            return f"asked to go from {before} to {_workers(target)}"
+        case {"event": "gather"}:
+            return "asked to go on only with all that there should be"
+        case {"event": "stopped", "signal": int(number)} if number in signal.valid_signals():
+            return f"stopped by {signal.Signals(number).name}; everything is saved"
+        case {"event": "failed", "error": error}:
+            who = event.get("rank", event.get("slot"))
+            return f"failed: {error}" if who is None else f"failed in rank {who}: {error}"
+        case {"event": "finished"}:
+            return "finished"
+    fields = {name: value for name, value in event.items() if name not in ("time", "event", "step")}
+    told = ", ".join(f"{name} {value}" for name, value in fields.items())
+    return f"{event['event']}: {told}" if told else str(event["event"])
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' if number != 1 else ''}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

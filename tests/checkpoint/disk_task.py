@@ -1,0 +1,65 @@
+"""A small task, and one that fills its run's disk for some of its steps."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+
+FEATURES, CLASSES = 8, 3
+
+
+@dataclass
+class Small(paceline.Task):
+    lr: float = 0.02
+    num: int = 96
+
+    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
+
+    def build_dataset(self, split: str) -> Any:
+        data = torch.Generator().manual_seed(len(split))
+        features = torch.randn(self.num, FEATURES, generator=data)
+        return TensorDataset(features, torch.randint(0, CLASSES, (self.num,), generator=data))
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@dataclass
+class Filling(Small):
+    """Leaves no byte free on the disk that ``ballast`` is on, from step ``full`` to step ``free``."""
+
+    ballast: str = ""
+    full: int = 5
+    free: int = 12
+
+    def __post_init__(self) -> None:
+        self._calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if model.training and os.environ.get("RANK", "0") == "0" and self.ballast:
+            self._calls += 1
+            print(f"a line that the log has no room for, {self._calls}" + "." * 200)
+            step = self._calls // (self.defaults.shards // int(os.environ.get("WORLD_SIZE", "1")))
+            if self.full <= step < self.free:
+                # Again and again: what is deleted meanwhile must not make room.
+                with Path(self.ballast).open("ab", buffering=0) as file, suppress(OSError):
+                    while file.write(bytes(4096)):
+                        pass
+            elif step >= self.free:
+                Path(self.ballast).unlink(missing_ok=True)
+        return super().loss(model, batch)

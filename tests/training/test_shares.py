@@ -1,0 +1,240 @@
+"""Shards that move between ranks while a run trains, ranks that only hold the state, and measured speed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.test_exactness import EXACT, WORKERS
+
+from paceline.config import RunConfig
+from paceline.data.audit import audit
+from paceline.data.ledger import LedgerEntry, read_ledger
+from paceline.distributed.shares import WINDOW_STEPS, WINDOWS, Speed
+from paceline.distributed.world import World
+from paceline.monitoring.phases import PhaseTimer
+from paceline.run_directory import RunDirectory
+from paceline.training.balance import SPEED_WIDTH, ShareBalance, Stopwatch
+from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
+
+NAMES = ("everything", "two-optimizers", "fp16", "metrics", "iterable", "uneven-stream")
+JOBS = {name: EXACT[name] for name in NAMES} | {"1-workers": WORKERS["1-workers"]}
+RESUMED = {"task": "Uneven", "options": {"log_every": 1, "epochs": 3}}
+LAGGING = {"task": "Lagging", "options": {"max_steps": 8 * (WINDOWS + 4), "log_every": 1}}
+FAST = {"task": "TwoOptimizers", "options": {"reduction": "fast"}, "fields": {"num_val": 21}}
+
+
+@pytest.fixture(scope="module")
+def alone(start_trainings: Any) -> Any:
+    return start_trainings(JOBS | {"resumed": RESUMED, "fast": FAST, "lagging": LAGGING})
+
+
+@pytest.fixture(scope="module")
+def moving(start_trainings: Any) -> Any:
+    """The same on three ranks: two compute, with other shards after each step, and one is a spare."""
+    jobs = {
+        **{name: {**job, "computing": 2} for name, job in JOBS.items()},
+        "stopped": {
+            **RESUMED,
+            "options": {**RESUMED["options"], "run": "resumed"},
+            "computing": 2,
+            "stop_at": 9,
+        },
+        "resumed": {**RESUMED, "computing": 2},
+        "fast": {**FAST, "computing": 2},
+    }
+    return start_trainings(jobs, ranks=3)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_moving_shards_and_a_spare_change_no_bit(alone: Any, moving: Any, name: str) -> None:
+    for key in ("model_sha256", "steps", "epochs", "samples", "state_version", "best_step", "metrics"):
+        assert moving[name][key] == alone[name][key], key
+
+
+def steps_of(run: Path) -> list[LedgerEntry]:
+    return [entry for entry, is_final in read_ledger(run / "ledger").entries() if is_final]
+
+
+@pytest.mark.parametrize("name", [*JOBS, "resumed"])
+def test_each_sample_was_seen_once_and_the_ledger_says_by_whom(alone: Any, moving: Any, name: str) -> None:
+    alone.results()
+    num_shards = moving[name]["shards"]
+    expected, found = steps_of(alone.run(name)), steps_of(moving.run(name))
+    assert [entry._replace(ranks=1) for entry in found] == expected
+    ranks = {entry.ranks for entry in found}
+    assert ranks <= {(0, first, num_shards) for first in range(1, num_shards)}
+    assert len(ranks) > 1
+
+
+def test_an_audit_of_moving_shards_is_clean(moving: Any) -> None:
+    moving.results()
+    report = audit(RunDirectory(moving.run("everything")))
+    assert report.clean, report.verdict
+
+
+def test_streams_that_moved_are_resumed_at_the_exact_sample(alone: Any, moving: Any) -> None:
+    assert moving["stopped"]["error"] == "StopRequested"
+    assert moving["resumed"]["model_sha256"] == alone["resumed"]["model_sha256"]
+
+
+def test_fast_agrees_within_rounding(alone: Any, moving: Any) -> None:
+    loss = alone["fast"]["metrics"]["val"]["loss"]
+    assert moving["fast"]["metrics"]["val"]["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_moves_are_events(moving: Any) -> None:
+    moving.results()
+    moves = [e for e in events(moving.run("two-optimizers")) if e["event"] == "shares"]
+    assert len(moves) > 3
+    for event, following in itertools.pairwise(moves):
+        assert sum(event["shares"]) == moving["two-optimizers"]["shards"]
+        assert event["shares"][2] == 0
+        assert following["before"] == event["shares"]
+
+
+def test_a_slow_rank_is_given_less_and_the_bits_stay(alone: Any, start_trainings: Any) -> None:
+    equal = {**LAGGING, "options": {**LAGGING["options"], "balance": "equal", "max_steps": 2}}
+    trainings = start_trainings({"lagging": LAGGING, "equal": equal}, ranks=2)
+    assert trainings["lagging"]["model_sha256"] == alone["lagging"]["model_sha256"]
+    [event] = [e for e in events(trainings.run("lagging")) if e["event"] == "shares"]
+    assert (event["before"], event["shares"]) == ([2, 2], [3, 1])
+    assert event["ms_per_shard"][1] > 40
+    assert steps_of(trainings.run("lagging"))[-1].ranks == (0, 3)
+    assert {entry.ranks for entry in steps_of(trainings.run("equal"))} == {2}
+
+
+def world_of(size: int, rank: int = 0, computing: int | None = None) -> World:
+    return World(
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        local_world_size=size,
+        device=torch.device("cpu"),
+        backend="gloo",
+        generation=0,
+        one_host=True,
+        computing=computing,
+    )
+
+
+class Told(World):
+    """A world in which it is known what the ranks tell."""
+
+    told: Any = ()
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return json.loads(json.dumps([value, *self.told]))  # type: ignore[no-any-return]
+
+
+def balance_of(
+    tmp_path: Path,
+    told: list[Any],
+    speed: Speed | None = None,
+    *,
+    computing: int | None = None,
+    **options: Any,
+) -> ShareBalance:
+    world = Told(**vars(world_of(len(told) + 1, computing=computing)))
+    object.__setattr__(world, "told", told)
+    directory = RunDirectory(tmp_path)
+    return ShareBalance(world, 12, **{"by_speed": True, "speed": speed, "directory": directory, **options})
+
+
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_world_begins_with_the_speeds_of_the_one_before(tmp_path: Path) -> None:
+    balance = balance_of(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0))
+    assert balance.shares == (8, 4)
+    assert balance.speed == Speed(0.01, 0.0)
+    balance.watch(PhaseTimer(), torch.device("cpu"), 7)
+    [event] = events(tmp_path)
+    assert (event["event"], event["step"], event["shares"], event["before"]) == ("shares", 7, [8, 4], [6, 6])
+
+
+def test_spares_get_nothing_and_their_speed_does_not_count(tmp_path: Path) -> None:
+    balance = balance_of(tmp_path, [[0.02, 0.0], [9.0, 0.0]], Speed(0.01, 0.0), computing=2)
+    assert balance.shares == (8, 4, 0)
+
+
+def test_equal_sharing_asks_nobody(tmp_path: Path) -> None:
+    balance = balance_of(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0), by_speed=False)
+    balance.watch(PhaseTimer(), torch.device("cpu"), 0)
+    assert balance.shares == (6, 6)
+    assert balance.row(WINDOW_STEPS) is None
+    assert not balance.observe([[0.01, 0.0], [0.02, 0.0]], 8)
+    assert events(tmp_path) == []
+
+
+def test_ranks_share_anew_when_all_have_measured(tmp_path: Path) -> None:
+    balance = balance_of(tmp_path, [None])
+    balance.watch(PhaseTimer(), torch.device("cpu"), 0)
+    assert balance.shares == (6, 6)
+    slow, unknown = [[0.01, 0.0], [0.02, 0.0]], [[0.01, 0.0], [0.0, 0.0]]
+    assert not any(balance.observe(unknown, step) for step in range(20))
+    assert [balance.observe(slow, step) for step in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
+    assert balance.shares == (8, 4)
+    assert balance.speed == Speed(0.01, 0.0)
+    [event] = events(tmp_path)
+    assert event["ms_per_shard"] == [10.0, 20.0]
+
+
+def test_speed_is_the_mean_over_the_window_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr("paceline.monitoring.phases.perf_counter", lambda: float(next(clock)))
+    timer = PhaseTimer()
+    stopwatch = Stopwatch(timer, torch.device("cpu"))
+    for step in range(WINDOW_STEPS):
+        assert stopwatch.speed() is None
+        stopwatch.begin()
+        timer.mark("data")
+        for _ in range(1 + step % 2):  # 12 shards in 8 steps
+            timer.mark("forward")
+            timer.mark("backward")
+        stopwatch.end(1 + step % 2)
+        for phase in ("reduction", "optimizer", "other", "evaluation", "checkpoint"):
+            timer.mark(phase)
+    assert stopwatch.speed() == Speed((8 + 24) / 12, 2.0)
+    stopwatch.restart()
+    assert stopwatch.speed() is None
+
+
+@pytest.mark.gpu
+def test_speed_of_a_gpu_is_the_time_between_events() -> None:
+    timer = PhaseTimer()
+    device = torch.device("cuda")
+    stopwatch = Stopwatch(timer, device)
+    matrix = torch.randn(4096, 4096, device=device)
+    for _ in range(200):
+        stopwatch.begin()
+        for _ in range(20):
+            matrix @ matrix
+        timer.mark("backward")
+        stopwatch.end(1)
+        torch.cuda.synchronize()
+        timer.mark("reduction")
+    speed = stopwatch.speed()
+    assert speed is not None
+    # The host only enqueues: almost all of the time is where it waits.
+    assert speed.shard_s > 2 * timer.seconds["backward"] / 200
+    assert speed.shard_s == pytest.approx(timer.seconds["reduction"] / 200, rel=0.5)
+
+
+def test_speeds_travel_in_the_rows() -> None:
+    row = Control().row([1.0, 2.0, 3.0, 4.0], Speed(5.0, 6.0))
+    assert len(row) == len(Control().row()) == ROW_LENGTH
+    assert speeds([row]) == [[5.0, 6.0]]
+    assert statuses([row]) == [[1.0, 2.0, 3.0, 4.0]]
+    assert speeds([Control().row()]) == [[0.0] * SPEED_WIDTH]
+
+
+def test_the_option_has_two_values() -> None:
+    assert RunConfig().balance == "auto"
+    assert RunConfig(balance="equal").balance == "equal"
