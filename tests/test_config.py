@@ -61,6 +61,10 @@ from paceline.errors import ConfigError
             {"nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"},
             "--node-rank must be between 0 and 1, but is 2",
         ),
+        (
+            {"hang_timeout": "5"},
+            "--hang-timeout must be auto, never or a duration such as 90s, 5min or 2h, but is '5'",
+        ),
         ({"init_timeout": "5"}, "--init-timeout must be a duration such as 90s, 5min or 2h, but is '5'"),
         ({"shuffle": "block:0"}, "--shuffle must be sample, block:N or none, but is 'block:0'"),
         ({"eval_every": "5min"}, "--eval-every must be such as 50steps, 1epoch or never, but is '5min'"),

@@ -18,6 +18,7 @@ EXPORTED = [
     "ConfigError",
     "DataError",
     "Defaults",
+    "HangError",
     "LaunchError",
     "Loss",
     "NonFiniteLossError",

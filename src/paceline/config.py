@@ -8,6 +8,7 @@ fields and feed ``--help``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
 import types
@@ -97,6 +98,12 @@ class RunConfig:
     )
     heartbeat: float = _option(
         2.0, "Seconds of silence after which a process is taken for hung, and replaced.", group="Recovery"
+    )
+    hang_timeout: str = _option(
+        "auto",
+        "How long a step may take before whoever holds it up is named, and treated as dead: such as 10min; "
+        "auto: learned, at least 30s; never.",
+        group="Recovery",
     )
 
     strategy: Literal["auto", "single", "ddp"] = _option(
@@ -214,6 +221,7 @@ class RunConfig:
         parse_duration_s(self.init_timeout, "init_timeout")
         if self.walltime is not None:
             parse_duration_s(self.walltime, "walltime")
+        parse_hang_timeout(self.hang_timeout)
         parse_shuffle(self.shuffle)
         parse_interval(self.eval_every, "eval_every", allow_time=False)
         for text in self.checkpoint_every:
@@ -346,6 +354,24 @@ def parse_duration_s(text: str, name: str) -> float:
     if not match or float(match[1]) <= 0:
         raise ConfigError(f"{flag(name)} must be a duration such as 90s, 5min or 2h, but is {text!r}.")
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def parse_hang_timeout(text: str) -> float | None:
+    """Seconds that a step may take; None for "auto", infinite for "never".
+
+    Raises:
+        ConfigError: the text is none of these, and no duration.
+    """
+    if text == "auto":
+        return None
+    if text == "never":
+        return math.inf
+    try:
+        return parse_duration_s(text, "hang_timeout")
+    except ConfigError:
+        raise ConfigError(
+            f"--hang-timeout must be auto, never or a duration such as 90s, 5min or 2h, but is {text!r}."
+        ) from None
 
 
 def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval:

@@ -16,6 +16,7 @@
     ├── CorruptionError           this rank computes something else than the others (--verify-every)
     ├── IrreproducibleStepError   ranks compute different things, and nobody can say who is right
     ├── PeerLostError             another rank went away: a victim's error, never the cause
+    ├── HangError                 a step took longer than it may; names who held it up
     ├── LaunchError               a worker failed; carries the first failure
     └── StopRequested             a signal asked for a stop; the state is saved (exit code 75 or 130)
 """
@@ -89,6 +90,10 @@ class PeerLostError(PacelineError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class HangError(PacelineError):
+    """A step took longer than it may; the message names who held it up."""
 
 
 class LaunchError(PacelineError):

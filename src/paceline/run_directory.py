@@ -9,6 +9,7 @@
     checkpoints/      step-00000469-v00000471/ ...
     tensorboard/  profile/
     logs/rank-N.log   what each rank printed
+    hangs/TIME/       where each rank was when a step did not end
     result.json       written when the run has finished
     agent.json        while an agent is at work: where it can be asked
 """
@@ -86,6 +87,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """``logs/``."""
         return self.path / "logs"
+
+    @property
+    def hangs(self) -> Path:
+        """``hangs/``."""
+        return self.path / "hangs"
 
     @property
     def result(self) -> Path:

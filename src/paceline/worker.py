@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import parse_duration_s
+from paceline.config import parse_duration_s, parse_hang_timeout
 from paceline.distributed.environment import Environment, default_threads, detect_environment
 from paceline.distributed.process import (
     WORKER_STOP_SIGNALS,
@@ -40,6 +41,7 @@ from paceline.job import Job, default_run_path
 from paceline.run_directory import DISK_ERRORS, RunDirectory
 
 if TYPE_CHECKING:
+    from paceline.distributed.world import World
     from paceline.membership.member import Member
     from paceline.task import Task
 
@@ -87,6 +89,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
     assert job.config.run is not None, "an agent names the run"
     directory = RunDirectory(Path(job.config.run))
     member = Member(Channel.of(channel), job.config.heartbeat)
+    member.activity.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
     try:
         _run_member(job, member, directory, slot, terminal)
     except Retired:
@@ -246,6 +249,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         directory.error_of(world.rank).unlink(missing_ok=True)
         stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
         stack.enter_context(_warnings_shown())
+        _watch_over(job, world, directory, stack)
         request = Request(
             given=job.given,
             config=dataclasses.replace(config, run=str(directory.path)),
@@ -255,6 +259,33 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
             quiet=job.quiet,
         )
         return train(request, world, directory, signals)
+
+
+def _watch_over(job: Job, world: World, directory: RunDirectory, stack: ExitStack) -> None:
+    """Have a hang noticed, and end the job, for as long as the stack is open."""
+    from paceline.membership.watchdog import Watchdog
+
+    limit_s = parse_hang_timeout(job.config.hang_timeout)
+    world.activity.limit_steps_to(limit_s)
+    # A lone process holds nobody up; it may be in a debugger.
+    if limit_s == math.inf or (limit_s is None and world.world_size == 1):
+        return
+
+    def tell(text: str) -> None:
+        if not job.supervised:
+            print(f"paceline: {text}", file=sys.stderr)
+
+    stack.enter_context(
+        Watchdog(
+            world.activity,
+            directory,
+            rank=world.rank,
+            world_size=world.world_size,
+            generation=world.generation,
+            one_host=world.one_host,
+            tell=tell,
+        )
+    )
 
 
 def _next_generation(directory: RunDirectory) -> int:

@@ -102,7 +102,7 @@ def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     assert [view for view in views if len(view) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
     assert [(e["slot"], e["how"]) for e in job.events("fault")] == [
         (0, "was killed by SIGKILL"),
-        (2, "did not answer within 1.5 s"),
+        (2, "did not answer within 1.5 s: it is stopped (SIGSTOP)"),
     ]
     assert [e["members"] for e in job.events("view")] == views[1:]
     assert [e["generation"] for e in job.events("joined")] == list(job.views())[1:]

@@ -17,17 +17,34 @@ from paceline.membership.channel import (
     Message,
     Place,
     Reform,
+    Report,
+    Standing,
     Waits,
     channel_pair,
 )
 
+STANDING = Standing(
+    generation=1,
+    rank=2,
+    step=3,
+    stage="step",
+    phase="data",
+    exchange="all-reduce",
+    entered=5,
+    left=4,
+    stage_s=1.5,
+    overdue=True,
+    still_s=0.5,
+    stacks="☃" * 24_000,  # the most that is sent
+)
 MESSAGES: list[Message] = [
     Waits(left=-1, why="é ☃\n"),
-    Beat(step=3, version=4, phase="loss"),
+    Beat(step=3, version=4, phase="loss", overdue=True),
     Joined(generation=5),
     Place(1, 2, 3, local_rank=0, local_world_size=1, computing=3, address="10.0.0.1", port=40000),
     Reform(generation=6),
     Broken(generation=7),
+    Report(),
     Leave(),
 ]
 
@@ -40,7 +57,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
         end.close()
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+@pytest.mark.parametrize("message", [*MESSAGES, STANDING], ids=lambda message: message.kind)
 def test_a_message_arrives_as_it_was_sent(pair: tuple[Channel, Channel], message: Message) -> None:
     assert pair[0].send(message)
     assert pair[1].receive() == message

@@ -2,8 +2,9 @@
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
 ``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
-``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``,
-``usr1``, or ``hold``: the thread stays there until its process ends. A rank with a file
+``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``, ``usr1``,
+``hold`` (the thread stays there until its process ends) or a way to hang (``WAYS``). In ``data`` the step is a
+sample's number, whoever reads it, and the rank ``any``. A rank with a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -19,10 +21,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline.checkpoint import storage
@@ -33,19 +35,54 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTE
 CLASSES, SIDE = 3, 6
 
 
+def spin() -> None:
+    while True:
+        pass
+
+
+def grip() -> None:
+    """C code that holds the interpreter's lock."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+def fifo() -> None:
+    path = harm.plan.with_name("fifo")
+    os.mkfifo(path)
+    path.read_text()
+
+
+def lock() -> None:
+    held = threading.Lock()
+    with held, held:
+        pass
+
+
+def mismatch() -> None:
+    """A collective that no other rank takes part in."""
+    distributed.all_reduce(torch.ones(1))
+
+
+WAYS = {way.__name__: way for way in (spin, grip, sleep, fifo, lock, mismatch)}
+
+
 class Harm:
     """Counts this process's steps, and carries out what the plan says of them."""
 
     def __init__(self) -> None:
         self.plan = Path()
-        self.rank = -1
+        # An agent's worker is told by its view.
+        self.rank = int(os.environ.get("RANK", "-1"))
 
     def awaited(self, generation: int) -> Path | None:
         path = self.plan / f"reform-{generation}-{self.rank}-wait"
         return path if path.exists() else None
 
-    def at(self, place: str, step: int) -> None:
-        for path in self.plan.glob(f"{place}-{step}-{self.rank}-*"):
+    def at(self, place: str, step: int, rank: int | str | None = None) -> None:
+        for path in self.plan.glob(f"{place}-{step}-{self.rank if rank is None else rank}-*"):
             try:
                 path.unlink()
             except FileNotFoundError:
@@ -53,7 +90,10 @@ class Harm:
             kind = path.name.rpartition("-")[2]
             if kind == "hold":
                 threading.Event().wait()
-            os.kill(os.getpid(), _SIGNALS[kind])
+            elif kind in WAYS:
+                WAYS[kind]()
+            else:
+                os.kill(os.getpid(), _SIGNALS[kind])
 
 
 harm = Harm()
@@ -106,6 +146,21 @@ def _hooked() -> None:
     Member.should_reform = should_reform  # type: ignore[method-assign]
 
 
+class Samples(Dataset[Any]):
+    """The same samples, each read by itself; knows the plan also in a data worker."""
+
+    def __init__(self, tensors: TensorDataset, plan: Path) -> None:
+        self.tensors, self.plan = tensors, plan
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, row: int) -> Any:
+        harm.plan = self.plan
+        harm.at("data", row, "any")
+        return self.tensors[row]
+
+
 @dataclass
 class Faulty(paceline.Task):
     """Batch norm, dropout, AdamW, batches that divide into nothing, and a validation split."""
@@ -113,6 +168,7 @@ class Faulty(paceline.Task):
     plan: str = ""
     num: int = 410
     num_val: int = 50
+    sample_by_sample: bool = False
 
     defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=21, shards=6, epochs=2)
 
@@ -134,7 +190,8 @@ class Faulty(paceline.Task):
         generator = torch.Generator().manual_seed(len(split))
         labels = torch.arange(number) % CLASSES
         images = torch.randn(number, 1, SIDE, SIDE, generator=generator)
-        return TensorDataset(images + labels.view(-1, 1, 1, 1) * 0.5, labels)
+        tensors = TensorDataset(images + labels.view(-1, 1, 1, 1) * 0.5, labels)
+        return Samples(tensors, Path(self.plan)) if self.sample_by_sample and split == "train" else tensors
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         self.model = model

@@ -15,7 +15,18 @@ from paceline.data.ledger import ledger_path, recorded_until
 from paceline.data.ledger_writer import LedgerWriter
 from paceline.data.order import DataOrder
 from paceline.distributed.buffers import ShardedBuffers
-from paceline.membership.channel import Broken, Channel, Joined, Leave, Place, Reform, Waits, channel_pair
+from paceline.membership.channel import (
+    Broken,
+    Channel,
+    Joined,
+    Leave,
+    Place,
+    Reform,
+    Report,
+    Standing,
+    Waits,
+    channel_pair,
+)
 from paceline.membership.handover import Agreement, agree
 from paceline.membership.member import Member, Retired
 
@@ -98,6 +109,22 @@ def test_member_hears_what_becomes_of_its_view(agent: tuple[Channel, Member]) ->
     assert member.broken(5)
     assert not member.should_reform(6)
     assert not member.broken(6)
+
+
+def test_member_tells_where_it_stands(agent: tuple[Channel, Member]) -> None:
+    channel, member = agent
+    channel.send(Report())  # it is in no view, and has nothing to tell
+    channel.send(place(5))
+    member.next_view(4, "")
+    member.activity.step = 8
+    member.activity.begin("step")
+    member.activity.enter("all-reduce")
+    channel.send(Report())
+    told = heard(channel, Standing)
+    assert (told.generation, told.rank, told.step, told.stage) == (5, 0, 8, "step")
+    assert (told.exchange, told.entered, told.left, told.overdue) == ("all-reduce", 1, 0, False)
+    assert told.where
+    assert "test_member_tells_where_it_stands" in told.stacks
 
 
 def test_member_is_sent_home(agent: tuple[Channel, Member]) -> None:

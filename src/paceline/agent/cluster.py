@@ -22,13 +22,13 @@ from paceline.agent.control_socket import Status
 from paceline.agent.leader import Leader
 from paceline.agent.meeting import Meeting, differences, record_agents, shared
 from paceline.agent.mesh import Address, Mesh
-from paceline.agent.node import Ended, Node
+from paceline.agent.node import Ended, Node, Said
 from paceline.agent.orders import OrderError, RemoteNode
 from paceline.data.ledger import generations
 from paceline.distributed.sockets import LOOPBACK
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
-from paceline.membership.channel import Beat, Broken, Joined, Waits
+from paceline.membership.channel import Broken
 from paceline.membership.coordinator import Coordinator
 from paceline.membership.leadership import Leadership
 from paceline.membership.lease import LeaseDirectory
@@ -229,7 +229,7 @@ class Cluster:
 
     # What this machine's node reports.
 
-    def said(self, worker: int, message: Beat | Waits | Joined) -> None:
+    def said(self, worker: int, message: Said) -> None:
         """A worker sent something."""
         if self._leader is not None:
             self._leader.said(worker, message)

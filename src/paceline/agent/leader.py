@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from paceline.agent.control_socket import Status, WorkerStatus
-from paceline.agent.node import Ended, Order
+from paceline.agent.hang_watch import Ask, Hang, HangWatch
+from paceline.agent.node import Ended, Order, Said
 from paceline.agent.orders import Orders
 from paceline.agent.policy import Budget, describe_code, is_corruption, meaning
 from paceline.agent.repetition import describe_repetition
@@ -23,7 +25,7 @@ from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.failures import Exit, conclude
-from paceline.membership.channel import Beat, Broken, Joined, Leave, Place, Reform, Waits
+from paceline.membership.channel import Beat, Broken, Joined, Leave, Place, Reform, Report, Standing, Waits
 from paceline.membership.coordinator import (
     Action,
     AskToReform,
@@ -108,6 +110,7 @@ class Leader:
         self._asked_to_reform = -1  # the generation whose members were asked to leave it
         self._why = ""  # what the first member that left the current view said
         self._joined: set[int] = set()  # those of the current view's members that hold its state
+        self._hangs = HangWatch(directory)
         self._restarting = -1  # the generation whose members are being killed, to be started again
         coordinator.hold()
 
@@ -167,7 +170,7 @@ class Leader:
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return self._deadline
+        return min(self._deadline, self._hangs.deadline)
 
     @property
     def over(self) -> bool:
@@ -175,10 +178,25 @@ class Leader:
         return not self._coordinator.workers
 
     def expire(self, now: float) -> None:
-        """Kill who has not ended within the time given."""
+        """Kill who has not ended within the time given, and who holds the others up."""
         if now >= self._deadline:
             self._deadline = math.inf
             self.kill_all()
+        match self._hangs.turn():
+            case Ask(workers):
+                self._tell(workers, Report())
+            case Hang() as hang:
+                self._on_hang(hang)
+
+    def _on_hang(self, hang: Hang) -> None:
+        if not hang.culprits:
+            self._verdict = hang.sentence  # it would happen again
+            self.kill_all()
+            return
+        print(f"paceline: {hang.sentence}", file=sys.stderr, flush=True)
+        for worker, why in hang.culprits.items():
+            if worker in self._coordinator.workers:
+                self._node_of(worker).kill(worker, why)
 
     def conclude(self) -> int:
         """Print one message if the job failed; return its exit code."""
@@ -220,12 +238,15 @@ class Leader:
 
     # What the nodes report.
 
-    def said(self, worker: int, message: Beat | Waits | Joined) -> None:
+    def said(self, worker: int, message: Said) -> None:
         """A worker sent something."""
         match message:
-            case Beat(step):
+            case Beat(step, overdue=overdue):
                 self._budget.stands_at(step)
                 self._beats[worker] = message
+                self._hangs.beats(worker, overdue=overdue)
+            case Standing():
+                self._hangs.answers(worker, message)
             case Waits(_, why):
                 if worker in self._coordinator.members():
                     self._lost_at = self._lost_at or time.monotonic()
@@ -270,6 +291,7 @@ class Leader:
             return
         if what == "done":
             self._exits.append(Exit(end.slot, max(end.code, 0), now))
+            self._hangs.finishes(end.worker)
             self._do(self._coordinator.done(end.worker))
             if not self._coordinator.members():
                 # Only spares are left, and nothing is left for them to do.
@@ -415,6 +437,7 @@ class Leader:
 
     def _break(self, generation: int, members: tuple[int, ...]) -> None:
         self._lost_at = self._lost_at or time.monotonic()
+        self._hangs.forget()
         # Those who wait in the store for one who is gone are freed by its end.
         self._here.close_store(generation)
         if self._spec.recover == "inplace":
@@ -443,6 +466,7 @@ class Leader:
             )
         self._joined.clear()
         self._why, self._hit = "", False
+        self._hangs.forms(view, nodes)
         port = self._here.open_store(view.generation, self._address)
         there: Counter[str] = Counter(nodes)
         so_far: Counter[str] = Counter()

@@ -20,9 +20,21 @@ from typing import Protocol
 from paceline.agent.forking import STORE_HOST, Exited, Forked, NotForked, StoreHost, Zygote
 from paceline.agent.workers import Worker
 from paceline.distributed.process import Failure, read_failure
+from paceline.distributed.process_state import describe_silence
 from paceline.errors import LaunchError
 from paceline.launchers.base import RenderedProcess
-from paceline.membership.channel import Beat, Broken, ChannelError, Joined, Leave, Place, Reform, Waits
+from paceline.membership.channel import (
+    Beat,
+    Broken,
+    ChannelError,
+    Joined,
+    Leave,
+    Place,
+    Reform,
+    Report,
+    Standing,
+    Waits,
+)
 from paceline.membership.coordinator import Seat
 from paceline.run_directory import RunDirectory
 
@@ -30,7 +42,8 @@ _REPORT_S = 1.0  # how long the zygote may take to report an end that its pidfd 
 _LEAVE_S = 60.0  # how long a member may take to leave a broken view: a step's computation, at most
 _ZYGOTES = 1  # how many may end one after another without having forked anything
 
-Order = Place | Reform | Broken | Leave
+Order = Place | Reform | Broken | Report | Leave
+Said = Beat | Waits | Joined | Standing
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Ended:
 class Reports(Protocol):
     """Who hears what becomes of workers."""
 
-    def said(self, worker: int, message: Beat | Waits | Joined) -> None:
+    def said(self, worker: int, message: Said) -> None:
         """A worker sent something."""
 
     def ended(self, end: Ended) -> None:
@@ -188,7 +201,9 @@ class Node:
             if worker.ending:
                 self._ended(worker, -signal.SIGKILL)  # the zygote does not say how
             else:
-                self._kill(worker, worker.failing)
+                silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
+                why = describe_silence(worker.pid) if silent else ""
+                self._kill(worker, f"{worker.failing}: it {why}" if why else worker.failing)
         if self._host is not None and now >= self._host.deadline:
             self._end_host()
 
@@ -312,7 +327,7 @@ class Node:
                     worker.step = step
                 case Waits():
                     worker.left()
-                case Joined():
+                case Joined() | Standing():
                     pass
                 case _:
                     self._kill(worker, f"sent a message that is the agent's: {message}")

@@ -9,21 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, get_args
 
-from paceline.agent.node import Ended, Node, Order, Reports
+from paceline.agent.node import Ended, Node, Order, Reports, Said
 from paceline.distributed.process import Failure
 from paceline.errors import PacelineError
-from paceline.membership.channel import (
-    Beat,
-    Broken,
-    ChannelError,
-    Joined,
-    Leave,
-    Place,
-    Reform,
-    Waits,
-    from_document,
-    to_document,
-)
+from paceline.membership.channel import ChannelError, from_document, to_document
 from paceline.membership.coordinator import Seat, Status
 from paceline.membership.roster import Term
 
@@ -103,7 +92,7 @@ def obey(message: Mapping[str, Any], followed: Term, node: Node) -> None:
                 node.start(worker, slot)
             case "tell", [int(worker), order]:
                 told = from_document(order)
-                if not isinstance(told, Place | Reform | Broken | Leave):
+                if not isinstance(told, Order):
                     raise OrderError(f"an order that is a worker's message: {order}")
                 node.tell(worker, told)
             case "kill", [int(worker), str(why)]:
@@ -118,7 +107,7 @@ def obey(message: Mapping[str, Any], followed: Term, node: Node) -> None:
         raise OrderError(f"an order cannot be read: {str(message)[:200]}") from error
 
 
-def said(worker: int, message: Beat | Waits | Joined) -> dict[str, Any]:
+def said(worker: int, message: Said) -> dict[str, Any]:
     """The report of what a worker sent."""
     return {"kind": "said", "worker": worker, "message": to_document(message)}
 
@@ -143,7 +132,7 @@ def report(message: Mapping[str, Any], hearer: Reports) -> None:
     try:
         if message["kind"] == "said":
             inner = from_document(message["message"])
-            if not isinstance(inner, Beat | Waits | Joined):
+            if not isinstance(inner, Said):
                 raise OrderError(f"a report that is an agent's message: {str(message)[:200]}")
             hearer.said(int(message["worker"]), inner)
         else:

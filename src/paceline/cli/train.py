@@ -92,8 +92,8 @@ def resume(
 # Options that decide no bit of the model but that a continued run is expected to keep.
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
-    *("checkpoint_every", "keep", "backup_to", "log_every", "recover", "max_restarts", "heartbeat"),
-    *("walltime", "verify_every"),
+    *("checkpoint_every", "keep", "backup_to", "log_every"),
+    *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
 )
 
 

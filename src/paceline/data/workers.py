@@ -25,6 +25,7 @@ from paceline.data.order import DataOrder, Split
 from paceline.data.samples import Failure, Request, SampleReader, undisturbed
 from paceline.data.tensors import RowNumbers, without_subsets
 from paceline.errors import DataError
+from paceline.stacks import offer_stacks
 from paceline.task import Task, load_task_class
 
 
@@ -169,6 +170,14 @@ class SampleLoader:
                     yield Request(e, numbers, self._rows(numbers))
 
 
+_open: tuple[weakref.ref[_Workers], ...] = ()
+
+
+def data_workers() -> list[int]:
+    """The process ids of this process's data workers; may be asked from any thread."""
+    return [pid for reference in _open if (workers := reference()) is not None for pid in workers.pids]
+
+
 class _Workers:
     """A ``DataLoader`` whose persistent workers answer one sequence of requests after another."""
 
@@ -193,12 +202,16 @@ class _Workers:
         self._iterator: Iterator[Any] = iter(())
         self._processes: set[Any] = set()
         self._end = weakref.finalize(self, _kill, self._processes)
+        self.pids: tuple[int, ...] = ()
+        global _open
+        _open = (*(reference for reference in _open if reference() is not None), weakref.ref(self))
 
     def start(self, requests: Iterator[Request]) -> None:
         self._sequence.requests = requests
         before = set(multiprocessing.active_children())
         self._iterator = iter(self._loader)
         self._processes |= set(multiprocessing.active_children()) - before
+        self.pids = tuple(process.pid for process in self._processes)
 
     def __next__(self) -> Any:
         return next(self._iterator)
@@ -207,6 +220,7 @@ class _Workers:
         # The last references: the DataLoader's iterator ends its workers when it is collected.
         del self._iterator, self._loader
         self._end()
+        self.pids = ()
 
 
 class _Sequence:
@@ -265,6 +279,7 @@ def _prepare_worker(worker: int) -> None:
     """Leave it to the trainer when to end: Ctrl-C and a scheduler's signals reach workers too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    offer_stacks()
     threading.Thread(target=_end_with_trainer, daemon=True).start()
 
 

@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from paceline import errors
 from paceline.distributed.tether import die_with_parent as die_with_parent
-from paceline.errors import DataError, PacelineError, PeerLostError, UserError
+from paceline.errors import DataError, HangError, PacelineError, PeerLostError, UserError
 from paceline.run_directory import RunDirectory, write_atomically
+from paceline.stacks import offer_stacks
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a launcher to stop its job."""
@@ -184,6 +185,9 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
         ]
     elif failure.type == errors.CorruptionError.__name__:
         lines = [failure.message]  # names the rank itself
+    elif failure.type == HangError.__name__:
+        # It names the rank to blame, which need not be the one that says so.
+        return failure.message
     elif failure.type in _DELIBERATE:
         lines = [f"{who} failed first: {failure.message}"]
     else:
@@ -214,6 +218,10 @@ def signals_handled(
 
 
 def dump_stacks_on_signal() -> None:
-    """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV."""
+    """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV.
+
+    Whoever watches over this process gets them without a trace; see :mod:`paceline.stacks`.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    offer_stacks()

@@ -80,6 +80,7 @@ class GradientReducer:
     ) -> None:
         self.plan = plan
         self._rank = world.rank
+        self._activity = world.activity
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
@@ -228,7 +229,9 @@ class GradientReducer:
             PeerLostError: a rank went away; gradients and buffers are undefined.
         """
         assert not self._steps, "a shard has not been ended"
-        headers = self._transport.exchange(self._header.pack(row, self._sums))
+        header = self._header.pack(row, self._sums)
+        self._activity.enter("all-reduce")
+        headers = self._transport.exchange(header)
         rows = self._header.rows(headers)
         if self._check is not None:
             self._check(rows)
@@ -241,6 +244,7 @@ class GradientReducer:
             )
         combine = self.plan.combination(present)
         self._transport.reduce(combine)
+        self._activity.leave()
         for into, other in combine.additions:
             sums[into] = add_fields(sums[into], sums[other])
         samples, weight, loss_sum, checksum = sums[combine.root]

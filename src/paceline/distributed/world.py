@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import set_debug_level_from_env
 
+from paceline.distributed.activity import Activity
 from paceline.distributed.environment import Environment
 from paceline.distributed.rendezvous import met
 from paceline.distributed.sockets import interface_address, loopback_interface
@@ -59,6 +60,7 @@ class World:
         abandoned: whether it is known from elsewhere that a rank is gone; may be asked at any time.
         computing: ranks 0 to ``computing`` - 1 share the work; the others are spares, which hold the
             same state at every step. None: all compute.
+        activity: what this rank is doing; every exchange between the ranks is entered there.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class World:
     one_host: bool
     abandoned: Callable[[], bool] = lambda: False
     computing: int | None = None
+    activity: Activity = field(default_factory=Activity)
 
     @property
     def num_computing(self) -> int:
@@ -92,7 +95,7 @@ class World:
         content = json.dumps(value).encode()
         if self.group is None:
             return [json.loads(content)]
-        with lost_peers_reported():
+        with self._exchange("all-gather"):
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(content)]), group=self.group)
             longest = int(max(sizes))
@@ -110,7 +113,7 @@ class World:
         content = json.dumps(value).encode() if self.rank == source else b""
         if self.group is None:
             return json.loads(content)
-        with lost_peers_reported():
+        with self._exchange("broadcast"):
             size = torch.tensor([len(content)])
             dist.broadcast(size, src=source, group=self.group)
             message = torch.empty(int(size), dtype=torch.uint8)
@@ -126,7 +129,7 @@ class World:
             PeerLostError: a rank is gone.
         """
         if self.group is not None:
-            with torch.no_grad(), lost_peers_reported():
+            with torch.no_grad(), self._exchange("broadcast"):
                 for tensor in (*module.parameters(), *module.buffers()):
                     dist.broadcast(tensor, src=source, group=self.group)
 
@@ -138,8 +141,15 @@ class World:
         """
         if self.group is not None:
             # Not dist.barrier(): that one synchronises the GPU.
-            with lost_peers_reported():
+            with self._exchange("barrier"):
                 dist.all_reduce(torch.zeros(1), group=self.group)
+
+    @contextmanager
+    def _exchange(self, kind: str) -> Iterator[None]:
+        self.activity.enter(kind)
+        with lost_peers_reported():
+            yield
+        self.activity.leave()
 
 
 @contextmanager

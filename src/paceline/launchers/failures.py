@@ -40,7 +40,7 @@ def conclude(
         directory: the run's.
         exits: of the job's processes.
         asked: the signal that asked the launcher to stop, if one did.
-        verdict: what else to say about a failure.
+        verdict: what else to say about a failure, or why the launcher itself ended the job.
     """
     failure = first_failure(directory, exits)
     # While the ranks still join, a signal ends one at once, and the others lose it.
@@ -49,6 +49,9 @@ def conclude(
         if verdict:
             print(f"  {verdict}", file=sys.stderr)
         return failure.exit_code
+    if verdict and asked is None:
+        print(f"paceline: {verdict}", file=sys.stderr)
+        return 1
     codes = {end.code for end in exits}
     if codes == {0}:
         return 0

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from paceline.errors import PacelineError
 
-_LONGEST = 65536  # bytes; a message is a few hundred
+_LONGEST = 262144  # bytes; a message is a few hundred, but for one with stacks
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,50 @@ class Beat:
         step: optimizer steps done; -1 before it knows.
         version: its state_version; -1 before it knows.
         phase: what it is doing.
+        overdue: that takes longer than expected.
     """
 
     kind: ClassVar[str] = "beat"
     step: int
     version: int
     phase: str
+    overdue: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Worker to agent, when asked: what it does at this moment.
+
+    Attributes:
+        generation: of the view that it is in.
+        rank: its rank there.
+        step: optimizer steps done.
+        stage, phase, exchange, entered, left: as :class:`~paceline.distributed.activity.Activity` says.
+        stage_s: how long it has been at its stage.
+        overdue: that is longer than expected.
+        still_s: for how long it has not gone on to anything else.
+        where, inside, collective: as :class:`~paceline.stacks.Whereabouts` says.
+        helper: what it waits for, where that is a process of its own; "" where it is not.
+        stacks: of all its threads, as text.
+    """
+
+    kind: ClassVar[str] = "standing"
+    generation: int
+    rank: int
+    step: int
+    stage: str
+    phase: str
+    exchange: str
+    entered: int
+    left: int
+    stage_s: float
+    overdue: bool
+    still_s: float
+    where: str = ""
+    inside: str = ""
+    collective: str = ""
+    helper: str = ""
+    stacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,18 +135,25 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class Report:
+    """Agent to worker: tell what you do at this moment."""
+
+    kind: ClassVar[str] = "report"
+
+
+@dataclass(frozen=True)
 class Leave:
     """Agent to worker: it is not needed any more, and ends with exit code 0."""
 
     kind: ClassVar[str] = "retire"
 
 
-Message = Waits | Beat | Joined | Place | Reform | Broken | Leave
+Message = Waits | Beat | Standing | Joined | Place | Reform | Broken | Report | Leave
 
 BEATS = 4
 
 _KINDS: dict[str, type[Any]] = {
-    kind.kind: kind for kind in (Waits, Beat, Joined, Place, Reform, Broken, Leave)
+    kind.kind: kind for kind in (Waits, Beat, Standing, Joined, Place, Reform, Broken, Report, Leave)
 }
 
 

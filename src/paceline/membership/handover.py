@@ -75,11 +75,12 @@ def hand_over(world: World, agreement: Agreement, state: Mapping[str, Any] | Non
         shapes = {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
         content = {"skeleton": skeleton, "tensors": shapes}
     content = world.broadcast_json(content, source)
+    world.activity.enter("hand-over")
     if world.rank == source:
         with lost_peers_reported():
             _send(world, list(tensors.values()), behind)
-        return None
     if world.rank not in behind:
+        world.activity.leave()
         return None
     received = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
@@ -89,6 +90,7 @@ def hand_over(world: World, agreement: Agreement, state: Mapping[str, Any] | Non
         for tensor in received.values():
             if tensor.numel():
                 dist.recv(_bytes(tensor), src=source, group=world.group)
+    world.activity.leave()
     return dict(unflatten(received, content["skeleton"]))
 
 

@@ -53,6 +53,7 @@ def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator
         one_host=place.local_world_size == place.world_size,
         abandoned=partial(member.broken, place.generation),
         computing=place.computing,
+        activity=member.activity,
     )
     _tell_user_code(place)
     if place.world_size == 1:

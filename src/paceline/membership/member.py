@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from paceline.distributed.activity import Activity
 from paceline.errors import PacelineError
 from paceline.membership.channel import (
     BEATS,
@@ -20,8 +21,10 @@ from paceline.membership.channel import (
     Message,
     Place,
     Reform,
+    Report,
     Waits,
 )
+from paceline.membership.standing import standing_of
 
 _ORPHANED = 1  # exit code of a worker whose agent is gone; nobody is left to read it
 _GLANCE_S = 0.1
@@ -54,12 +57,17 @@ class Member:
         heartbeat_s: how long the agent bears silence.
         orphaned: called once the agent is gone. By default the process ends at once, as nobody could
             tell it who its peers are.
+
+    Attributes:
+        pulse: where this worker stands.
+        activity: what it is doing, and for how long it may.
     """
 
     def __init__(
         self, channel: Channel, heartbeat_s: float = 2.0, orphaned: Callable[[], None] = _end_process
     ) -> None:
         self.pulse = Pulse()
+        self.activity = Activity()
         self._beat_s = heartbeat_s / BEATS
         self._channel = channel
         self._news = threading.Condition()
@@ -85,6 +93,7 @@ class Member:
             Retired: the agent has no place for this worker.
         """
         self.pulse.phase = "waiting for a view"
+        self.activity.wait()
         self.beat()
         self._channel.send(Waits(left, why))
         with self._news:
@@ -95,11 +104,13 @@ class Member:
                     return None
                 self._news.wait(_GLANCE_S)  # not for ever: signals are handled between two waits
             self.pulse.phase = "joining"
+            self.activity.join()
             return self._place
 
     def beat(self) -> None:
         """Tell the agent where this worker stands, without waiting for the next beat."""
-        self._channel.send(Beat(self.pulse.step, self.pulse.version, self.pulse.phase))
+        pulse = self.pulse
+        self._channel.send(Beat(pulse.step, pulse.version, pulse.phase, self.activity.overdue))
 
     def leave(self) -> None:
         """Tell the agent that this process is about to end: its interpreter may take seconds, in silence."""
@@ -128,6 +139,9 @@ class Member:
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
+            if isinstance(message, Report):
+                self._report()
+                continue
             with self._news:
                 self._take(message)
                 self._news.notify_all()
@@ -136,6 +150,11 @@ class Member:
                 when_broken()
         self._agent_gone.set()
         self._orphaned()
+
+    def _report(self) -> None:
+        place = self._place
+        if place is not None:
+            self._channel.send(standing_of(self.activity, place.generation, place.rank))
 
     def _take(self, message: Message) -> None:
         match message:

@@ -39,6 +39,7 @@ class TorchDDP:
         )
         self.model: nn.Module = compiled(self._ddp) if options.compile else self._ddp
         self._world_size = world.world_size
+        self._activity = world.activity
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._reducer = GradientReducer(
             module,
@@ -64,8 +65,13 @@ class TorchDDP:
             self._reducer.begin_shard()
 
     def backward(self, loss: torch.Tensor) -> None:
+        is_last = self._left <= 0
+        if is_last:
+            self._activity.enter("all-reduce")  # somewhere in it, DistributedDataParallel does
         with lost_peers_reported():
             loss.backward()  # type: ignore[no-untyped-call]
+        if is_last:
+            self._activity.leave()
 
     def end_shard(
         self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int

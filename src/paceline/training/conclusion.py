@@ -32,6 +32,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
     """
     run, world, progress = trainer.run, trainer.world, trainer.state.progress
     config = run.config
+    world.activity.begin("evaluation")
     seconds = time.perf_counter() - started
     phases = trainer.phases()
     training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)

@@ -98,6 +98,7 @@ class Evaluator:
                     module.train(was_training)
                     raise EvaluationStopped(asked)
             arguments = None
+            world.activity.move("evaluation")
             batch = next(blocks, None)
             if batch is not None:
                 seed_evaluation(self._seed, batch.shard)

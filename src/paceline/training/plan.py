@@ -18,7 +18,8 @@ CHANGEABLE = frozenset(
         *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
         *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
-        *("recover", "max_restarts", "heartbeat", "walltime", "verify_every"),
+        *("recover", "max_restarts", "heartbeat", "hang_timeout"),
+        *("walltime", "verify_every"),
         *("checkpoint_every", "keep", "backup_to", "log_every", "profile", "set", "task", "accumulate"),
         "balance",
     }

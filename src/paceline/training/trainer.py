@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
+from paceline.data.workers import data_workers
 from paceline.distributed.process import describe_stop
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.shares import Speed
@@ -162,6 +163,7 @@ class Trainer:
         """
         run, progress, stack = self.run, self.state.progress, self._of_world
         self.world = world
+        world.activity.helpers = data_workers
         self.balance = ShareBalance(
             world,
             run.num_shards,
@@ -226,6 +228,7 @@ class Trainer:
         # What a run owes after its last step, it owes also if that was in another world.
         if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
             self._save()
+        self.world.activity.begin("first step")
         while not self.schedule.finished(self.state.progress):
             began = time.monotonic()
             sums = self._step()
@@ -249,7 +252,8 @@ class Trainer:
     def _step(self) -> StepSums:
         """Fetch, forward and backward, reduce, update, commit."""
         run, progress, strategy = self.run, self.state.progress, self.strategy
-        mark = self.monitor.timer.mark
+        mark, move = self.monitor.timer.mark, self.world.activity.move
+        move("data")
         microbatches = self.loader.fetch(progress.epoch, progress.step_in_epoch, strategy.shards)
         mark("data")
 
@@ -259,9 +263,11 @@ class Trainer:
             mark("other")
         self.balance.begin()
         for microbatch in microbatches:
+            move("forward")
             strategy.begin_shard()
             loss = shard_loss(run, strategy.model, progress.step, microbatch)
             mark("forward")
+            move("backward")
             strategy.backward(self.state.scaled(loss.sum))
             strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
             mark("backward")
@@ -269,8 +275,10 @@ class Trainer:
         if strategy.needs_backward:
             self._spare.take_part(strategy, microbatches, progress.epoch)
 
+        move("reduction")
         sums = strategy.finish_step(self._control().row(self._status(), self.balance.row(progress.step)))
         mark("reduction")
+        move("optimizer")
         # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
         overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
         if not sums.finite and not overflowed:
@@ -297,8 +305,10 @@ class Trainer:
         rows = partial(control.statuses, sums.rows)
         self.monitor.step_done(progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows)
         self.monitor.timer.mark("other")
+        self.world.activity.end()
 
     def _beat(self) -> None:
+        self.world.activity.step = self.state.progress.step
         if self._member is not None:
             self._member.pulse.step = self.state.progress.step
             self._member.pulse.version = self.state.progress.version
@@ -322,6 +332,7 @@ class Trainer:
 
     def _evaluate(self, evaluator: Evaluator) -> bool:
         progress = self.state.progress
+        self.world.activity.begin("evaluation")
         self.monitor.activity("evaluating val")
         began = time.monotonic()
         try:
@@ -338,6 +349,7 @@ class Trainer:
         epoch = progress.epoch - 1 if progress.step_in_epoch == 0 else progress.epoch
         self.monitor.evaluated("val", progress.step, epoch, metrics)
         self.monitor.timer.mark("evaluation")
+        self.world.activity.end()
         return improved
 
     def _control(self) -> control.Control:
@@ -409,8 +421,10 @@ class Trainer:
         return positions
 
     def _save(self, *, last: bool = False) -> None:
+        self.world.activity.begin("checkpoint")
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
             state["streams"] = self._stream_positions(self.loader)
         self.saver.save(state, self.state.progress, last=last)
         self.monitor.timer.mark("checkpoint")
+        self.world.activity.end()

@@ -99,8 +99,11 @@ class Verifier:
         run, progress = self._run, self._state.progress
         if self._loader is None:
             self._loader = run.build_loader(workers=0)
+        self._world.activity.move("data")
         shards = range(self._shard, self._shard + 1)
         (microbatch,) = self._loader.fetch(progress.epoch, progress.step_in_epoch, shards)
+
+        self._world.activity.move("forward")
 
         def forward_backward() -> tuple[torch.Tensor, torch.Tensor | float]:
             loss = shard_loss(run, strategy.model, progress.step, microbatch)
