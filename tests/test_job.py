@@ -39,8 +39,8 @@ def test_a_job_round_trips_through_its_file(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_file_holds_only_what_is_not_the_default() -> None:
-    text = "quiet = false\nsupervised = false\ngiven = []\n\n[config]\nseed = 3\n"
-    assert Job(config=RunConfig(seed=3)).to_toml() == text
+    text = "quiet = false\nsupervised = false\nstarted = 5.5\ngiven = []\n\n[config]\nseed = 3\n"
+    assert Job(config=RunConfig(seed=3), started=5.5).to_toml() == text
 
 
 def test_an_option_of_another_version_is_refused_with_the_file(tmp_path: Path) -> None:

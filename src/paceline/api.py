@@ -33,7 +33,8 @@ class Result:
         model_sha256: of the last step's model; equal for equal bits.
         world_size: processes at the end.
         shards: S.
-        restarts: how often the run was continued.
+        restarts: how often the run was started again.
+        recoveries: how often its processes went on together after one was lost (``recover="inplace"``).
         seconds: how long the last process trained.
         record: the whole ``result.json``.
     """
@@ -47,6 +48,7 @@ class Result:
     world_size: int
     shards: int
     restarts: int
+    recoveries: int
     seconds: float
     record: Mapping[str, Any]
 

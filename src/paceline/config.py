@@ -86,6 +86,16 @@ class RunConfig:
         8, "Replaced processes without a step of progress, after which the job ends.", group="Recovery"
     )
 
+    walltime: str | None = _option(
+        None, "Stop in time, saved, before so long has passed (s, min, h); exit code 75.", group="Recovery"
+    )
+
+    verify_every: int = _option(
+        0,
+        "Every so many steps, compute one shard's gradient on a second rank too and compare the bits; a "
+        "rank that differs is named and leaves. 0: never.",
+        group="Recovery",
+    )
     heartbeat: float = _option(
         2.0, "Seconds of silence after which a process is taken for hung, and replaced.", group="Recovery"
     )
@@ -179,7 +189,7 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 1)
-        for name in ("profile", "workers", "max_restarts", "spares"):
+        for name in ("profile", "workers", "max_restarts", "spares", "verify_every"):
             value = getattr(self, name)
             if isinstance(value, int):
                 _at_least(name, value, 0)
@@ -197,6 +207,11 @@ class RunConfig:
             raise ConfigError("give --epochs or --max-steps, not both.")
         if self.reduction == "torch" and self.strategy == "single":
             raise ConfigError("--reduction torch is DistributedDataParallel; it needs --strategy ddp.")
+        if self.reduction == "torch" and self.verify_every:
+            raise ConfigError(
+                "--verify-every needs --reduction exact or fast: DistributedDataParallel adds up a rank's "
+                "shards before they can be compared."
+            )
         most_nodes = parse_nodes(self.nodes)[1]
         if most_nodes > 1 and self.rdzv_endpoint is None and self.on in ("spawn", "torchrun"):
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
@@ -204,6 +219,8 @@ class RunConfig:
             raise ConfigError(f"--node-rank must be between 0 and {most_nodes - 1}, but is {self.node_rank}.")
         parse_nproc(self.nproc)
         parse_duration_s(self.init_timeout, "init_timeout")
+        if self.walltime is not None:
+            parse_duration_s(self.walltime, "walltime")
         parse_hang_timeout(self.hang_timeout)
         parse_shuffle(self.shuffle)
         parse_interval(self.eval_every, "eval_every", allow_time=False)

@@ -13,6 +13,8 @@
     ├── CheckpointError           a checkpoint that does not verify, or none that does
     │   └── NotSavedError         one that the disk did not take; earlier ones are untouched
     ├── NonFiniteLossError        the loss became NaN or infinite
+    ├── CorruptionError           this rank computes something else than the others (--verify-every)
+    ├── IrreproducibleStepError   ranks compute different things, and nobody can say who is right
     ├── PeerLostError             another rank went away: a victim's error, never the cause
     ├── HangError                 a step took longer than it may; names who held it up
     ├── LaunchError               a worker failed; carries the first failure
@@ -68,6 +70,14 @@ class NotSavedError(CheckpointError):
 
 class NonFiniteLossError(PacelineError):
     """The loss of a step is NaN or infinite; nothing of that step was applied."""
+
+
+class CorruptionError(PacelineError):
+    """This rank computed another gradient than the majority; nothing of that step was applied."""
+
+
+class IrreproducibleStepError(PacelineError):
+    """A gradient came out differently each time; nothing of that step was applied."""
 
 
 class PeerLostError(PacelineError):

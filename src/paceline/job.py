@@ -8,7 +8,7 @@ import re
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Job:
         quiet: show nothing on the terminal.
         supervised: a launcher of Paceline's tells the user about failures.
         world_size: how many processes begin the run, over all machines; None where each process knows.
+        started: when somebody asked, in seconds since the epoch: where ``--walltime`` begins.
     """
 
     config: RunConfig
@@ -36,12 +37,14 @@ class Job:
     quiet: bool = False
     supervised: bool = False
     world_size: int | None = None
+    started: float = field(default_factory=time.time)
 
     def to_toml(self) -> str:
         """The job as text."""
         document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
         if self.world_size is not None:
             document["world_size"] = self.world_size
+        document["started"] = self.started
         document["given"] = sorted(self.given)
         document["config"] = {
             k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
@@ -67,6 +70,7 @@ class Job:
             quiet=document["quiet"],
             supervised=document["supervised"],
             world_size=document.get("world_size"),
+            started=document["started"],
         )
 
 

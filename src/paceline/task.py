@@ -86,7 +86,8 @@ class Task:
         """Return a learning-rate scheduler, stepped after each step, or None.
 
         ``ReduceLROnPlateau`` is stepped after each evaluation instead, with the ``--best`` metric.
-        Called once for each optimizer. ``total_steps`` is the whole run's number of steps.
+        Called once for each optimizer. ``total_steps`` is the whole run's number of steps; for a stream
+        trained by epochs nobody knows it, it is 0, and only ``ReduceLROnPlateau`` can be returned.
         """
         return None
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import parse_duration_s, parse_hang_timeout
 from paceline.distributed.environment import Environment, default_threads, detect_environment
 from paceline.distributed.process import (
+    WORKER_STOP_SIGNALS,
     describe,
     die_with_parent,
     dump_stacks_on_signal,
@@ -65,7 +66,7 @@ def preload() -> None:
     """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
     import paceline.monitoring.summary
     import paceline.monitoring.terminal
-    import paceline.training.session  # noqa: F401
+    import paceline.training.members  # noqa: F401
     from paceline.monitoring.writers import preload_tensorboard
 
     preload_tensorboard()
@@ -100,6 +101,8 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
             with suppress(OSError):
                 directory.append_event("failed", slot=slot, error=str(error).partition("\n")[0])
         return record_failure(directory, slot, error)
+    finally:
+        member.leave()
     return 0
 
 
@@ -109,8 +112,8 @@ def _run_member(
     from paceline.monitoring.rank_log import capture_rank_output, show_on
     from paceline.task import TaskReference
     from paceline.training.control import StopSignals
+    from paceline.training.members import train_as_member
     from paceline.training.preparation import Request
-    from paceline.training.session import train_as_member
 
     config, processes, world_size = job.config, job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"
@@ -120,7 +123,7 @@ def _run_member(
         rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
     )
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(launched=True))
         directory.error_of(slot).unlink(missing_ok=True)
         stack.enter_context(capture_rank_output(directory, slot, processes))
         stack.enter_context(_warnings_shown())
@@ -137,6 +140,7 @@ def _run_member(
                 given=job.given,
                 config=config,
                 task=task,
+                started=job.started,
                 default_threads=default_threads(environment),
                 quiet=job.quiet,
             ),
@@ -198,6 +202,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     from paceline.monitoring.rank_log import capture_rank_output
     from paceline.task import TaskReference
     from paceline.training.control import StopSignals
+    from paceline.training.pins import numerics_kept
     from paceline.training.preparation import Request
     from paceline.training.session import train
 
@@ -209,7 +214,8 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     if task is None and job.fields is not None:
         task = TaskReference(config.task, job.fields).load()
     with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
+        stack.enter_context(numerics_kept())
         mine = RunDirectory(Path(config.run or default_run_path(config.task)))
         if environment.rank == 0:
             if config.run is None:
@@ -217,7 +223,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
             mine.create()
             stack.enter_context(mine.locked())
         # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
-        with signals_handled((signal.SIGTERM, signal.SIGINT), signal.SIG_DFL):
+        with signals_handled(WORKER_STOP_SIGNALS, signal.SIG_DFL):
             world = stack.enter_context(
                 open_world(
                     environment,
@@ -248,6 +254,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
             given=job.given,
             config=dataclasses.replace(config, run=str(directory.path)),
             task=task,
+            started=job.started,
             default_threads=default_threads(environment),
             quiet=job.quiet,
         )

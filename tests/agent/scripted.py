@@ -90,6 +90,10 @@ def end(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "raise" | "bug":
             raise ValueError("a bug")
+        case "corrupt":
+            raise errors.CorruptionError(
+                "rank 1 computed another gradient: its machine (m) is not to be trusted."
+            )
         case "user":
             raise errors.ConfigError("an option is wrong")
 

@@ -143,6 +143,20 @@ def test_an_error_that_would_happen_again_ends_the_job(job: Job, kind: str, step
     assert len(job.pids(1)) == 1
 
 
+def test_a_worker_that_computes_wrongly_is_replaced_once(job: Job) -> None:
+    done = job.run(2, {"1:1": [0, "corrupt"]})
+    assert (done.returncode, done.stderr) == (0, "")
+    (view,) = job.events("view")[:1]
+    assert view["recovery"] is True
+
+
+def test_a_machine_that_computes_wrongly_again_ends_the_job(job: Job) -> None:
+    done = job.run(2, {"1:1": [20, "corrupt"], "1:2": [40, "corrupt"]})
+    assert done.returncode == 1
+    assert done.stderr.startswith("paceline: rank 1 computed another gradient: its machine (m)")
+    assert len(job.pids(1)) == 2
+
+
 def test_a_fault_that_always_comes_back_ends_the_job_and_names_the_step(job: Job) -> None:
     always = {f"{slot}:{nth}": [80, "kill"] for nth in range(1, 9) for slot in range(2)}
     done = job.run(2, always, max_restarts=3)

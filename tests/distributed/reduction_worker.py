@@ -108,8 +108,13 @@ def random_shares(world_size: int, number: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise([0, *bounds, NUM_SHARDS]))
 
 
-def train_everything(world: World, kind: Kind, shares: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Some steps of gradient descent on the model with everything; digests of what each step made."""
+def train_everything(
+    world: World, kind: Kind, shares: tuple[int, ...] = (), *, watching: bool = False
+) -> dict[str, Any]:
+    """Some steps of gradient descent on the model with everything; digests of what each step made.
+
+    Where it is ``watching``, every rank computes one shard of each step once more.
+    """
     torch.manual_seed(0)
     model = Everything()
     first_mask = digest(model.mask)
@@ -121,12 +126,16 @@ def train_everything(world: World, kind: Kind, shares: tuple[int, ...] = ()) -> 
     steps: list[dict[str, Any]] = []
     numbers: list[float] = []
     rows = []
+    checked: list[int] = []
+    fingerprints: list[list[int]] = []
     for step, all_present in enumerate(STEPS):
         bounds = [BATCH * i // len(all_present) for i in range(len(all_present) + 1)]
         present = [shard for shard in plan.shards_of(world.rank) if shard in all_present]
         reduction.begin(present)
-        for shard in present:
-            reduction.begin_shard()
+
+        def forward_backward(
+            shard: int, step: int = step, all_present: list[int] = all_present, bounds: list[int] = bounds
+        ) -> tuple[torch.Tensor, torch.Tensor, int]:
             torch.manual_seed(step * 1000 + shard)
             place = all_present.index(shard)
             mine = slice(bounds[place], bounds[place + 1])
@@ -134,7 +143,18 @@ def train_everything(world: World, kind: Kind, shares: tuple[int, ...] = ()) -> 
             weights = (labels[step, mine] + 1).float()  # samples that do not weigh the same
             loss = (nn.functional.cross_entropy(output, labels[step, mine], reduction="none") * weights).sum()
             loss.backward(create_graph=step == WITH_CREATE_GRAPH)
-            reduction.end_shard(len(output), weights.sum(), loss, checksum=2**shard)
+            return loss, weights.sum(), len(output)
+
+        watched = all_present[(3 * step) % len(all_present)]
+        if watching:
+            reduction.watch(watched, lambda rows: checked.append(len(rows)))
+            fingerprints.append([reduction.recompute(lambda s=watched: forward_backward(s)[:2], 2**watched)])
+        for shard in present:
+            reduction.begin_shard()
+            loss, weight, samples = forward_backward(shard)
+            reduction.end_shard(samples, weight, loss, checksum=2**shard)
+        if watching and watched in present:
+            fingerprints[-1].append(reduction.watched)
         sums = reduction.finish([world.rank, step + 0.5])
         rows.append([list(row) for row in sums.rows])
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -155,6 +175,8 @@ def train_everything(world: World, kind: Kind, shares: tuple[int, ...] = ()) -> 
     report = {
         "steps": steps,
         "rows": rows,
+        "checked": checked,
+        "fingerprints": fingerprints,
         "first_gradient": numbers,
         "strides_kept": strides_kept,
         "unused_gradient": model.unused.weight.grad.tolist(),
@@ -357,6 +379,7 @@ def of_transport(world: World) -> dict[str, Any]:
     kinds: Sequence[Kind] = ("exact", "fast")
     return {
         **{kind: train_everything(world, kind) for kind in kinds},
+        **{f"watched {kind}": train_everything(world, kind, watching=True) for kind in kinds},
         "by_shares": {
             kind: [train_everything(world, kind, random_shares(world.world_size, n)) for n in range(count)]
             for kind, count in zip(kinds, (3, 1), strict=True)

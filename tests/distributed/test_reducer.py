@@ -77,6 +77,19 @@ def test_exact_gives_the_same_bits_for_every_number_of_ranks_and_every_transport
         assert report["exact"]["state"] == expected["state"], name
 
 
+def test_a_watched_shard_changes_no_bit_and_has_one_fingerprint_everywhere(reports: Reports) -> None:
+    expected = reports[1][0]["shared"]["watched exact"]["fingerprints"]
+    assert [len(of_step) for of_step in expected] == [2] * 7
+    for name, report in transports(reports):
+        for kind in ("exact", "fast"):
+            watched = report[f"watched {kind}"]
+            assert watched["steps"] == report[kind]["steps"], f"{name}, {kind}"
+            assert watched["checked"] == [len(rows) for rows in watched["rows"]]
+        # With fast the weights, and so the fingerprints, depend on the number of ranks from step 2 on.
+        found = report["watched exact"]["fingerprints"]
+        assert [set(of_step) for of_step in found] == [set(of_step[:1]) for of_step in expected], name
+
+
 def test_exact_gives_the_same_bits_for_any_shares_and_to_ranks_without_any(reports: Reports) -> None:
     expected = reports[1][0]["shared"]["exact"]
     for name, report in transports(reports):

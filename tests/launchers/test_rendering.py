@@ -107,7 +107,8 @@ def test_torchrun() -> None:
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
-  python -m torch.distributed.run --standalone --nproc-per-node=2 -m paceline.worker 'runs/a b/job.toml'
+  python -m torch.distributed.run --standalone --nproc-per-node=2 \
+--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m paceline.worker 'runs/a b/job.toml'
 """
     )
 
@@ -127,7 +128,7 @@ def test_torchrun_on_several_machines() -> None:
 # torchrun, 4 processes
 OMP_NUM_THREADS=1 \\
   python -m torch.distributed.run --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0:4000 \
---rdzv-id=paceline --nproc-per-node=4 train.py --x
+--rdzv-id=paceline --nproc-per-node=4 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 train.py --x
 """
     )
 

@@ -102,7 +102,7 @@ def test_where_all_are_lost_steps_are_repeated() -> None:
 
 
 def test_time_between_stop_and_resume_is_nobodys() -> None:
-    stopped = [event(8, "checkpoint", step=40, version=40), event(8, "stopped", signal=15, step=40)]
+    stopped = [event(8, "checkpoint", step=40, version=40), event(8, "stopped", cause="SIGTERM", step=40)]
     resumed = event(500, "started", generation=1, world_size=2, shards=6, step=40, total_steps=100)
     read = timeline([*START, *stopped, resumed, event(512, "finished")])
     assert read.goodput.at_work_s == 20

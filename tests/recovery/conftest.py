@@ -64,11 +64,13 @@ class Small(paceline.Task):
 def hurt():
     global calls
     calls += 1
-    shards = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    grouped = torch.distributed.is_initialized()
+    mine = torch.distributed.get_rank() if grouped else 0
+    shards = 4 // (torch.distributed.get_world_size() if grouped else 1)
     happened = Path("happened")
     done = len(happened.read_text()) if happened.exists() else 0
     action, step, rank = FAULTS[done] if done < len(FAULTS) else ("none", 0, 0)
-    if action == "none" or os.environ.get("RANK", "0") != rank or calls <= int(step) * shards:
+    if action == "none" or mine != int(rank) or calls <= int(step) * shards:
         return
     with happened.open("a") as file:
         file.write("" if action == "slow" else "x")

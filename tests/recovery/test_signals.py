@@ -1,12 +1,16 @@
-"""SIGTERM and SIGINT: the step is finished, the state saved, and the run continues as if nothing had been."""
+"""SIGTERM, SIGUSR1, SIGINT and --walltime: the step is finished, the state saved, and the run continues as if
+nothing had been."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline.training.control import StopSignals
@@ -15,19 +19,21 @@ LAUNCHED = {
     "inprocess": ("--nproc", "1"),
     "spawn": ("--nproc", "2"),
     "torchrun": ("--nproc", "2", "--on", "torchrun"),
+    "inplace": ("--nproc", "2", "--recover", "inplace"),
 }
 
 
-def _assert_stopped(small: Any, done: Any, code: int, number: int) -> int:
+def _assert_stopped(small: Any, done: Any, code: int, cause: str, earliest: int = 8) -> int:
     """The run stopped as asked, with everything saved; return after which step."""
     assert done.returncode == code, done.stderr
-    assert done.stderr.count("Continue with: paceline resume run") == 1
+    assert done.stderr.count("everything is saved. Continue with: paceline resume run") == 1
+    assert ("before --walltime was over" if cause == "walltime" else f"by {cause}") in done.stderr
     if "torch.distributed.elastic" not in done.stderr:  # torchrun's agent always prints its own
         assert "Traceback" not in done.stderr
     last = small.run.read_events()[-1]
-    assert (last["event"], last["signal"]) == ("stopped", number)
+    assert (last["event"], last["cause"]) == ("stopped", cause)
     step: int = last["step"]
-    assert 8 <= step < 30
+    assert earliest <= step < 30
     assert any(path.name.startswith(f"step-{step:08d}-") for path in small.run.checkpoints.iterdir())
     assert small.run.read_result() is None
     return step
@@ -49,25 +55,73 @@ def _assert_equal(
         ("inprocess", signal.SIGTERM, 75, 1),
         ("spawn", signal.SIGINT, 130, 1),
         ("torchrun", signal.SIGTERM, 75, 2),
+        ("torchrun", signal.SIGUSR1, 75, 1),
+        ("inplace", signal.SIGUSR1, 75, 2),
     ],
 )
 def test_a_signal_to_the_launcher(
-    small: Any, undisturbed: dict[str, Any], launcher: str, number: int, code: int, nproc_after: int
+    small: Any,
+    undisturbed: dict[str, Any],
+    launcher: str,
+    number: signal.Signals,
+    code: int,
+    nproc_after: int,
 ) -> None:
     running = small.train(*LAUNCHED[launcher], fault="slow 8 0")
     small.wait_for_the_fault(running)
     running.send_signal(number)
-    _assert_stopped(small, small.finish(running), code, number)
+    _assert_stopped(small, small.finish(running), code, number.name)
     result = small.resume("--on", "auto", "--nproc", str(nproc_after))
     assert result["restarts"] == 1
     _assert_equal(small, result, undisturbed)
 
 
-def test_a_signal_to_one_worker_stops_all(small: Any, undisturbed: dict[str, Any]) -> None:
-    done = small.finish(small.train("--nproc", "2", fault="sigterm 10 1"))
-    assert _assert_stopped(small, done, 75, signal.SIGTERM) == 11
-    assert small.audit().steps == 11
-    _assert_equal(small, small.resume("--nproc", "2"), undisturbed)
+@pytest.mark.parametrize(
+    ("launcher", "number", "seed"),
+    [
+        ("inprocess", signal.SIGUSR1, 1),
+        ("spawn", signal.SIGTERM, 2),
+        ("inplace", signal.SIGUSR1, 3),
+        ("inplace", signal.SIGTERM, 4),
+    ],
+)
+def test_a_signal_to_one_worker_stops_all(
+    small: Any, undisturbed: dict[str, Any], launcher: str, number: signal.Signals, seed: int
+) -> None:
+    after = random.Random(seed).randint(8, 25)
+    rank = 0 if launcher == "inprocess" else 1
+    done = small.finish(small.train(*LAUNCHED[launcher], fault=f"{number.name.lower()} {after} {rank}"))
+    assert _assert_stopped(small, done, 75, number.name) == after + 1
+    assert small.audit().steps == after + 1
+    _assert_equal(small, small.resume(), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("spawn", signal.SIGUSR1), ("torchrun", signal.SIGTERM), ("inplace", signal.SIGTERM)],
+)
+def test_a_scheduler_signals_every_process_more_than_once(
+    small: Any, undisturbed: dict[str, Any], launcher: str, number: signal.Signals
+) -> None:
+    running = small.train(*LAUNCHED[launcher], fault="slow 8 0")
+    small.wait_for_the_fault(running)
+    for _ in range(2):
+        for process in (*psutil.Process(running.pid).children(recursive=True), psutil.Process(running.pid)):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+    _assert_stopped(small, small.finish(running), 75, number.name)
+    _assert_equal(small, small.resume(), undisturbed)
+
+
+@pytest.mark.parametrize("launcher", ["inprocess", "inplace"])
+def test_walltime_ends_in_time_and_the_run_goes_on(
+    small: Any, undisturbed: dict[str, Any], launcher: str
+) -> None:
+    # A tenth of a second for each shard of 30 steps is more than the time less its reserve.
+    done = small.finish(small.train(*LAUNCHED[launcher], "--walltime", "10s", fault="slow 0 0"))
+    _assert_stopped(small, done, 75, "walltime", earliest=1)
+    assert small.run.read_manifest()["config"]["walltime"] == "10s"
+    _assert_equal(small, small.resume("--walltime", "1h"), undisturbed)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -2,9 +2,9 @@
 
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
 ``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
-``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``hold``: the
-thread stays there until its process ends, or another way to hang (``WAYS``). In ``data`` the step is a
-sample's number, whoever reads it, and the rank is ``any``. A rank with a file
+``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``, ``usr1``,
+``hold`` (the thread stays there until its process ends) or another way to hang (``WAYS``). In ``data`` the
+step is a sample's number, whoever reads it, and the rank ``any``. A rank with a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
@@ -31,7 +31,7 @@ from paceline.checkpoint import storage
 from paceline.membership import handover, join
 from paceline.membership.member import Member
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
 CLASSES, SIDE = 3, 6
 
 

@@ -22,8 +22,19 @@ STEPS = 40  # of the whole run; an evaluation every 7, a checkpoint every 5
 
 
 def train(run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "inplace") -> dict[str, Any]:
+    """Train to the end, whatever happens; return the result."""
+    start(run, nproc, harms, recover=recover)
+    result: dict[str, Any] = json.loads((run / "result.json").read_text())
+    report = audit(RunDirectory(run))
+    assert report.clean, report.verdict
+    assert report.steps == STEPS
+    return result
+
+
+def start(run: Path, nproc: int, harms: Sequence[str], *, recover: str = "inplace", code: int = 0) -> None:
+    """Begin or continue a run, which ends with this exit code."""
     plan = run.with_name(run.name + "-plan")
-    plan.mkdir()
+    plan.mkdir(exist_ok=True)
     for harm in harms:
         (plan / harm).touch()
     options = ["--recover", recover] if nproc > 1 else []
@@ -41,14 +52,9 @@ def train(run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "i
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, output
+    assert process.returncode == code, output
     assert sorted(path.name for path in plan.iterdir()) == [], "a harm was never done"
     assert [p.pid for p in psutil.process_iter(["cmdline"]) if str(run) in (p.info["cmdline"] or [])] == []
-    result: dict[str, Any] = json.loads((run / "result.json").read_text())
-    report = audit(RunDirectory(run))
-    assert report.clean, report.verdict
-    assert report.steps == STEPS
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +109,24 @@ def test_many_faults(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     chosen = random.Random(5)
     harms = [f"step-{step}-{chosen.randrange(2)}-kill" for step in range(3, STEPS - 2, 6)]
     same(train(tmp_path / "run", 4, harms), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("harm", "cause", "step"),
+    [
+        ("step-9-1-usr1", "SIGUSR1", 10),
+        ("eval-7-1-term", "SIGTERM", 7),
+        ("eval-40-0-term", "SIGTERM", 40),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on(
+    harm: str, cause: str, step: int, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = tmp_path / "run"
+    start(run, 3, [harm], code=75)
+    last = RunDirectory(run).read_events()[-1]
+    # An evaluation is left between two batches.
+    assert (last["event"], last["cause"], last["step"]) == ("stopped", cause, step)
+    result = train(run, 2)
+    same(result, undisturbed)
+    assert (result["restarts"], result["recoveries"]) == (1, 0)

@@ -32,6 +32,11 @@ EXACT: dict[str, dict[str, Any]] = {
             "log_every": 1,
         },
     },
+    "verified": {
+        "task": "Everything",
+        "options": {"val_fraction": 0.2, "clip_norm": 0.5, "ema": 0.9, "early_stop": "accuracy:4", "seed": 3}
+        | {"verify_every": 2},
+    },
     "two-optimizers": {
         "task": "TwoOptimizers",
         "fields": {"num_val": 21},
@@ -44,10 +49,10 @@ EXACT: dict[str, dict[str, Any]] = {
     "uneven-stream": {"task": "Uneven", "options": {"log_every": 1}},
     "blocks": {"task": "Points", "options": {"shuffle": "block:8"}},
 }
-WORKERS = {
+WORKERS: dict[str, dict[str, Any]] = {
     f"{workers}-workers": {"task": "FromRecords", "options": {"workers": workers, "epochs": 1}}
     for workers in (0, 1)
-}
+} | {"verified-records": {"task": "FromRecords", "options": {"workers": 1, "epochs": 1, "verify_every": 1}}}
 OTHER: dict[str, dict[str, Any]] = {
     f"{reduction}-{task.lower()}": {"task": task, "options": {"reduction": reduction}, "fields": fields}
     for reduction in ("exact", "fast", "torch")
@@ -59,6 +64,13 @@ OTHER: dict[str, dict[str, Any]] = {
         "fields": {"num": 36},
         "options": {"reduction": "torch", "precision": "fp16"},
     },
+    "fast-verified": {
+        "task": "TwoOptimizers",
+        "options": {"reduction": "fast", "verify_every": 1},
+        "fields": {"num_val": 21},
+    },
+    "verified-torch": {"task": "Points", "options": {"reduction": "torch", "verify_every": 1}},
+    "verified-stream": {"task": "Uneven", "options": {"verify_every": 1}},
     "single": {"task": "Points", "options": {"strategy": "single"}},
     "too-few-shards": {"task": "Points", "options": {"shards": 3}},
 }
@@ -122,6 +134,17 @@ def test_features_of_the_run_took_part(by_world: dict[int, Any]) -> None:
     assert state["model"].keys() < {key.removeprefix("module.") for key in state["ema"]}
     assert int(state["ema"]["n_averaged"]) == result["steps"]
     assert not torch.equal(state["model"]["6.weight"], state["ema"]["module.6.weight"])
+
+
+def test_verification_changes_no_bit(by_world: dict[int, Any]) -> None:
+    assert by_world[2]["verified"]["model_sha256"] == by_world[2]["everything"]["model_sha256"]
+    assert by_world[4]["fast-verified"]["model_sha256"] == by_world[4]["fast-twooptimizers"]["model_sha256"]
+
+
+def test_verification_is_refused_where_bits_may_differ(by_world: dict[int, Any]) -> None:
+    trainings = by_world[4]
+    assert "--verify-every needs --reduction exact or fast" in trainings["verified-torch"]["message"]
+    assert "--verify-every needs a map-style dataset" in trainings["verified-stream"]["message"]
 
 
 def test_a_counter_rises_by_one_a_step_and_both_optimizers_and_schedules_move(

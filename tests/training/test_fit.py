@@ -92,6 +92,7 @@ def record(**metrics: float | None) -> dict[str, Any]:
         "world_size": 1,
         "shards": 4,
         "restarts": 0,
+        "recoveries": 0,
         "seconds": 1.0,
     }
     return {"run": "runs/a", "metrics": {"val": metrics}, "model_sha256": "0" * 64, **numbers}

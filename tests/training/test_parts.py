@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from paceline.config import RunConfig
@@ -241,7 +242,7 @@ WORLD = World(
 def evaluated(task: Task, number: int = 5) -> dict[str, float]:
     batches = EvalBatches(points(number), 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
     evaluator = Evaluator(task, WORLD.device, batches, seed=0, autocast=nullcontext)
-    return evaluator.run(WORLD, nn.Linear(1, 1))
+    return evaluator.run(WORLD, nn.Linear(1, 1), lambda: 0)
 
 
 @pytest.mark.parametrize(
@@ -295,9 +296,41 @@ def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
 # --- the state
 
 
-def state_of(task: Task, **options: Any) -> TrainingState:
+def state_of(task: Task, *, total_steps: int | None = 10, **options: Any) -> TrainingState:
     config, _ = resolve(RunConfig(**options), task, 1)
-    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), 10)
+    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), total_steps)
+
+
+@dataclass
+class Scheduled(Line):
+    """With the schedule that a test chooses."""
+
+    schedule: Any = None
+
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> Any:
+        return self.schedule(optimizer, total_steps)
+
+
+def test_a_plateau_schedule_needs_no_number_of_steps() -> None:
+    task = Scheduled(schedule=lambda optimizer, total: ReduceLROnPlateau(optimizer, patience=0))
+    state = state_of(task, total_steps=None)
+    state.step_plateaus(1.0)
+    state.step_plateaus(2.0)
+    assert state.learning_rates() == [pytest.approx(0.01)]
+    assert state_of(Scheduled(schedule=lambda optimizer, total: None), total_steps=None).schedulers == {}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer, total: StepLR(optimizer, 10),
+        lambda optimizer, total: OneCycleLR(optimizer, max_lr=1.0, total_steps=total),
+        lambda optimizer, total: StepLR(optimizer, 10 // total),
+    ],
+)
+def test_other_schedules_need_the_number_of_steps(schedule: Any) -> None:
+    with pytest.raises(TaskError, match="needs the number of steps, and a stream has no length"):
+        state_of(Scheduled(schedule=schedule), total_steps=None)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:

@@ -19,7 +19,9 @@ from paceline.agent.control_socket import Status, WorkerStatus
 from paceline.agent.hang_watch import Ask, Hang, HangWatch
 from paceline.agent.node import Ended, Order, Said
 from paceline.agent.orders import Orders
-from paceline.agent.policy import Budget, describe_code, meaning
+from paceline.agent.policy import Budget, describe_code, is_corruption, meaning
+from paceline.agent.repetition import describe_repetition
+from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.failures import Exit, conclude
@@ -96,11 +98,16 @@ class Leader:
         self._first = -1 if follows else coordinator.generation + 1
         self._exits: list[Exit] = []  # those that decide the job's exit code
         self._lost: list[Exit] = []  # faults after which nobody was started
+        self._distrusted: set[int] = set()  # slots whose worker was found to compute wrongly
         self._verdict = ""
+        # Ctrl-C may reach the agents of all machines.
+        self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)
         self._asked: int | None = None  # the first signal
         self._stopping = False
         self._deadline = math.inf
         self._lost_at: float | None = None  # when the view was hit, or left, that is being replaced
+        self._hit = False  # a worker or node was lost since the current view was formed
+        self._asked_to_reform = -1  # the generation whose members were asked to leave it
         self._why = ""  # what the first member that left the current view said
         self._joined: set[int] = set()  # those of the current view's members that hold its state
         self._hangs = HangWatch(directory)
@@ -125,6 +132,7 @@ class Leader:
         """A node is gone, and all its workers with it."""
         if name not in self._nodes:
             return
+        self._hit = True
         self._lost_at = self._lost_at or time.monotonic()
         self._record("node lost", node=name, why=why)
         actions = self._coordinator.node_lost(name)
@@ -197,12 +205,13 @@ class Leader:
     # The end, when somebody asks for it.
 
     def signalled(self, number: int) -> None:
-        """A signal asks the job to stop; a second one, at once."""
-        if self._asked is None:
-            self._asked = number
-            self._stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        else:
-            self.kill_all()
+        """A signal asks the job to stop; Ctrl-C after that, at once."""
+        match self._requests.hear(number):
+            case "first":
+                self._asked = number
+                self._stop(passed_on(number))
+            case "end":
+                self.kill_all()
 
     def cancel(self) -> None:
         """Have the job stop, within the grace period."""
@@ -271,7 +280,10 @@ class Leader:
             finished=self._directory.result.is_file(),
             stopping=self._stopping,
             progressed=self._budget.progressed,
+            distrusted=end.slot in self._distrusted,
         )
+        if is_corruption(end.failure):
+            self._distrusted.add(end.slot)
         self._beats.pop(end.worker, None)
         if end.retired and end.code == 0:
             self._record("retired", slot=end.slot, pid=end.pid, step=end.step)
@@ -298,6 +310,7 @@ class Leader:
             end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
         ):
             return  # one fault, that all of them share
+        self._hit = True
         how = end.killed or describe_code(end.code)
         # A silent member was lost when it was last heard, not when its node lost patience.
         lost = time.monotonic() - (end.silent_s if end.killed else 0.0)
@@ -309,10 +322,16 @@ class Leader:
             self._lost.append(Exit(end.slot, end.code, now))
         elif not end.retired and not self._budget.spend():
             self._exits.append(Exit(end.slot, end.code, now))
-            where = f"at step {self._budget.step}" if self._budget.step >= 0 else "before its first step"
-            self._verdict = (
-                f"The run is still {where} after {self._budget.most} replacements, the last of which {how}: "
-                "it would happen again."
+            view = self._coordinator.view
+            members = () if view is None else view.members
+            self._verdict = describe_repetition(
+                self._directory,
+                steps=self._budget.step,
+                replacements=self._budget.most,
+                how=how,
+                failure=end.failure,
+                rank=members.index(end.worker) if end.worker in members else None,
+                ranks=len(members) if view is None or view.computing is None else view.computing,
             )
             self._stop_within_grace()
 
@@ -409,6 +428,7 @@ class Leader:
                 case Form(view):
                     self._form(view)
                 case AskToReform(view):
+                    self._asked_to_reform = view.generation
                     self._tell(view.members, Reform(view.generation))
                 case Break(generation, members):
                     self._break(generation, members)
@@ -440,12 +460,13 @@ class Leader:
                 world_size=len(view.members),
                 nodes=len(set(nodes)),
                 why=self._why,
+                recovery=self._hit or self._asked_to_reform != view.generation - 1,
                 step=max(self._step_of(worker) for worker in view.members),
                 seconds=self._since_loss(),
             )
         self._joined.clear()
+        self._why, self._hit = "", False
         self._hangs.forms(view, nodes)
-        self._why = ""
         port = self._here.open_store(view.generation, self._address)
         there: Counter[str] = Counter(nodes)
         so_far: Counter[str] = Counter()

@@ -6,19 +6,25 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.distributed.process import Failure
-from paceline.errors import CheckpointError, NonFiniteLossError
+from paceline.distributed.process import WORKER_STOP_SIGNALS, Failure
+from paceline.errors import CheckpointError, CorruptionError, IrreproducibleStepError, NonFiniteLossError
 from paceline.launchers.failures import STOPPED
 
 Meaning = Literal["done", "asked", "fatal", "fault"]
 """done: it ended in good order; asked: it died of a signal that the agent passed on; fatal: it would
 happen again; fault: a replacement goes on from where the run stands."""
 
-_FATAL = (NonFiniteLossError.__name__, CheckpointError.__name__)
+_FATAL = tuple(kind.__name__ for kind in (NonFiniteLossError, CheckpointError, IrreproducibleStepError))
 
 
 def meaning(
-    code: int, failure: Failure | None, *, finished: bool, stopping: bool, progressed: bool
+    code: int,
+    failure: Failure | None,
+    *,
+    finished: bool,
+    stopping: bool,
+    progressed: bool,
+    distrusted: bool = False,
 ) -> Meaning:
     """What a worker's end means.
 
@@ -28,19 +34,27 @@ def meaning(
         finished: the run has its result.
         stopping: the agent has told the workers to stop.
         progressed: a step was done since the job began; an exception before that is a bug.
+        distrusted: a worker in its place was found to compute wrongly before.
     """
     if code == 0 or code in STOPPED or finished:
         return "done"
-    if stopping and code in (-signal.SIGTERM, -signal.SIGINT):
+    if stopping and -code in WORKER_STOP_SIGNALS:
         return "asked"
     if code < 0:
         return "fault"
     if failure is None:
         # Nothing of ours ends like that: os._exit() in the user's code, or a broken interpreter.
         return "fault" if progressed else "fatal"
+    if is_corruption(failure):
+        return "fatal" if distrusted else "fault"
     if failure.user_error or failure.type in _FATAL:
         return "fatal"
     return "fault" if failure.victim or progressed else "fatal"
+
+
+def is_corruption(failure: Failure | None) -> bool:
+    """Whether a worker ended because the others found that it computes wrongly."""
+    return failure is not None and failure.type == CorruptionError.__name__
 
 
 def describe_code(code: int) -> str:

@@ -13,7 +13,9 @@ and answers go back the same way::
     {"failed": worker, "error": text}          it could not be forked
     {"exited": pid, "code": code}              minus the signal's number where one killed it
 
-This process lives as long as its agent: when the agent's end closes, it kills what it has forked.
+This process lives as long as its agent: when the agent's end closes, it kills what it has forked. A
+scheduler that stops a job signals every process of it; until the workers have saved they need this one
+and the store host, so only the workers heed that.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from paceline.distributed.process import WORKER_STOP_SIGNALS
 
 _LONGEST = 65536
 
@@ -94,6 +98,8 @@ class Zygote:
             os.close(pidfd)
         if "fork" not in request:
             return lambda: _serve_stores(descriptors[0])
+        for number in WORKER_STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         channel, *log = descriptors
         # A worker that rises to rank 0 later prints to the terminal, wherever it prints now.
         terminal = (os.dup(1), os.dup(2))
@@ -153,6 +159,8 @@ def main(descriptor: int) -> int:
     import paceline.agent.store_host  # noqa: F401
     from paceline.worker import preload
 
+    for number in WORKER_STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     preload()
     # What is here now stays; a child that collects garbage need not copy it.
     gc.collect()

@@ -93,7 +93,7 @@ def resume(
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
     *("checkpoint_every", "keep", "backup_to", "log_every"),
-    *("recover", "max_restarts", "heartbeat", "hang_timeout"),
+    *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
 )
 
 

@@ -2,8 +2,8 @@
 
 The server forks from a process without threads in which torch is imported already, so a worker starts
 in milliseconds and shares torch's memory. A scheduler that ends a job signals every process of it; the
-trainer then still wants the batches of its last steps, so the server does not end on SIGTERM. It ends
-when the trainer has.
+trainer then still wants the batches of its last steps, so the server does not end on SIGTERM or
+SIGUSR1. It ends when the trainer has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ import torch  # noqa: F401
 
 import paceline.data.workers  # noqa: F401
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-# The server is multiprocessing's own and shared: what others start from it ends on SIGTERM as usual.
-os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+_IGNORED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def _heed() -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_DFL)
+
+
+for number in _IGNORED:
+    signal.signal(number, signal.SIG_IGN)
+# The server is multiprocessing's own and shared: what others start from it ends on signals as usual.
+os.register_at_fork(after_in_child=_heed)

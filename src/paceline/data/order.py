@@ -34,6 +34,7 @@ _EPOCH, _SHORT_BLOCK, _CARVE = 1, 2, 3
 _BY_SAMPLE = Shuffle(block=1)
 
 _permutation = functools.lru_cache(maxsize=8)(Permutation)
+_SHOWN = 8  # sample numbers in a message
 
 
 @functools.lru_cache(maxsize=16)
@@ -149,6 +150,16 @@ class DataOrder:
         if not 0 <= shard < len(bounds):
             raise IndexError(f"shard {shard} is not in [0, {len(bounds)}) in step {step}.")
         return self.indices(epoch, *bounds[shard])
+
+    def describe(self, epoch: int, start: int, stop: int) -> str:
+        """The positions [start, stop) of an epoch, and their first sample numbers, in words.
+
+        Raises:
+            IndexError: the range is not within [0, num_samples].
+        """
+        numbers = self.indices(epoch, start, min(stop, start + _SHOWN)).tolist()
+        shown = ", ".join(map(str, numbers)) + (", ..." if stop - start > _SHOWN else "")
+        return f"positions {start} to {stop - 1} of the epoch (samples {shown})"
 
     def _shuffled_blocks(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
         """Blocks of equal size, permuted; the short last block is put in between at a place of its own."""

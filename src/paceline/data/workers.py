@@ -276,9 +276,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _prepare_worker(worker: int) -> None:
-    """Leave it to the trainer when to end: Ctrl-C and a scheduler's SIGTERM reach workers too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Leave it to the trainer when to end: Ctrl-C and a scheduler's signals reach workers too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     offer_stacks()
     threading.Thread(target=_end_with_trainer, daemon=True).start()
 

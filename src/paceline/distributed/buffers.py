@@ -52,6 +52,11 @@ class ShardedBuffers:
             self._restore(self._integers, self._integer_base)
         self._float_base, self._integer_base = [], []
 
+    def reset(self) -> None:
+        """Go back to the base values of the step under way."""
+        self._restore(self._floats, self._float_base)
+        self._restore(self._integers, self._integer_base)
+
     def add_to(
         self,
         float_sums: Sequence[torch.Tensor],
@@ -80,8 +85,7 @@ class ShardedBuffers:
             torch._foreach_add_(list(integer_sums), torch._foreach_sub(now, self._integer_base))
         counts.add_(torch.tensor(changed, device=counts.device))
         if reset:
-            self._restore(self._floats, self._float_base)
-            self._restore(self._integers, self._integer_base)
+            self.reset()
 
     def assign(
         self,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import signal
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, Literal
 
 from paceline import errors
 from paceline.distributed.tether import die_with_parent as die_with_parent
@@ -22,8 +24,57 @@ from paceline.errors import DataError, HangError, PacelineError, PeerLostError, 
 from paceline.run_directory import RunDirectory, write_atomically
 from paceline.stacks import offer_stacks
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a launcher to stop its job."""
+
+WORKER_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a worker to finish its step, save, and end. Slurm warns with SIGUSR1 where it is asked to."""
+
+ECHO_S = 1.0
+"""Within this time a second SIGINT is the first one, on another way: from a terminal and a launcher."""
+
+
+class StopRequests:
+    """Tells the first request to stop from those that change nothing and from the one that ends all.
+
+    Only Ctrl-C (SIGINT) after an earlier request ends at once. Schedulers repeat SIGTERM and SIGUSR1,
+    send them to a launcher and to what it started, and kill by themselves when their patience ends: a
+    state that is being saved by then must not be given up sooner.
+
+    Args:
+        echo_s: for so long after a SIGINT another one is its echo.
+    """
+
+    def __init__(self, echo_s: float = 0.0) -> None:
+        self.first: int | None = None
+        self._echo_s = echo_s
+        self._interrupted_at = -math.inf
+
+    def hear(self, number: int) -> Literal["first", "again", "end"]:
+        """What a signal means: stop in good order, nothing new, or end at once."""
+        now = time.monotonic()
+        echo = number == signal.SIGINT and now - self._interrupted_at < self._echo_s
+        if number == signal.SIGINT and not echo:
+            self._interrupted_at = now
+        if self.first is None:
+            self.first = number
+            return "first"
+        return "end" if number == signal.SIGINT and not echo else "again"
+
+
+def passed_on(number: int) -> signal.Signals:
+    """The signal by which a launcher passes on one that it got: workers know no SIGHUP."""
+    return signal.Signals(number) if number in WORKER_STOP_SIGNALS else signal.SIGTERM
+
+
+def describe_stop(event: Mapping[str, Any], directory: RunDirectory) -> str:
+    """What a ``stopped`` event means to people: why, after which step, and how to go on."""
+    cause = str(event.get("cause", "a signal"))
+    why = "before --walltime was over" if cause == "walltime" else f"by {cause}"
+    return (
+        f"stopped after step {event.get('step', 0)}, {why}; everything is saved. "
+        f"Continue with: paceline resume {directory.path}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +183,8 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
         lines = [
             f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."
         ]
+    elif failure.type == errors.CorruptionError.__name__:
+        lines = [failure.message]  # names the rank itself
     elif failure.type == HangError.__name__:
         # It names the rank to blame, which need not be the one that says so.
         return failure.message

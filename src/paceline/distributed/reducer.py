@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.distributed.aside import Aside
 from paceline.distributed.buffers import ShardedBuffers
 from paceline.distributed.flat import FlatLayout
 from paceline.distributed.group_transport import GroupTransport
+from paceline.distributed.header import ShardSums, StepHeader, add_fields
 from paceline.distributed.shared_memory import SharedMemoryTransport, supported
 from paceline.distributed.transport import LocalTransport, Slot, Transport, add_slot
 from paceline.distributed.tree import Accumulate, ReductionPlan
@@ -20,8 +22,6 @@ from paceline.distributed.world import World
 from paceline.errors import DataError, TaskError
 
 _log = logging.getLogger(__name__)
-_NODE_FIELDS = 4  # samples, weight, loss sum, checksum
-_NO_SHARD = -1.0
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,6 @@ class StepSums:
     finite: bool
 
 
-@dataclass(frozen=True)
-class _ShardSums:
-    """One shard's sums; the loss stays on its device until the step's end, to wait only once."""
-
-    shard: int
-    samples: int
-    weight: torch.Tensor | float
-    loss_sum: torch.Tensor
-    checksum: int
-
-
 class GradientReducer:
     """Sums what the shards of a step contribute, in the plan's order.
 
@@ -66,6 +55,9 @@ class GradientReducer:
     A parameter that no shard uses gets a gradient of zero, not ``None``, on every rank alike.
 
     Buffers are summed beside them, as :class:`~paceline.distributed.buffers.ShardedBuffers` says.
+
+    Attributes:
+        watched: the fingerprint of the shard that :meth:`watch` named; 0 where this rank has not computed it.
 
     Args:
         module: whose parameters and buffers are summed.
@@ -89,16 +81,19 @@ class GradientReducer:
         self.plan = plan
         self._rank = world.rank
         self._activity = world.activity
-        self._row_length = row_length
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
         self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
         self._buffers = ShardedBuffers(module)
         layout = FlatLayout(named, self._buffers.floats, self._buffers.integers, self._buffers.counts)
-        self._header_length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.nodes)
-        self._transport = _make_transport(world, plan, layout, self._header_length, timeout_s)
+        self._header = StepHeader(plan, world.rank, row_length)
+        self._transport = _make_transport(world, plan, layout, self._header.length, timeout_s)
         slots = self._transport.slots
         self._gradients = [layout.gradient_views(slot) for slot in slots]
+        self._aside = Aside(layout, slots[0])
+        self._watch: int | None = None
+        self._check: Callable[[list[Sequence[float]]], None] | None = None
+        self.watched = 0
         self._float_sums = [layout.float_buffer_views(slot) for slot in slots]
         self._integer_sums = [layout.integer_buffer_views(slot) for slot in slots]
         self._counts = [layout.counts_view(slot) for slot in slots]
@@ -119,7 +114,7 @@ class GradientReducer:
         self._accumulated: set[int] | None = None  # parameters with a gradient of the shard under way
         self._shards: list[int] = []  # still to come in this step, the next one last
         self._steps: list[Accumulate] = []
-        self._sums: list[_ShardSums] = []
+        self._sums: list[ShardSums] = []
         self._slot = -1  # where the gradients point
         self._missing: list[int] = []  # gradients each bucket waits for; empty before the last shard
         self._next_bucket = 0
@@ -132,6 +127,7 @@ class GradientReducer:
         self._slot = -1  # somebody may have set gradients to None since
         self._missing = []
         self._next_bucket = 0
+        self._watch, self._check, self.watched = None, None, 0
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise TaskError(
@@ -147,15 +143,48 @@ class GradientReducer:
                 for bucket in range(len(self._buckets)):
                     self._transport.launch(bucket)
 
+    def watch(self, shard: int, check: Callable[[list[Sequence[float]]], None]) -> None:
+        """In the step that was begun, take the fingerprint of one shard, whoever computes it.
+
+        Args:
+            shard: computed aside and then added, to the same bits: in an IEEE sum that began with +0,
+                ``a + (0 + g)`` is ``a + g``.
+            check: called with each rank's row before anything is made of the sums; all ranks give one.
+        """
+        self._watch, self._check = shard, check
+
+    def recompute(
+        self, forward_backward: Callable[[], tuple[torch.Tensor, torch.Tensor | float]], checksum: int
+    ) -> int:
+        """The fingerprint of a shard that is not this rank's, within a step and between shards.
+
+        What the step has summed so far, and the buffers, stay as they are.
+
+        Args:
+            forward_backward: leaves the shard's gradient in the parameters; returns the sums of its
+                losses and of their weights.
+            checksum: of the sample numbers.
+        """
+        self._point_gradients_aside()
+        loss_sum, weight = forward_backward()
+        for index in range(len(self._parameters)):
+            self._collect_replaced_gradient(index, self._slot)
+        self._buffers.reset()
+        self._slot = -1
+        return self._aside.fingerprint(loss_sum, weight, checksum)
+
     def begin_shard(self) -> None:
         """Get ready for the next shard's forward and backward."""
         step = self._steps[-1]
         if step.fresh:
             _zero(self._transport.slots[step.slot])
-        if step.slot != self._slot:
-            self._point_gradients_at(step.slot)
-        if len(self._steps) == 1 and self._transport.overlaps:
-            self._missing = self._bucket_sizes.copy()
+        if self._shards[-1] == self._watch:
+            self._point_gradients_aside()
+        else:
+            if step.slot != self._slot:
+                self._point_gradients_at(step.slot)
+            if len(self._steps) == 1 and self._transport.overlaps:
+                self._missing = self._bucket_sizes.copy()
         self._accumulated = set()
 
     def end_shard(
@@ -164,9 +193,16 @@ class GradientReducer:
         """Take in what the shard left in the gradients and buffers, and its sums."""
         step = self._steps[-1]
         self._accumulated = None
-        self._sums.append(_ShardSums(self._shards.pop(), samples, weight, loss_sum.detach(), checksum))
+        shard = self._shards.pop()
+        self._sums.append(ShardSums(shard, samples, weight, loss_sum.detach(), checksum))
         for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, step.slot)
+            self._collect_replaced_gradient(index, self._slot)
+        if shard == self._watch:
+            self.watched = self._aside.fingerprint(loss_sum, weight, checksum)
+            self._aside.add_to(self._transport.slots[step.slot])
+            self._slot = -1
+            if len(self._steps) == 1 and self._transport.overlaps:
+                self._missing = self._bucket_sizes.copy()
         self._buffers.add_to(
             self._float_sums[step.slot],
             self._integer_sums[step.slot],
@@ -192,17 +228,14 @@ class GradientReducer:
         Raises:
             PeerLostError: a rank went away; gradients and buffers are undefined.
         """
-        assert len(row) == self._row_length
         assert not self._steps, "a shard has not been ended"
-        header = self._header(row)
+        header = self._header.pack(row, self._sums)
         self._activity.enter("all-reduce")
         headers = self._transport.exchange(header)
-        fields_at = 1 + self._row_length
-        sums = [
-            list(headers[rank][fields_at + _NODE_FIELDS * i :][:_NODE_FIELDS])
-            for rank, nodes in enumerate(self.plan.nodes)
-            for i in range(len(nodes))
-        ]
+        rows = self._header.rows(headers)
+        if self._check is not None:
+            self._check(rows)
+        sums = self._header.node_sums(headers)
         present = tuple(fields[0] > 0 for fields in sums)
         if not any(present):
             raise DataError(
@@ -213,7 +246,7 @@ class GradientReducer:
         self._transport.reduce(combine)
         self._activity.leave()
         for into, other in combine.additions:
-            sums[into] = _add(sums[into], sums[other])
+            sums[into] = add_fields(sums[into], sums[other])
         samples, weight, loss_sum, checksum = sums[combine.root]
         if self._slot != 0:
             self._point_gradients_at(0)
@@ -226,8 +259,8 @@ class GradientReducer:
             weight=weight,
             loss=loss_sum / weight if weight else math.nan,
             checksum=int(checksum),
-            rows=[header[1:fields_at] for header in headers],
-            bad_shard=min((int(h[0]) for h in headers if h[0] != _NO_SHARD), default=None),
+            rows=rows,
+            bad_shard=self._header.bad_shard(headers),
             finite=self._divide(weight) and math.isfinite(loss_sum),
         )
 
@@ -249,31 +282,8 @@ class GradientReducer:
             self._gradient_lanes,
         ):
             views.clear()
+        self._aside.close()
         self._transport.close()
-
-    def _header(self, row: Sequence[float]) -> list[float]:
-        """What every rank gets to know of this rank: its first bad shard, its row, its nodes' sums."""
-        nodes = self.plan.nodes[self._rank]
-        shards = [sums.shard for sums in self._sums]
-        weights = _to_host([sums.weight for sums in self._sums])
-        losses = _to_host([sums.loss_sum for sums in self._sums])
-        bad_shard = _NO_SHARD
-        slots = [[0.0] * _NODE_FIELDS for _ in self._transport.slots]
-        # The same additions in the same order as for the gradients, in float64.
-        for step, sums, weight, loss in zip(
-            self.plan.accumulation(self._rank, shards), self._sums, weights, losses, strict=True
-        ):
-            values = [sums.samples, weight, loss, sums.checksum]
-            slots[step.slot] = values if step.fresh else _add(slots[step.slot], values)
-            for into, other in step.merges:
-                slots[into] = _add(slots[into], slots[other])
-            if bad_shard == _NO_SHARD and not (math.isfinite(loss) and math.isfinite(weight)):
-                bad_shard = sums.shard
-        header = [bad_shard, *row]
-        for node, fields in zip(nodes, slots, strict=False):
-            holds_any = any(node.start <= shard < node.stop for shard in shards)
-            header += fields if holds_any else [0.0] * _NODE_FIELDS
-        return header + [0.0] * (self._header_length - len(header))
 
     def _divide(self, weight: float) -> bool:
         """Divide the summed gradients, once; return whether they are finite."""
@@ -291,6 +301,13 @@ class GradientReducer:
         for parameter, gradient in zip(self._parameters, self._gradients[slot], strict=True):
             parameter.grad = gradient
         self._slot = slot
+
+    def _point_gradients_aside(self) -> None:
+        slot = len(self._transport.slots)
+        if len(self._gradients) == slot:
+            self._gradients.append(self._aside.views())
+        self._aside.zero()
+        self._point_gradients_at(slot)
 
     def _collect_replaced_gradient(self, index: int, slot: int) -> None:
         """Autograd adds out of place under ``create_graph``: put such a gradient back into the slot."""
@@ -335,18 +352,6 @@ class GradientReducer:
             slots[into][bucket.dtype][stretch].add_(slots[other][bucket.dtype][stretch])
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
-
-
-def _add(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(left, right, strict=True)]
-
-
-def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Numbers of zero-dimensional tensors, waiting once for a GPU instead of once for each."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
-        return [float(number) for number in torch.stack(tensors).tolist()]
-    return [float(value) for value in values]
 
 
 def _zero(slot: Slot) -> None:

@@ -77,7 +77,8 @@ def first_failure(directory: RunDirectory | None, exits: Sequence[Exit]) -> Fail
         if directory is not None and end.rank is not None:
             recorded = read_failure(directory.error_of(end.rank))
         if recorded is not None:
-            failures.append(recorded)
+            if recorded.exit_code not in STOPPED:  # else it was done, and was killed on its way out
+                failures.append(recorded)
         elif not end.stopped:
             failures.append(_unrecorded(directory, end))
     return min(failures, key=lambda failure: (failure.victim, failure.time, failure.rank), default=None)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from paceline.config import RunConfig, parse_duration_s, parse_nodes, parse_nproc
+from paceline.distributed.process import describe_stop
 from paceline.errors import ConfigError
 from paceline.job import Job, default_run_path
 from paceline.launchers.base import JobSpec, Recovery, Rendered, get_launcher
@@ -114,11 +115,7 @@ def launch(job: Job, *, joins: bool = False) -> tuple[int, RunDirectory]:
         last = directory.read_events()[-1:]
         # Interrupted before its ranks had met, a job has saved nothing.
         if last and last[0]["event"] == "stopped":
-            print(
-                "paceline: stopped, as asked; everything is saved. "
-                f"Continue with: paceline resume {directory.path}",
-                file=sys.stderr,
-            )
+            print(f"paceline: {describe_stop(last[0], directory)}", file=sys.stderr)
     return code, directory
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.distributed import tether
-from paceline.distributed.process import STOP_SIGNALS, signals_handled
+from paceline.distributed.process import STOP_SIGNALS, StopRequests, passed_on, signals_handled
 from paceline.errors import LaunchError
 from paceline.launchers.base import Rendered, RenderedProcess
 from paceline.launchers.failures import STOPPED, Exit, conclude, expand
@@ -54,6 +54,7 @@ class SupervisedJob:
         self._death_signal = death_signal
         self._running: list[_Running] = []
         self._exits: list[Exit] = []
+        self._requests = StopRequests()
         self._signal: int | None = None
         self._stopping = False
         self._deadline: float | None = None
@@ -173,11 +174,12 @@ class SupervisedJob:
         return code
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None:
-            self._signal = number
-            self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        else:
-            self._kill_all()
+        match self._requests.hear(number):
+            case "first":
+                self._signal = number
+                self._send(passed_on(number))
+            case "end":
+                self._kill_all()
 
     def _conclude(self) -> int:
         exits = [under for end in self._exits for under in expand(end, self._directory)]

@@ -12,6 +12,8 @@ from paceline.launchers.base import JobSpec, Launcher, Rendered, RenderedProcess
 from paceline.launchers.supervision import SupervisedJob
 from paceline.run_directory import RunDirectory
 
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
 
 class TorchrunLauncher(Launcher):
     """Starts torchrun's agent here; on several machines it is run on each.
@@ -41,6 +43,8 @@ class TorchrunLauncher(Launcher):
             title=f"torchrun, {spec.nproc} processes",
             argv=(
                 *(spec.python, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={spec.nproc}"),
+                # Its default lacks Slurm's warning, of which it would die, and its workers with it.
+                f"--signals-to-handle={_SIGNALS}",
                 *(*restarts, *spec.command),
             ),
             env={**spec.thread_variables(), **own_store, **spec.env},

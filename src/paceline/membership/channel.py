@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -206,6 +207,11 @@ class Channel:
         except ConnectionError:
             return None
         return decode(content) if content else None
+
+    def finish(self) -> None:
+        """Send no more; the other end reads an end of file, and this one still receives."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close this end; the other one reads its end of file."""

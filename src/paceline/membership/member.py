@@ -113,6 +113,10 @@ class Member:
         pulse = self.pulse
         self._channel.send(Beat(pulse.step, pulse.version, pulse.phase, self.activity.overdue))
 
+    def leave(self) -> None:
+        """Tell the agent that this process is about to end: its interpreter may take seconds, in silence."""
+        self._channel.finish()
+
     def joined(self, generation: int) -> None:
         """Tell the agent that this worker holds the state of its view."""
         self.beat()

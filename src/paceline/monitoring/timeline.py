@@ -13,7 +13,6 @@ Evaluations and saves are what the user asked for, and count as good.
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -263,8 +262,12 @@ def describe(event: Event) -> str:
             return f"asked to go from {before} to {_workers(target)}"
         case {"event": "gather"}:
             return "asked to go on only with all that there should be"
-        case {"event": "stopped", "signal": int(number)} if number in signal.valid_signals():
-            return f"stopped by {signal.Signals(number).name}; everything is saved"
+        case {"event": "stopped", "cause": "walltime"}:
+            return "stopped before --walltime was over; everything is saved"
+        case {"event": "stopped", "cause": cause}:
+            return f"stopped by {cause}; everything is saved"
+        case {"event": "corruption", "sentence": sentence}:
+            return f"{sentence} The step is not applied"
         case {"event": "failed", "error": error}:
             who = event.get("rank", event.get("slot"))
             return f"failed: {error}" if who is None else f"failed in rank {who}: {error}"

@@ -82,24 +82,29 @@ class Strategy(Protocol):
 
 
 class ReducerStrategy:
-    """Every rank holds the whole model, and the :class:`GradientReducer` sums the gradients."""
+    """Every rank holds the whole model, and the :class:`GradientReducer` sums the gradients.
+
+    Attributes:
+        plan: who computes which shard.
+        reducer: what sums.
+    """
 
     needs_backward = False
 
     def __init__(self, module: nn.Module, world: World, options: StrategyOptions) -> None:
-        plan = ReductionPlan(sum(options.shares), world.world_size, options.kind, options.shares)
+        plan = self.plan = ReductionPlan(sum(options.shares), world.world_size, options.kind, options.shares)
         self.module = module
         self.model: nn.Module = compiled(module) if options.compile else module
         self.shards = plan.shards_of(world.rank)
-        self._reducer = GradientReducer(
+        self.reducer = GradientReducer(
             module, plan, world, row_length=options.row_length, timeout_s=options.timeout_s
         )
 
     def begin_step(self, present: Sequence[int]) -> None:
-        self._reducer.begin(present)
+        self.reducer.begin(present)
 
     def begin_shard(self) -> None:
-        self._reducer.begin_shard()
+        self.reducer.begin_shard()
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -107,16 +112,16 @@ class ReducerStrategy:
     def end_shard(
         self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
     ) -> None:
-        self._reducer.end_shard(samples, weight, loss_sum, checksum)
+        self.reducer.end_shard(samples, weight, loss_sum, checksum)
 
     def finish_step(self, row: Sequence[float]) -> StepSums:
-        return self._reducer.finish(row)
+        return self.reducer.finish(row)
 
     def abandon(self) -> None:
-        self._reducer.abandon()
+        self.reducer.abandon()
 
     def close(self) -> None:
-        self._reducer.close()
+        self.reducer.close()
 
 
 def compiled(module: nn.Module) -> nn.Module:

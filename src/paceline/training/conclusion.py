@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.checkpoint.storage import find_version
 from paceline.monitoring.phases import OUTSIDE_STEPS
 from paceline.monitoring.writers import finite
 from paceline.strategies.selection import strategy_name
+from paceline.training.evaluation import EvaluationStopped
 from paceline.training.trainer import Trainer
 
 
@@ -26,6 +28,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the best model's checkpoint is damaged.
+        StopRequested: somebody asked for it; the run is trained, and concluded when it is resumed.
     """
     run, world, progress = trainer.run, trainer.world, trainer.state.progress
     config = run.config
@@ -42,7 +45,10 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         with closing(test):
             _load_best(trainer)
             trainer.monitor.activity("evaluating test")
-            metrics["test"] = test.run(world, trainer.state.evaluated_module)
+            try:
+                metrics["test"] = test.run(world, trainer.state.evaluated_module, trainer.stop_asked)
+            except EvaluationStopped as stopped:
+                trainer.stop(stopped.stop)
             trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
     phases = trainer.phases()
     return {
@@ -61,7 +67,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
         "model_sha256": sha256,
-        "restarts": world.generation,
+        **world.broadcast_json(starts(run.directory.read_events()) if world.rank == 0 else None),
         "seconds": round(seconds, 3),
         "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
         "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
@@ -70,6 +76,14 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "device": str(run.device.type),
         "torch": str(torch.__version__),
     }
+
+
+def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How often a run was started again, and how often its group was formed anew after a fault."""
+    views = {event["generation"]: bool(event.get("recovery")) for event in events if event["event"] == "view"}
+    # Where nobody survives, a view starts from a checkpoint: a recovery, and no job of its own.
+    started = [e for e in events if e["event"] == "started" and e["generation"] not in views]
+    return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
 
 
 def _load_best(trainer: Trainer) -> None:

@@ -1,8 +1,8 @@
 """What one rank decides alone, made known to all: the control word.
 
-A signal, a save that is due by the clock or the end of a stream is seen by one rank at its own
-time. Each puts it into its row of the step's reduction; after the step all ranks read the same
-rows, and obey alike.
+A signal, the end of --walltime, a save that is due by the clock or the end of a stream is seen by one
+rank at its own time. Each puts it into its row of the step's reduction; after the step all ranks read
+the same rows, and obey alike.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from paceline.distributed.process import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.monitoring.telemetry import ROW_WIDTH
 from paceline.training.balance import SPEED_WIDTH
 
-_CONTROL_WIDTH = 4
+_CONTROL_WIDTH = 6
 ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
 """Numbers in a rank's row: the control word, then its status and its speed."""
+
+WALLTIME = 1000
+"""What asks for a stop where no signal does: no signal has this number."""
 
 _NO_STATUS = [0.0] * ROW_WIDTH
 _NO_SPEED = [0.0] * SPEED_WIDTH
@@ -31,16 +35,20 @@ class Control:
     """The control word of one rank, or the merged one of all.
 
     Attributes:
-        stop: the number of the signal that asks for a stop, 0 for none.
+        stop: the number of the signal that asks for a stop, or ``WALLTIME``; 0 for none.
         save: a save is due by the clock.
         more: there is another step's data in this epoch (streams; else always true).
         reform: the ranks shall leave their group after this step, for another one.
+        computed, recomputed: fingerprints of the shard that is verified in this step: of the rank that has
+            it, and of another one; 0 elsewhere.
     """
 
     stop: int = 0
     save: bool = False
     more: bool = True
     reform: bool = False
+    computed: int = 0
+    recomputed: int = 0
 
     def row(self, status: Sequence[float] | None = None, speed: Sequence[float] | None = None) -> list[float]:
         """The rank's row, with its status where a record is due, and its speed where it has one to tell."""
@@ -49,6 +57,8 @@ class Control:
             float(self.save),
             float(self.more),
             float(self.reform),
+            float(self.computed),
+            float(self.recomputed),
             *(_NO_STATUS if status is None else status),
             *(_NO_SPEED if speed is None else speed),
         ]
@@ -61,6 +71,8 @@ def merge(rows: Sequence[Sequence[float]]) -> Control:
         save=any(row[1] for row in rows),
         more=any(row[2] for row in rows),
         reform=any(row[3] for row in rows),
+        computed=int(max(row[4] for row in rows)),
+        recomputed=int(max(row[5] for row in rows)),
     )
 
 
@@ -79,15 +91,22 @@ _entered: list[StopSignals] = []
 
 
 class StopSignals:
-    """Turns SIGTERM and SIGINT into a flag; a second signal ends the process at once.
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag; Ctrl-C after one of them ends the process at once.
 
     Python runs handlers in the main thread, and not while that is inside C++ (a long operation, a
     wait for a dead peer). So a thread of its own reads the signals' numbers from a pipe, and
-    counts them. Outside the main thread signals cannot be handled, and none is.
+    judges them. Outside the main thread signals cannot be handled, and none is.
+
+    Args:
+        launched: another process may pass on what a terminal sends to this one, too.
+
+    Attributes:
+        received: the number of the first signal, 0 for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, launched: bool = False) -> None:
         self.received = 0
+        self._requests = StopRequests(ECHO_S if launched else 0.0)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -97,7 +116,7 @@ class StopSignals:
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._watcher = threading.Thread(target=self._watch, name="paceline-signals", daemon=True)
             self._watcher.start()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in WORKER_STOP_SIGNALS:
                 self._before[number] = signal.signal(number, self._on_signal)
             _entered.append(self)
         return self
@@ -119,26 +138,29 @@ class StopSignals:
         self.received = self.received or number
 
     def _watch(self) -> None:
-        is_second = False
         while (content := os.read(self._pipe[0], 1)) != _END:
-            if content[0] in (signal.SIGTERM, signal.SIGINT):
-                if is_second:
+            if content[0] in WORKER_STOP_SIGNALS:
+                if self._requests.hear(content[0]) == "end":
                     os._exit(128 + content[0])
                 self.received = self.received or content[0]
-                is_second = True
 
 
 def _let_go() -> None:
     """A forked child's signals are its own: they neither reach its parent's pipe nor only set a flag."""
     if _entered:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in WORKER_STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_let_go)
 
 
-def exit_code(number: int) -> int:
-    """What a run that was stopped by a signal exits with: 130 after Ctrl-C, else 75, "run me again"."""
-    return 130 if number == signal.SIGINT else 75
+def exit_code(stop: int) -> int:
+    """What a run that was stopped exits with: 130 after Ctrl-C, else 75, "run me again"."""
+    return 130 if stop == signal.SIGINT else 75
+
+
+def cause(stop: int) -> str:
+    """What asked for a stop, in a word: "walltime", or the signal's name."""
+    return "walltime" if stop == WALLTIME else signal.Signals(stop).name

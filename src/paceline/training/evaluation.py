@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,11 +18,25 @@ from paceline.task import Loss, Task
 from paceline.training.randomness import seed_evaluation
 from paceline.training.whole_metrics import WholeMetrics
 
+_GLANCE_S = 0.5
+
 
 class Autocast(Protocol):
     """Makes a fresh mixed-precision context."""
 
     def __call__(self) -> AbstractContextManager[Any]: ...
+
+
+class EvaluationStopped(Exception):
+    """The ranks left an evaluation together, before its end, because they were asked to stop.
+
+    Attributes:
+        stop: what asked, as in the control word.
+    """
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(stop)
+        self.stop = stop
 
 
 class Evaluator:
@@ -49,10 +64,16 @@ class Evaluator:
         self._whole = WholeMetrics(task, device)
 
     @torch.no_grad()
-    def run(self, world: World, module: nn.Module) -> dict[str, float]:
+    def run(self, world: World, module: nn.Module, stop: Callable[[], int]) -> dict[str, float]:
         """Metrics by name, among them ``loss``. All ranks of ``world`` evaluate together.
 
+        Args:
+            world: the ranks.
+            module: what is evaluated.
+            stop: asked now and then; if it answers anything but 0 on any rank, all of them stop.
+
         Raises:
+            EvaluationStopped: they stopped; the module is as it was.
             TaskError: the task's metrics are not what they should be.
             PeerLostError: a rank is gone.
         """
@@ -64,7 +85,18 @@ class Evaluator:
         mine = range(world.rank, num_blocks, computing) if world.rank < computing else range(0)
         blocks = self._batches.read(mine)
         sums: dict[str, list[tuple[float, float]]] = {}
-        for _ in range(0, num_blocks, computing):
+        rounds = -(-num_blocks // computing)
+        began, glance_at = time.perf_counter(), 1
+        for number in range(rounds):
+            if number == glance_at:
+                # Rank 0 says when to look again, so that all do so after the same block.
+                round_s = (time.perf_counter() - began) / number
+                seen = world.all_gather_json([stop(), max(1, int(_GLANCE_S / round_s))])
+                glance_at += seen[0][1]
+                asked = max(of_rank[0] for of_rank in seen)
+                if asked:
+                    module.train(was_training)
+                    raise EvaluationStopped(asked)
             arguments = None
             world.activity.move("evaluation")
             batch = next(blocks, None)

@@ -28,9 +28,7 @@ def describe_non_finite(
         what = f"the loss of {step} is NaN or infinite in shard {sums.bad_shard}"
         if order is not None:
             start, stop = order.shard_bounds(progress.step_in_epoch)[sums.bad_shard]
-            numbers = order.indices(progress.epoch, start, stop).tolist()
-            shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-            what += f", positions {start} to {stop - 1} of the epoch (samples {shown})"
+            what += f", {order.describe(progress.epoch, start, stop)}"
     return (
         f"{what}. The step was not applied; checkpoints hold the state before it. "
         f"Mend the samples or the loss, then continue with: paceline resume {directory.path}. "

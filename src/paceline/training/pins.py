@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from paceline.config import RunConfig
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def numerics_kept() -> Iterator[None]:
+    """Put back at exit what :func:`configure_numerics` sets: a script may go on after its training."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    workspace = os.environ.get(_WORKSPACE)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
+
 
 def configure_numerics(config: RunConfig, threads: int) -> None:
-    """Set what makes equal inputs give equal bits, for the whole process."""
+    """Set what makes equal inputs give equal bits, for the whole process; see :func:`numerics_kept`."""
     torch.set_num_threads(threads)
     exact = config.reduction == "exact"
     torch.backends.cudnn.benchmark = not exact
     if exact:
         # Read by cuBLAS when its first handle is made.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling every torch.empty() would cost more than it could ever find.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

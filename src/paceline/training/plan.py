@@ -19,6 +19,7 @@ CHANGEABLE = frozenset(
         *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
         *("recover", "max_restarts", "heartbeat", "hang_timeout"),
+        *("walltime", "verify_every"),
         *("checkpoint_every", "keep", "backup_to", "log_every", "profile", "set", "task", "accumulate"),
         "balance",
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
-from paceline.config import RunConfig, config_from_mapping
+from paceline.config import RunConfig, config_from_mapping, parse_duration_s
 from paceline.errors import RunDirectoryError, TaskError
 from paceline.run_directory import RunDirectory
 from paceline.task import (
@@ -25,6 +25,7 @@ from paceline.task import (
     task_fields,
 )
 from paceline.training.control import StopSignals
+from paceline.training.deadline import Deadline
 from paceline.training.pins import configure_numerics, current_pins
 from paceline.training.plan import DataPlan, check_world, continued, plan_data, resolve
 from paceline.training.run import Run
@@ -38,6 +39,7 @@ class Request:
         config: the options.
         given: the names of those that were asked for.
         task: the task itself, where a script has built it; else ``config.task`` names it.
+        started: when the job began, in seconds since the epoch.
         default_threads: CPU threads of this process, where neither options nor the run's record say.
         quiet: show nothing on the terminal.
     """
@@ -45,6 +47,7 @@ class Request:
     config: RunConfig
     given: frozenset[str]
     task: Task | None
+    started: float
     default_threads: int
     quiet: bool
 
@@ -81,6 +84,7 @@ def prepare(
         # Recorded, and so the same for whoever continues the run from another folder.
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     configure_numerics(config, threads)
+    walltime_s = None if config.walltime is None else parse_duration_s(config.walltime, "walltime")
     run = Run(
         task=task,
         task_name=spec,
@@ -90,6 +94,7 @@ def prepare(
         processes=processes,
         directory=directory,
         signals=signals,
+        deadline=Deadline(walltime_s, request.started),
         quiet=request.quiet,
     )
     return run, notes

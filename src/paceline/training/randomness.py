@@ -10,7 +10,7 @@ import torch
 from paceline.data.permutation import derive_key
 
 # Tags 1 to 9 belong to the order of the data.
-_MODEL, _SHARD, _EVALUATION = 11, 12, 13
+_MODEL, _SHARD, _EVALUATION, _VERIFICATION = 11, 12, 13, 14
 
 
 def seed_model(seed: int) -> None:
@@ -26,6 +26,11 @@ def seed_shard(seed: int, step: int, shard: int) -> None:
 def seed_evaluation(seed: int, block: int) -> None:
     """Before an evaluation batch."""
     _seed(derive_key(seed, _EVALUATION, block))
+
+
+def verification_key(seed: int, step: int) -> int:
+    """Decides which shard of a step is verified, and by whom: a 64-bit number, and no state."""
+    return derive_key(seed, _VERIFICATION, step)
 
 
 def _seed(key: int) -> None:

@@ -6,21 +6,31 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from paceline.config import RunConfig
 from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
+from paceline.distributed.world import World
+from paceline.monitoring.monitor import Monitor
 from paceline.run_directory import RunDirectory, backup_path
+from paceline.strategies.base import Strategy, StrategyOptions
+from paceline.strategies.selection import build_strategy
 from paceline.task import Task
-from paceline.training.control import StopSignals
+from paceline.training.control import ROW_LENGTH, StopSignals
+from paceline.training.deadline import Deadline
 from paceline.training.evaluation import Evaluator
 from paceline.training.plan import DataPlan
 
+if TYPE_CHECKING:
+    from paceline.monitoring.profiler import StepProfiler
+
+_STEP_TIMEOUT_S = 1800.0
 _EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
 _AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,6 +46,7 @@ class Run:
         processes: how many share this machine.
         directory: on rank 0's machine at least.
         signals: who asks for a stop.
+        deadline: when the job has to stop by itself.
         quiet: show nothing on the terminal.
     """
 
@@ -47,6 +58,7 @@ class Run:
     processes: int
     directory: RunDirectory
     signals: StopSignals
+    deadline: Deadline
     quiet: bool
 
     @cached_property
@@ -77,8 +89,11 @@ class Run:
             return nullcontext()
         return torch.autocast(self.device.type, _AMP_DTYPES[self.config.precision])
 
-    def build_loader(self) -> Loader:
+    def build_loader(self, *, workers: int | None = None) -> Loader:
         """The training data.
+
+        Args:
+            workers: processes that read it; by default as the options say.
 
         Raises:
             DataError: the dataset cannot be read.
@@ -100,7 +115,9 @@ class Run:
             data.order,
             seed=self.config.seed,
             device=self.device,
-            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes),
+            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes)
+            if workers is None
+            else workers,
             collate=task.collate,
             index_map=None if data.carved is None else data.carved.train,
         )
@@ -129,3 +146,42 @@ class Run:
             split=split,
         )
         return Evaluator(task, self.device, batches, seed=self.config.seed, autocast=self.autocast)
+
+    def build_strategy(self, module: nn.Module, world: World, shares: tuple[int, ...]) -> Strategy:
+        """The strategy, with the model in it; all ranks of ``world`` build it together.
+
+        Raises:
+            ConfigError: it cannot work with so many processes.
+        """
+        options = StrategyOptions(
+            shares=shares,
+            kind="exact" if self.config.reduction == "exact" else "fast",
+            row_length=ROW_LENGTH,
+            timeout_s=_STEP_TIMEOUT_S,
+            compile=self.config.compile,
+            static_graph=self.task.static_graph,
+        )
+        return build_strategy(module, world, self.config, options)
+
+    def build_monitor(self, world: World, first_step: int) -> Monitor:
+        """What shows and records this rank's progress from a step on."""
+        return Monitor(
+            self.directory,
+            rank=world.rank,
+            world_size=world.world_size,
+            computing=world.num_computing,
+            total_steps=self.data.total_steps,
+            steps_per_epoch=self.data.steps_per_epoch,
+            first_step=first_step,
+            log_every=self.config.log_every,
+            quiet=self.quiet,
+            device=self.device,
+        )
+
+    def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
+        """The profiler that ``--profile`` asks for."""
+        if not self.config.profile:
+            return None
+        from paceline.monitoring.profiler import profile_steps
+
+        return profile_steps(self.directory, steps=self.config.profile, first=first_step, monitor=monitor)

@@ -15,7 +15,7 @@ from typing import Any, Self
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import holds_version, newest_verified
-from paceline.config import Interval, parse_interval
+from paceline.config import parse_interval
 from paceline.data.ledger import LedgerEntry, recorded_until, superseded_at
 from paceline.data.ledger_writer import LedgerWriter
 from paceline.distributed.reducer import StepSums
@@ -24,6 +24,7 @@ from paceline.distributed.world import World
 from paceline.errors import CheckpointError, NotSavedError, UnwritableError
 from paceline.training.pins import current_pins
 from paceline.training.run import Run
+from paceline.training.schedule import is_due
 from paceline.training.state import Progress
 
 _log = logging.getLogger(__name__)
@@ -35,13 +36,6 @@ _MOST_UNSURE_BYTES = 2**20  # of the ledger, which a run that never saves would 
 _FLUSH_EVERY = 64
 RECENT_STEPS = 4 * _FLUSH_EVERY
 """How many steps' ledger entries each rank keeps: more than a dead rank 0 can have kept to itself."""
-
-
-def is_due(every: Interval, progress: Progress) -> bool:
-    """Whether something that happens ``every`` so many steps or epochs is due now."""
-    if every.steps is not None:
-        return progress.step % every.steps == 0
-    return every.epochs is not None and progress.step_in_epoch == 0 and progress.epoch % every.epochs == 0
 
 
 def insist(write: Callable[[], None]) -> None:
@@ -83,6 +77,9 @@ class Saver:
         checkpointer: this process's; it goes on writing when the world is left.
         copies: the last rank keeps a copy of the best model in memory, in case that rank 0 dies before
             it has written it.
+
+    Attributes:
+        save_s: the longest time from the beginning of a save to its commit so far.
     """
 
     def __init__(
@@ -104,6 +101,7 @@ class Saver:
         self._pins = current_pins(run.config, run.device)
         self._saved_version: int | None = None
         self._saved_at = time.monotonic()
+        self.save_s = 0.0
         self._ledger: LedgerWriter | None = None
         self._ledger_fails = False
         if world.rank == 0:
@@ -285,12 +283,14 @@ class Saver:
         """A checkpoint counts only with the ledger of all its steps on disk."""
         ledger, directory, generation = self._ledger, self._run.directory.ledger, self._world.generation
         assert ledger is not None
+        began = time.monotonic()
 
         def flush() -> None:
             later = superseded_at(directory, generation)
             if later is not None and later < version:
                 raise _SupersededError(f"the run went on from state version {later}, without {version}.")
             ledger.flush(sync=True)
+            self.save_s = max(self.save_s, time.monotonic() - began)
 
         return flush
 

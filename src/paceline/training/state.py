@@ -224,11 +224,17 @@ def _trainable(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _build_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) -> Any:
-    if total_steps is None and type(task).build_scheduler is not Task.build_scheduler:
-        raise TaskError(
-            "a scheduler needs the number of steps, and a stream has no length. Give --max-steps."
-        )
-    return task.build_scheduler(optimizer, total_steps or 0)
+    if total_steps is not None:
+        return task.build_scheduler(optimizer, total_steps)
+    # Only what follows evaluations can do without the number of steps.
+    needs = "a scheduler needs the number of steps, and a stream has no length. Give --max-steps."
+    try:
+        scheduler = task.build_scheduler(optimizer, 0)
+    except (ValueError, ZeroDivisionError) as error:
+        raise TaskError(f"{needs} (With 0 steps, build_scheduler fails: {error})") from error
+    if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau):
+        raise TaskError(needs)
+    return scheduler
 
 
 def _gradient_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from paceline.config import Interval, parse_interval
 from paceline.data.ledger import LedgerEntry
 from paceline.data.stream import StreamLoader
 from paceline.data.workers import data_workers
+from paceline.distributed.process import describe_stop
 from paceline.distributed.reducer import StepSums
 from paceline.distributed.shares import Speed
 from paceline.distributed.world import World
-from paceline.errors import NonFiniteLossError, PeerLostError, StopRequested, TaskError
+from paceline.errors import ConfigError, NonFiniteLossError, PeerLostError, StopRequested
 from paceline.membership.member import Member
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PHASES
-from paceline.strategies.base import Strategy, StrategyOptions
-from paceline.strategies.selection import build_strategy
+from paceline.strategies.base import Strategy
 from paceline.training import control
 from paceline.training.balance import ShareBalance
 from paceline.training.checkpointing import open_checkpointer
-from paceline.training.evaluation import Evaluator, as_loss
+from paceline.training.evaluation import EvaluationStopped, Evaluator
 from paceline.training.judge import Judge
 from paceline.training.non_finite import describe_non_finite
-from paceline.training.randomness import seed_model, seed_shard
+from paceline.training.randomness import seed_model
 from paceline.training.run import Run
-from paceline.training.saving import RECENT_STEPS, Saver, is_due
+from paceline.training.saving import RECENT_STEPS, Saver
+from paceline.training.schedule import Schedule
 from paceline.training.state import TrainingState, built_model
+from paceline.training.step import SpareBatch, shard_loss
+from paceline.training.verification import Verifier, require_verifiable
 
 if TYPE_CHECKING:
     from paceline.monitoring.profiler import StepProfiler
-
-_STEP_TIMEOUT_S = 1800.0
 
 
 class Trainer:
@@ -55,7 +56,8 @@ class Trainer:
         recent: the last steps' ledger entries.
         samples: of the steps that this process took part in.
         checkpointer: writes its checkpoints, in whichever world it is rank 0.
-        world: the ranks; from :meth:`attach` on, like ``strategy``, ``monitor``, ``saver``, ``profiler``.
+        world: the ranks; from :meth:`attach` on, like ``balance``, ``strategy``, ``verifier``,
+            ``monitor``, ``saver``, ``profiler``.
 
     Args:
         run: what is trained.
@@ -71,8 +73,10 @@ class Trainer:
     monitor: Monitor
     saver: Saver
     profiler: StepProfiler | None
+    verifier: Verifier | None
 
     def __init__(self, run: Run, member: Member | None = None) -> None:
+        require_verifiable(run)
         self.run = run
         self._member = member
         self._resources = ExitStack()
@@ -89,8 +93,8 @@ class Trainer:
             self._resources.enter_context(closing(self.evaluator))
         self.judge = Judge(run.config)
         self.checkpointer = self._resources.enter_context(open_checkpointer(run))
-        self._spare_batch: Any = None
-        self._evaluate_every = parse_interval(run.config.eval_every, "eval_every", allow_time=False)
+        self.schedule = Schedule(run.config, run.data)
+        self._spare = SpareBatch(run)
 
     def __enter__(self) -> Trainer:
         return self
@@ -168,37 +172,19 @@ class Trainer:
             directory=run.directory,
         )
         self._build_strategy()
+        self.verifier = None
+        if run.config.verify_every:
+            self.verifier = stack.enter_context(closing(Verifier(run, world, self.state)))
         stack.callback(lambda: self.strategy.close())
         stack.callback(lambda: self.strategy.abandon())
-        self.monitor = stack.enter_context(
-            Monitor(
-                run.directory,
-                rank=world.rank,
-                world_size=world.world_size,
-                computing=world.num_computing,
-                total_steps=run.data.total_steps,
-                steps_per_epoch=run.data.steps_per_epoch,
-                first_step=progress.step,
-                log_every=run.config.log_every,
-                quiet=run.quiet,
-                device=run.device,
-            )
-        )
+        self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
         stack.callback(self._keep_phases)
         self.saver = stack.enter_context(
             Saver(run, world, progress, self.recent, self.checkpointer, copies=self._member is not None)
         )
-        self.profiler = None
-        if run.config.profile:
-            from paceline.monitoring.profiler import profile_steps
-
-            self.profiler = stack.enter_context(
-                closing(
-                    profile_steps(
-                        run.directory, steps=run.config.profile, first=progress.step, monitor=self.monitor
-                    )
-                )
-            )
+        self.profiler = run.build_profiler(self.monitor, progress.step)
+        if self.profiler is not None:
+            stack.enter_context(closing(self.profiler))
         self.strategy.module.train()
         self.monitor.timer.mark("other")
         self.balance.watch(self.monitor.timer, run.device, progress.step)
@@ -206,15 +192,7 @@ class Trainer:
         self._beat()
 
     def _build_strategy(self) -> None:
-        options = StrategyOptions(
-            shares=self.balance.shares,
-            kind="exact" if self.run.config.reduction == "exact" else "fast",
-            row_length=control.ROW_LENGTH,
-            timeout_s=_STEP_TIMEOUT_S,
-            compile=self.run.config.compile,
-            static_graph=self.run.task.static_graph,
-        )
-        self.strategy = build_strategy(self.state.module, self.world, self.run.config, options)
+        self.strategy = self.run.build_strategy(self.state.module, self.world, self.balance.shares)
 
     def detach(self) -> None:
         """Leave the world, as far as it was attached: the state is what it was after the last whole step.
@@ -241,7 +219,8 @@ class Trainer:
             Whether the end is reached; else the ranks left together, after a step, for another world.
 
         Raises:
-            StopRequested: a signal asked for it; the state is saved.
+            StopRequested: a signal or the end of --walltime asked for it; the state is saved.
+            CorruptionError, IrreproducibleStepError: two ranks computed different gradients for a shard.
             NonFiniteLossError: a loss or gradient was NaN or infinite; that step was not applied.
             CheckpointError: the last checkpoint could not be written.
             PeerLostError: a rank is gone; :meth:`detach` leaves the state of the last whole step.
@@ -250,12 +229,14 @@ class Trainer:
         if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
             self._save()
         self.world.activity.begin("first step")
-        while not self._finished():
+        while not self.schedule.finished(self.state.progress):
+            began = time.monotonic()
             sums = self._step()
+            self.run.deadline.step_took(time.monotonic() - began)
             word = control.merge(sums.rows)
             self.state.progress.epoch_ended = not word.more
             if word.stop:
-                self._stop(word.stop)
+                self._save_and_stop(word.stop)
             if word.reform:
                 return False
             improved = self._settle()
@@ -276,21 +257,15 @@ class Trainer:
         microbatches = self.loader.fetch(progress.epoch, progress.step_in_epoch, strategy.shards)
         mark("data")
 
-        self.balance.begin()
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
+        if self.verifier is not None:
+            self.verifier.begin_step(strategy)
+            mark("other")
+        self.balance.begin()
         for microbatch in microbatches:
             move("forward")
             strategy.begin_shard()
-            seed_shard(run.config.seed, progress.step, microbatch.shard)
-            with run.autocast():
-                loss = as_loss(
-                    run.task, run.task.loss(strategy.model, microbatch.batch), microbatch.num_samples
-                )
-            if not loss.sum.requires_grad:
-                raise TaskError(
-                    f"{type(run.task).__name__}.loss does not depend on the model's parameters, so it has no "
-                    "gradient. Do not detach it, and do not turn it into a number."
-                )
+            loss = shard_loss(run, strategy.model, progress.step, microbatch)
             mark("forward")
             move("backward")
             strategy.backward(self.state.scaled(loss.sum))
@@ -298,10 +273,7 @@ class Trainer:
             mark("backward")
         self.balance.end(len(microbatches))
         if strategy.needs_backward:
-            if microbatches:
-                self._spare_batch = microbatches[-1].batch
-            else:
-                self._backward_of_nothing()
+            self._spare.take_part(strategy, microbatches, progress.epoch)
 
         move("reduction")
         sums = strategy.finish_step(self._control().row(self._status(), self.balance.row(progress.step)))
@@ -348,13 +320,13 @@ class Trainer:
         them, and makes them when it is resumed.
         """
         progress = self.state.progress
-        if self._epoch_ends():
+        if self.schedule.epoch_ends(progress):
             progress.epoch += 1
             progress.step_in_epoch = 0
             progress.epoch_ended = False
             progress.version += 1
             self.saver.flush_ledger()
-        if self.evaluator is None or not self._evaluation_is_due():
+        if self.evaluator is None or not self.schedule.evaluation_is_due(progress):
             return False
         return self._evaluate(self.evaluator)
 
@@ -362,7 +334,14 @@ class Trainer:
         progress = self.state.progress
         self.world.activity.begin("evaluation")
         self.monitor.activity("evaluating val")
-        metrics = evaluator.run(self.world, self.state.evaluated_module)
+        began = time.monotonic()
+        try:
+            metrics = evaluator.run(self.world, self.state.evaluated_module, self.stop_asked)
+        except EvaluationStopped as stopped:
+            # It changed nothing, and is made again when the run goes on.
+            self._save_and_stop(stopped.stop)
+        finally:
+            self.run.deadline.evaluation_took(time.monotonic() - began)
         progress.evaluated_step = progress.step
         progress.version += 1
         improved = self.judge.apply(metrics, progress)
@@ -373,49 +352,59 @@ class Trainer:
         self.world.activity.end()
         return improved
 
-    def _backward_of_nothing(self) -> None:
-        """Run the backward that the other ranks wait for, weighing nothing, on data seen before."""
-        if self._spare_batch is None:
-            # Apart from the loader, whose streams must stay where they are.
-            with closing(self.run.build_loader()) as loader:
-                first = loader.fetch(self.state.progress.epoch, 0, range(self.run.num_shards))
-            if not first:
-                return  # nor has anybody else; the reducer says so
-            self._spare_batch = first[0].batch
-        self.strategy.begin_shard()
-        with self.run.autocast():
-            loss = as_loss(self.run.task, self.run.task.loss(self.strategy.model, self._spare_batch), 1)
-        self.strategy.backward(loss.sum * 0.0)
-
     def _control(self) -> control.Control:
         more = not (isinstance(self.loader, StreamLoader) and self.loader.exhausted(self.strategy.shards))
+        deadline = self.run.deadline
+        evaluates = deadline.is_set and self.schedule.evaluation_follows(self.state.progress, more=more)
         return control.Control(
-            stop=self.run.signals.received,
+            stop=self.stop_asked(evaluates=evaluates),
             save=self.saver.is_due_by_clock(),
             more=more,
             reform=self._member is not None and self._member.should_reform(self.world.generation),
+            **({} if self.verifier is None else self.verifier.fingerprints),
         )
 
     def _status(self) -> Sequence[float] | None:
         step = self.state.progress.step + 1
         return self.monitor.status(step) if self.monitor.is_due(step) else None
 
-    def _stop(self, number: int) -> None:
-        """Save and leave: raises always."""
-        run, step = self.run, self.state.progress.step
+    def stop_asked(self, *, evaluates: bool = False) -> int:
+        """What asks for a stop, as in the control word.
+
+        Args:
+            evaluates: an evaluation would come before the next such question.
+        """
+        due = self.world.rank == 0 and self.run.deadline.is_due(
+            save_s=self.saver.save_s, evaluates=evaluates and self.evaluator is not None
+        )
+        return self.run.signals.received or (control.WALLTIME if due else 0)
+
+    def _save_and_stop(self, stop: int) -> NoReturn:
         # If a rank is lost now, those that go on without it still know that they are to stop.
-        run.signals.received = run.signals.received or number
+        self.run.signals.received = self.run.signals.received or stop
         self._save(last=True)
+        self.stop(stop)
+
+    def stop(self, stop: int) -> NoReturn:
+        """Leave, once the state is saved: raises always; all ranks do so together.
+
+        Raises:
+            StopRequested: somebody asked for it.
+            ConfigError: the time was up before a single step was done; it would be so again.
+        """
+        run, step = self.run, self.state.progress.step
+        if stop == control.WALLTIME and self.world.broadcast_json(not self.samples):
+            raise ConfigError(
+                f"--walltime {run.config.walltime} is over before an evaluation after step {step} is done, "
+                "and it would be so again. Give more time, or evaluate less data."
+            )
+        stopped = {"cause": control.cause(stop), "step": step}
         if self.world.rank == 0:
-            run.directory.append_event("stopped", signal=number, step=step)
+            run.directory.append_event("stopped", **stopped)
         # Whoever leaves breaks the others' connections, so nobody does before the state is safe.
         with suppress(PeerLostError) if self.world.rank == 0 else nullcontext():
             self.world.barrier()
-        raise StopRequested(
-            f"stopped after step {step}, as asked; everything is saved. "
-            f"Continue with: paceline resume {run.directory.path}",
-            exit_code=control.exit_code(number),
-        )
+        raise StopRequested(describe_stop(stopped, run.directory), exit_code=control.exit_code(stop))
 
     def _share_anew(self) -> None:
         """Share the shards as the balance says, between two steps; all ranks do so together."""
@@ -439,23 +428,3 @@ class Trainer:
         self.saver.save(state, self.state.progress, last=last)
         self.monitor.timer.mark("checkpoint")
         self.world.activity.end()
-
-    def _finished(self) -> bool:
-        progress, total = self.state.progress, self.run.data.total_steps
-        if progress.stopped_early:
-            return True
-        return (
-            progress.step >= total if total is not None else progress.epoch >= (self.run.config.epochs or 0)
-        )
-
-    def _epoch_ends(self) -> bool:
-        progress, steps = self.state.progress, self.run.data.steps_per_epoch
-        if progress.step_in_epoch == 0:
-            return False
-        return progress.epoch_ended if steps is None else progress.step_in_epoch >= steps
-
-    def _evaluation_is_due(self) -> bool:
-        progress, every = self.state.progress, self._evaluate_every
-        if progress.step == progress.evaluated_step:
-            return False
-        return is_due(every, progress) or (self._finished() and every != Interval())
