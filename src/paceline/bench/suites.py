@@ -160,6 +160,32 @@ def bench_checkpoint(*, rounds: int, steps: int | None, progress: Progress) -> B
     return BenchResult("checkpoint", {"rounds": rounds, **_steps_of([workload])}, [comparison])
 
 
+def bench_overhead(*, rounds: int, steps: int | None, progress: Progress) -> BenchResult:
+    """What recovery costs while nothing fails: the agent, beats, the watch over hangs, joining and leaving.
+
+    Ratios are to ``--recover none``, on the ConvNet.
+
+    Raises:
+        ConfigError: a number is out of range.
+        LaunchError: a process failed.
+    """
+    _check(rounds=rounds, steps=steps)
+    [workload] = _resized([CONVNET], steps, None)
+
+    def contender(recover: str, title: str) -> Contender:
+        return Contender(
+            name=recover,
+            title=title,
+            commands=lambda directory: [
+                Command(paceline_command(workload, directory, reduction="exact", recover=recover))
+            ],
+        )
+
+    contenders = [contender("none", "no recovery"), contender("inplace", "recovery in place")]
+    comparison = _compare(workload.title, [MS_PER_STEP], contenders, rounds, progress)
+    return BenchResult("overhead", {"rounds": rounds, **_steps_of([workload])}, [comparison])
+
+
 def bench_memory(*, rounds: int, progress: Progress) -> BenchResult:
     """Peak memory of rank 0 beyond its imports', on a 20-million-parameter MLP.
 

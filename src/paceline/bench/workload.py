@@ -80,6 +80,7 @@ def paceline_command(
     reduction: str,
     shards: int = RANKS,
     checkpoint_every: str = "never",
+    recover: str = "auto",
 ) -> list[str]:
     """The command a user would type, with the run directory ``directory / "run"``."""
     command = _train(
@@ -91,6 +92,7 @@ def paceline_command(
             "--shards": shards,
             "--max-steps": workload.total_steps,
             "--checkpoint-every": checkpoint_every,
+            "--recover": recover,
         },
     )
     for field, value in workload.task_fields(directory, loss_calls=shards // RANKS).items():

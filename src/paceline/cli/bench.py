@@ -76,6 +76,16 @@ def checkpoint(
 
 
 @app.command
+def overhead(
+    *, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False
+) -> int:
+    """What recovery in place costs while nothing fails, on the ConvNet."""
+    from paceline.bench.suites import bench_overhead
+
+    return show(bench_overhead(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
 def memory(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False) -> int:
     """Peak memory of a rank beyond the imports', on a 20-million-parameter MLP."""
     from paceline.bench.suites import bench_memory
