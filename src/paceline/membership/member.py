@@ -69,7 +69,6 @@ class Member:
         self.pulse = Pulse()
         self.activity = Activity()
         self._beat_s = heartbeat_s / BEATS
-        self.activity = Activity()
         self._channel = channel
         self._news = threading.Condition()
         self._place: Place | None = None
