@@ -3,8 +3,8 @@
 A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes one has to carry it out.
 ``PLACE`` is where in the step the process is, or where in the engine: there ``STEP`` counts views (``form``,
 ``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``, ``usr1``,
-``hold`` (the thread stays there until its process ends) or a way to hang (``WAYS``). In ``data`` the step is a
-sample's number, whoever reads it, and the rank ``any``. A rank with a file
+``hold`` (the thread stays there until its process ends) or a way to hang (``WAYS``). In ``data`` the step is
+a sample's number, whoever reads it, and the rank ``any``. A rank with a file
 ``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
 """
 
