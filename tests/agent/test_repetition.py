@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.agent.repetition import describe_repetition, of_rank
-from paceline.data.ledger import LedgerWriter
+from paceline.data.ledger_writer import LedgerWriter
 from paceline.data.order import DataOrder
 from paceline.distributed.process import failure_of
 from paceline.errors import PeerLostError

@@ -204,6 +204,14 @@ def test_paceline_is_measured_as_a_user_starts_it() -> None:
 
 
 @pytest.mark.slow
+def test_what_recovery_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.overhead(rounds=1, steps=4, json=True) == 0
+    [comparison] = json.loads(capsys.readouterr().out)["comparisons"]
+    assert (comparison["baseline"], comparison["ratio_of"]) == ("none", "ms_per_step")
+    assert [row["name"] for row in comparison["rows"]] == ["none", "inplace"]
+
+
+@pytest.mark.slow
 def test_a_rank_at_half_speed_shares_with_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.shares(rounds=1, steps=4, warmup=2, json=True) == 0
     result = json.loads(capsys.readouterr().out)

@@ -133,4 +133,6 @@ def test_what_is_not_known_is_told_as_it_is() -> None:
     )
     assert describe({"event": "hang", "sentence": "rank 3 waits", "culprits": [3]}) == "hang: rank 3 waits"
     assert describe({"event": "failed", "rank": 2, "error": "no"}) == "failed in rank 2: no"
+    assert describe({"event": "stopped", "cause": "SIGUSR1"}) == "stopped by SIGUSR1; everything is saved"
+    assert "--walltime was over" in describe({"event": "stopped", "cause": "walltime"})
     assert describe({"event": "scale", "before": 4, "target": 1}) == "asked to go from 4 to 1 worker"
