@@ -53,34 +53,26 @@ def test_ten_of_each_kind_and_nothing_is_lost(run_processes: Any, tmp_path: Path
     assert "was killed by SIGKILL" in shown.stdout
 
 
-def test_damaged_checkpoints_and_slow_workers(run_processes: Any, tmp_path: Path) -> None:
+def test_damaged_checkpoints_failing_disks_and_slow_workers(run_processes: Any, tmp_path: Path) -> None:
     kinds = chaos(
         run_processes,
         tmp_path / "runs",
-        *("--nproc", "2", "--faults", "4", "--kinds", "bitflip,truncate,slow", "--seed", "2"),
-        *("--max-steps", "600", "--checkpoint-every", "10steps"),
+        *("--nproc", "2", "--faults", "5", "--seed", "2"),
+        *("--kinds", "bitflip,truncate,enospc,eio,slow"),
+        *("--max-steps", "300", "--checkpoint-every", "20steps"),
     )
     assert kinds["report"]["repeated_steps"] > 0
     events = (tmp_path / "runs/chaos/events.jsonl").read_text().splitlines()
-    assert any(json.loads(line)["event"] == "fallback" for line in events)
+    assert {"fallback", "checkpoint failed"} <= {json.loads(line)["event"] for line in events}
 
 
+@pytest.mark.slow
 def test_one_worker_alone_goes_on_from_its_checkpoints(run_processes: Any, tmp_path: Path) -> None:
     kinds = chaos(
         run_processes,
         tmp_path / "runs",
-        *(
-            "--nproc",
-            "1",
-            "--faults",
-            "3",
-            "--kinds",
-            "kill",
-            "--max-steps",
-            "400",
-            "--checkpoint-every",
-            "9steps",
-        ),
+        *("--nproc", "1", "--faults", "3", "--kinds", "kill"),
+        *("--max-steps", "200", "--checkpoint-every", "9steps"),
     )
     assert kinds["report"]["repeated_steps"] > 0
 
@@ -89,16 +81,18 @@ def test_one_worker_alone_goes_on_from_its_checkpoints(run_processes: Any, tmp_p
     ("options", "message"),
     [
         (("--kinds", "kill,fire"), "there is no kind 'fire'. Choose from kill, stop"),
-        (("--kinds", "partition"), "needs several machines"),
-        (("--faults", "0"), "--faults must be at least 1"),
-        (("--recover", "none"), "a run under faults recovers in place"),
+        (("--nproc", "2", "--kinds", "partition"), "needs several machines"),
+        (("--nproc", "2", "--faults", "0"), "--faults must be at least 1"),
+        (("--nproc", "2", "--recover", "none"), "a run under faults recovers in place"),
         (("--nproc", "auto"), "--nproc must be a number here"),
+        (("--nproc", "2,2"), "--nproc must be a number here"),
+        (("--nproc", "2", "--nodes", "2", "--rdzv-endpoint", "host:1"), "on one machine"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(
     options: tuple[str, ...], message: str, run_processes: Any, tmp_path: Path
 ) -> None:
-    done = run_processes.paceline("chaos", TASK, "--run", tmp_path / "runs", "--nproc", "2", *options)
+    done = run_processes.paceline("chaos", TASK, "--run", tmp_path / "runs", *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -66,6 +66,17 @@ def test_silence_counts_from_when_it_was_last_heard() -> None:
     assert timeline([*START, *hung, *END]).goodput.lost_s == {"hung": 2.1}
 
 
+def test_with_a_machine_all_its_workers_are_lost_at_once() -> None:
+    lost = [
+        event(10, "node lost", node="b", why="it was silent for 2 s"),
+        event(10.5, "view", generation=1, members=[0, 1], computing=1, nodes=1, seconds=2.5, step=40),
+        event(11, "joined", generation=1, step=40, seconds=3.0),
+    ]
+    read = timeline([*START, *lost, *END])
+    assert read.goodput.lost_s == {"machine lost": 3.0}
+    assert [world.world_size for world in read.worlds] == [3, 1]  # a spare computes nothing
+
+
 def test_a_view_that_breaks_while_it_forms_is_one_interruption() -> None:
     again = [
         event(10, "fault", slot=1, pid=7, how="was killed by SIGKILL", step=40),
@@ -126,13 +137,14 @@ def test_a_run_at_work_is_read_up_to_now() -> None:
     assert timeline([]).goodput.share is None
 
 
-def test_what_is_not_known_is_told_as_it_is() -> None:
-    assert (
-        describe({"time": 1.0, "event": "omen", "sentence": "rank 3 waits", "step": 4})
-        == "omen: sentence rank 3 waits"
-    )
+def test_events_are_told_in_words_and_unknown_ones_as_they_are() -> None:
     assert describe({"event": "hang", "sentence": "rank 3 waits", "culprits": [3]}) == "hang: rank 3 waits"
     assert describe({"event": "failed", "rank": 2, "error": "no"}) == "failed in rank 2: no"
     assert describe({"event": "stopped", "cause": "SIGUSR1"}) == "stopped by SIGUSR1; everything is saved"
     assert "--walltime was over" in describe({"event": "stopped", "cause": "walltime"})
     assert describe({"event": "scale", "before": 4, "target": 1}) == "asked to go from 4 to 1 worker"
+    assert describe({"event": "scale", "nodes": 1, "step": 3}) == "asked to go to 1 machine"
+    assert describe({"event": "shares", "before": [3, 3], "shares": [4, 2]}) == (
+        "shards are shared 4 : 2, no longer 3 : 3"
+    )
+    assert describe({"time": 1.0, "event": "eclipse", "of": "the sun", "step": 4}) == "eclipse: of the sun"

@@ -20,7 +20,7 @@ from paceline.chaos.conductor import Conductor, Injection
 from paceline.chaos.plan import Fault, Kind, check_kinds, plan_faults
 from paceline.chaos.report import ChaosReport, capacity, kind_reports, lost_and_duplicated
 from paceline.checkpoint.write_faults import WriteFaults
-from paceline.config import RunConfig, config_from_mapping
+from paceline.config import RunConfig, config_from_mapping, parse_nodes, parse_nproc
 from paceline.data.audit import audit
 from paceline.distributed.environment import Environment, default_threads
 from paceline.errors import ConfigError, LaunchError, RunDirectoryError
@@ -63,10 +63,10 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
         LaunchError: the undisturbed run failed, or the other one did not begin.
     """
     config, clean_options, chaos_options = _resolve(request)
-    assert isinstance(config.nproc, int)
+    nproc = _nproc(config)
     request.root.mkdir(parents=True, exist_ok=True)
     clean, disturbed = (RunDirectory(request.root / name) for name in ("clean", "chaos"))
-    tell(f"the undisturbed run: {config.task}, {_workers(config.nproc)}, in {clean.path}")
+    tell(f"the undisturbed run: {config.task}, {_workers(nproc)}, in {clean.path}")
     with _training(clean, clean_options) as process:
         code = _wait(process)
     result = clean.read_result() if code == 0 else None
@@ -75,7 +75,7 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
             f"the undisturbed run failed with exit code {code}.{_tail(clean)}", exit_code=code or 1
         )
     plan = plan_faults(
-        request.kinds, faults=request.faults, seed=config.seed, nproc=config.nproc, steps=result["steps"]
+        request.kinds, faults=request.faults, seed=config.seed, nproc=nproc, steps=result["steps"]
     )
     took = f"{result['steps']} steps in {result['seconds']:.1f} s"
     tell(f"{took}; now with {len(plan)} faults, in {disturbed.path}")
@@ -94,15 +94,24 @@ def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str
         raise ConfigError(f"--faults must be at least 1, but is {request.faults}.")
     defaults: dict[str, Any] = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,)}
     config = config_from_mapping(defaults | given, "the command line")
-    if not isinstance(config.nproc, int):
-        raise ConfigError("--nproc must be a number here: faults are planned for so many workers.")
-    check_kinds(request.kinds, config.nproc)
+    check_kinds(request.kinds, _nproc(config))
+    if parse_nodes(config.nodes) != (1, 1):
+        raise ConfigError(
+            f"--nodes {config.nodes}: faults are injected on one machine. Leave the option out."
+        )
     for name in ("clean", "chaos"):
         if RunDirectory(request.root / name).exists():
             raise RunDirectoryError(f"{request.root / name} holds a run already. Choose another --run DIR.")
     clean = defaults | given | {"recover": "none"}
-    chaos = {"max_restarts": _RESTARTS * config.nproc, **defaults, **given, "recover": "inplace"}
+    chaos = {"max_restarts": _RESTARTS * _nproc(config), **defaults, **given, "recover": "inplace"}
     return config, clean, chaos
+
+
+def _nproc(config: RunConfig) -> int:
+    match parse_nproc(config.nproc):
+        case (nproc,):
+            return nproc
+    raise ConfigError("--nproc must be a number here: faults are planned for so many workers.")
 
 
 def _disturb(
@@ -146,7 +155,7 @@ def _report(
     injected: Sequence[Injection],
     code: int,
 ) -> ChaosReport:
-    assert isinstance(config.nproc, int)
+    nproc = _nproc(config)
     expected, result = clean.read_result(), disturbed.read_result()
     assert expected is not None
     audited, verdict = None, ""
@@ -158,13 +167,13 @@ def _report(
     lost, duplicated = (0, 0) if audited is None else lost_and_duplicated(audited)
     repeated = 0 if audited is None else audited.recomputed_steps
     history = timeline(disturbed.read_events(), repeated_steps=repeated)
-    share = Environment(world_size=config.nproc, local_world_size=config.nproc)
+    share = Environment(world_size=nproc, local_world_size=nproc)
     threads = default_threads(share, config.threads, os.environ)
     return ChaosReport(
         task=config.task,
         clean_run=str(clean.path),
         chaos_run=str(disturbed.path),
-        nproc=config.nproc,
+        nproc=nproc,
         seed=config.seed,
         exit_code=code,
         steps=expected["steps"],
@@ -179,7 +188,7 @@ def _report(
         else capacity(
             timeline(clean.read_events()),
             history,
-            nproc=config.nproc,
+            nproc=nproc,
             processors=len(os.sched_getaffinity(0)) / threads,
             faults=len(injected),
         ),

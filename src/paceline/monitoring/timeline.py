@@ -46,8 +46,9 @@ class Interruption:
     """A time in which nothing was trained.
 
     Attributes:
-        cause: "killed", "silent", "hung" or "error" for a worker that was lost, "restart" where none was
-            left, "joining", "leaving", "gathering" or "re-forming" for what was asked for.
+        cause: "killed", "silent", "hung" or "error" for a worker that was lost, "machine lost" for all of
+            one, "restart" where none was left; "joining", "leaving", "gathering" or "re-forming" for what
+            was asked for.
         begin, end: seconds since the run's first event.
         generation: of the view that ended it.
     """
@@ -65,7 +66,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class World:
-    """From when on how many workers trained."""
+    """From when on how many workers computed."""
 
     seconds: float
     world_size: int
@@ -133,6 +134,7 @@ class _Reader:
         self._since: float | None = None  # the current start
         self._last = 0.0
         self._members: list[int] = []  # slots of the current view
+        self._computing = 0  # how many of them are no spares
         self._causes: list[str] = []  # of members that were lost since the view formed
         self._began: float | None = None  # the interruption that is not over
         self._cause = ""
@@ -150,13 +152,15 @@ class _Reader:
             self._started(event, seconds, step or 0)
         elif kind == "fault" and event.get("slot") in self._members:
             self._causes.append(_cause(str(event.get("how", ""))))
+        elif kind == "node lost":
+            self._causes.append("machine lost")
         elif kind == "gather":
             self._gathering = True
         elif kind == "view":
             self._formed(event, seconds)
         elif kind == "joined" and self._began is not None:
             self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
-            self._worlds.append(World(seconds, len(self._members)))
+            self._worlds.append(World(seconds, self._computing))
             self._began = None
         elif kind in _ENDS:
             self._ended(seconds)
@@ -211,6 +215,7 @@ class _Reader:
             else:
                 self._cause = "joining" if len(members) > before else "leaving"
         self._members, self._causes, self._gathering = members, [], False
+        self._computing = int(event.get("computing", len(members)))
         self._forming = int(event["generation"])
 
     def _ended(self, seconds: float) -> None:
@@ -244,6 +249,10 @@ def describe(event: Event) -> str:
             return "checkpoint saved"
         case {"event": "checkpoint failed", "error": error}:
             return f"a checkpoint could not be saved: {error}"
+        case {"event": "backup"}:
+            return "checkpoint backed up"
+        case {"event": "backup failed", "error": error}:
+            return f"a checkpoint could not be backed up: {error}"
         case {"event": "fallback", "reason": reason}:
             return f"passed over a checkpoint: {reason}"
         case {"event": "fault", "slot": slot, "how": how}:
@@ -252,10 +261,22 @@ def describe(event: Event) -> str:
             return f"{kind}: {sentence}"
         case {"event": "view", "generation": generation, "members": [*slots]}:
             return f"generation {generation}: {_workers(len(slots))}, slots {', '.join(map(str, slots))}"
+        case {"event": "node lost", "node": node, "why": why}:
+            return f"machine {node} is lost: {why}"
+        case {"event": "machines", "nodes": [*nodes]}:
+            return f"machines that take part: {', '.join(map(str, nodes))}"
+        case {"event": "takeover", "node": node}:
+            return f"the agent of machine {node} takes the lead"
+        case {"event": "paused", "node": node, "why": why}:
+            return f"machine {node} waits: {why}"
         case {"event": "joined", "generation": generation, "seconds": int() | float() as seconds}:
             return f"generation {generation} trains, {_duration(seconds)} after the last one was left"
         case {"event": "joined", "generation": generation}:
             return f"generation {generation} trains"
+        case {"event": "shares", "before": [*before], "shares": [*shares]}:
+            return f"shards are shared {_shares(shares)}, no longer {_shares(before)}"
+        case {"event": "scale", "nodes": nodes}:
+            return f"asked to go to {nodes} machine{'s' if nodes != 1 else ''}"
         case {"event": "retired", "slot": slot}:
             return f"the worker in slot {slot} left, as asked"
         case {"event": "scale", "before": before, "target": target}:
@@ -280,6 +301,10 @@ def describe(event: Event) -> str:
 
 def _workers(number: int) -> str:
     return f"{number} worker{'s' if number != 1 else ''}"
+
+
+def _shares(shares: Sequence[object]) -> str:
+    return " : ".join(map(str, shares))
 
 
 def _duration(seconds: float) -> str:
