@@ -2,144 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from tests.lab.machines import Lab, Machines, Node, NodeProcess
-
-from paceline.data.audit import audit
-from paceline.run_directory import RunDirectory
+from tests.recovery_nodes.runs import Run
 
 pytestmark = pytest.mark.timeout(240)
-
-TASK = '''
-from dataclasses import dataclass
-from pathlib import Path
-import time
-
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import paceline
-
-
-@dataclass
-class Small(paceline.Task):
-    """Trains on until the file `hold` names a step; so what happens to machines happens within the run."""
-
-    defaults = paceline.Defaults(global_batch_size=24, shards=12)
-
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
-
-    def build_dataset(self, split):
-        if split != "train":
-            return None
-        data = torch.Generator().manual_seed(1)
-        return TensorDataset(torch.randn(250, 8, generator=data), torch.randint(0, 3, (250,), generator=data))
-
-    def build_optimizer(self, model):
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return self.optimizer
-
-    def loss(self, model, batch):
-        steps = [int(state["step"]) for state in self.optimizer.state.values()]
-        hold = Path(__file__).with_name("hold")
-        while steps and hold.exists() and max(steps) >= int(hold.read_text() or "0"):
-            time.sleep(0.01)
-        inputs, labels = batch
-        return nn.functional.cross_entropy(model(inputs), labels)
-'''
-OPTIONS = ("--max-steps", "40", "--seed", "5", "--threads", "1", "--checkpoint-every", "10steps")
-
-
-class Run:
-    """A run on the machines of a lab; it stands still at the step that :meth:`hold` names."""
-
-    def __init__(self, lab: Lab, wait_until: Callable[..., None]) -> None:
-        self.lab = lab
-        self.path = lab.directory
-        self.directory = RunDirectory(self.path / "run")
-        self._wait_until = wait_until
-        (self.path / "small.py").write_text(TASK)
-
-    def train(self, node: Node, nodes: str, nproc: str, *more: str) -> NodeProcess:
-        meet = ("--rdzv-endpoint", f"{self.lab.nodes[0].address}:29500", "--nodes", nodes)
-        command = ("train", "small.py:Small", *OPTIONS, "--run", "run", "--nproc", nproc, *meet, *more)
-        return self.paceline(node, *command)
-
-    def paceline(self, node: Node, *arguments: str) -> NodeProcess:
-        return node.start(
-            [sys.executable, "-m", "paceline", *arguments], env={"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        )
-
-    def hold(self, step: int) -> None:
-        new = self.path / "hold.new"
-        new.write_text(str(step))
-        new.rename(self.path / "hold")
-
-    def go_on(self) -> None:
-        (self.path / "hold").unlink()
-
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        self._wait_until(condition, what, timeout_s=90)
-
-    def wait_for(
-        self, what: str, matching: Callable[[dict[str, Any]], bool], *processes: NodeProcess
-    ) -> None:
-        def there() -> bool:
-            for process in processes:
-                assert process.poll() is None, process.text
-            events = self.directory.read_events() if self.directory.events.exists() else []
-            return any(event["event"] == what and matching(event) for event in events)
-
-        self._wait_until(there, what, timeout_s=120)
-
-    def result(self) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads(self.directory.result.read_text())
-        report = audit(self.directory)
-        assert report.clean, report.verdict
-        assert report.steps == 40
-        return result
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, module_processes: Any) -> str:
-    path = tmp_path_factory.mktemp("undisturbed")
-    (path / "small.py").write_text(TASK)
-    command = [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run", "run"]
-    done = module_processes.run(command, cwd=path, timeout_s=120)
-    assert done.returncode == 0, done.stderr
-    sha256: str = json.loads((path / "run/result.json").read_text())["model_sha256"]
-    return sha256
-
-
-@pytest.fixture(params=[2])
-def run(request: pytest.FixtureRequest, machines: Machines, wait_until: Callable[..., None]) -> Run:
-    return Run(machines(request.param)[0].lab, wait_until)
-
-
-def begin(run: Run, *more: str) -> list[NodeProcess]:
-    """Two machines of two processes each, standing still after step 12."""
-    run.hold(12)
-    processes = [
-        run.train(node, "2", "2", "--node-rank", str(rank), *more) for rank, node in enumerate(run.lab.nodes)
-    ]
-    run.wait_for("checkpoint", lambda event: event["step"] == 10, *processes)
-    return processes
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     """The first one, which leads, or the other: all of it at once, its agent too."""
-    processes = begin(run)
+    processes = run.begin()
     survivor = processes[1 - victim]
     run.lab.nodes[victim].kill()
+    run.hold(14)
     run.wait_for("joined", lambda event: True, survivor)
     run.go_on()
     assert survivor.wait(120) == 0, survivor.text
@@ -151,9 +28,10 @@ def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
 
 
 def test_of_two_sides_only_one_goes_on(run: Run, undisturbed: str) -> None:
-    processes = begin(run)
+    processes = run.begin()
     run.lab.nodes[1].cut()
     run.wait_for("paused", lambda event: True, *processes)
+    run.hold(14)
     run.wait_for("joined", lambda event: True, *processes)
     run.go_on()
     run.wait_until(run.directory.result.exists, "the result")
@@ -173,20 +51,22 @@ def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     leading = run.train(first, "1:3", "1")
     run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
     joining = run.paceline(second, "join", "run")
-    run.hold(14)
-    run.wait_for("view", lambda event: event["nodes"] == 2, leading, joining)
+    run.wait_for_joiners(1, leading, joining)
+    run.step_until("view", lambda event: event["nodes"] == 2, leading, joining)
     last = run.paceline(third, "join", "run", "--nproc", "2")
-    run.hold(16)
-    run.wait_for(
+    run.wait_for_joiners(2, leading, joining, last)
+    run.step_until(
         "view", lambda event: event["nodes"] == 3 and event["world_size"] == 4, leading, joining, last
     )
-    run.hold(18)
     scale = run.paceline(first, "scale", "run", "--nodes", "2")
-    run.hold(20)
+    run.wait_for("scale", lambda event: event["nodes"] == 2, leading, joining, last)
+    generation = run.generation()
+    run.step_until("view", lambda event: event["generation"] > generation, leading, joining)
     assert scale.wait(90) == 0, scale.text
     assert last.wait(60) == 0, last.text
     joining.send_signal(signal.SIGTERM)
-    run.hold(24)
+    run.wait_for("scale", lambda event: event["nodes"] == 1, leading)
+    run.step_until("machines", lambda event: len(event["nodes"]) == 1, leading)
     assert joining.wait(60) == 75, joining.text
     run.go_on()
     assert leading.wait(90) == 0, leading.text

@@ -397,6 +397,12 @@ class Cluster:
         """It is."""
         self._leadership.formed(nodes)
 
+    def send_home(self, node: str, why: str) -> None:
+        """Do without a node; this is told there."""
+        assert self._leader is not None
+        self._send(node, {"kind": "sent home", "why": why})
+        self._leader.node_lost(node, f"was sent home: {why}")
+
     def _settle(self) -> None:
         if self._leader is not None:
             self._leader.settle()
@@ -463,7 +469,8 @@ class Cluster:
             least=self._spec.least_nodes,
         )
         if follows:
-            coordinator.take_over(term.number * _NUMBERS_A_TERM)
+            places = self._spec.nproc * len(roster.nodes)
+            coordinator.take_over(term.number * _NUMBERS_A_TERM, places)
             self._record("takeover", node=self._name, term=term.number)
         self._roster = roster
         self._leader = Leader(

@@ -158,7 +158,10 @@ class ControlSocket:
                 self._selector.unregister(served)
             served.close()
         self._clients.clear()
-        self._note.unlink(missing_ok=True)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            # Another machine's agent may lead by now, and have written its own.
+            if json.loads(self._note.read_bytes())["socket"] == str(self._home / _NAME):
+                self._note.unlink()
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _on_client(self) -> None:

@@ -21,7 +21,7 @@ from paceline.agent.node import Ended, Order, Said
 from paceline.agent.orders import Orders
 from paceline.agent.policy import Budget, describe_code, is_corruption, meaning
 from paceline.agent.repetition import describe_repetition
-from paceline.distributed.process import ECHO_S, StopRequests, passed_on
+from paceline.distributed.process import ECHO_S, StopRequests, describe, passed_on
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.failures import Exit, conclude
@@ -63,6 +63,9 @@ class Roster(Protocol):
 
     def formed(self, nodes: frozenset[str]) -> None:
         """It is."""
+
+    def send_home(self, node: str, why: str) -> None:
+        """Do without a node; this is told there."""
 
 
 class Leader:
@@ -111,6 +114,7 @@ class Leader:
         self._why = ""  # what the first member that left the current view said
         self._joined: set[int] = set()  # those of the current view's members that hold its state
         self._hangs = HangWatch(directory)
+        self._took_part: set[str] = set()  # nodes with workers that were in a view
         self._restarting = -1  # the generation whose members are being killed, to be started again
         coordinator.hold()
 
@@ -119,6 +123,8 @@ class Leader:
     def node_joins(self, name: str, node: Orders, nproc: int, seats: Mapping[int, Seat]) -> None:
         """A node has come, with the workers that it has."""
         self._nodes[name] = node
+        if any(seat.status != "starting" for seat in seats.values()):
+            self._took_part.add(name)
         self._learn_shards()
         if self._stopping:
             node.stop(signal.SIGTERM)
@@ -297,6 +303,12 @@ class Leader:
                 # Only spares are left, and nothing is left for them to do.
                 self.kill_all()
             return
+        if self._is_unfit(end):
+            assert end.failure is not None
+            what_failed = describe(end.failure, self._directory)
+            why = f"this machine cannot take part in the run, and the others go on:\n  {what_failed}"
+            self._roster.send_home(self._coordinator.node(end.worker), why)
+            return
         if what == "fault" and not (self._stopping and end.killed):
             self._fault(end, now)
         else:
@@ -304,6 +316,15 @@ class Leader:
             if what == "fatal" and not self._stopping:
                 self._stop_within_grace()
         self._do(self._coordinator.exited(end.worker))
+
+    def _is_unfit(self, end: Ended) -> bool:
+        """Whether a worker failed by itself on a machine that never took part, beside others that do."""
+        if self._stopping or end.killed or end.failure is None or end.failure.victim:
+            return False
+        if end.worker not in self._coordinator.workers:
+            return False
+        at_work = self._took_part & self._nodes.keys()
+        return bool(at_work) and self._coordinator.node(end.worker) not in at_work
 
     def _fault(self, end: Ended, now: float) -> None:
         if self._restarting == self._coordinator.generation and (
@@ -451,6 +472,7 @@ class Leader:
     def _form(self, view: View) -> None:
         nodes = [self._coordinator.node(worker) for worker in view.members]
         self._roster.formed(frozenset(nodes))
+        self._took_part.update(nodes)
         if view.generation > self._first:
             self._here.close_store(view.generation - 1)
             self._record(
@@ -458,6 +480,7 @@ class Leader:
                 generation=view.generation,
                 members=[self._coordinator.slot(worker) for worker in view.members],
                 world_size=len(view.members),
+                computing=view.computing,
                 nodes=len(set(nodes)),
                 why=self._why,
                 recovery=self._hit or self._asked_to_reform != view.generation - 1,

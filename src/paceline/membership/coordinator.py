@@ -128,6 +128,7 @@ class Coordinator:
     gathering: bool = False
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # those who ended in good order
+    _vacant: int = 0  # places for computing on nodes that were lost: spares fill them
     _next_worker: int = 0
     _asked: int = -1  # the generation whose members were asked to re-form
     _broken: int = -1  # the generation whose members were told that it is broken
@@ -137,12 +138,14 @@ class Coordinator:
         """Start the first workers."""
         return self._decide()
 
-    def take_over(self, first_worker: int) -> None:
+    def take_over(self, first_worker: int, places: int) -> None:
         """Lead workers that another leader has started: :meth:`node_joins` says which.
 
         Args:
             first_worker: where the numbers of new workers begin: above all that another leader gave.
+            places: for computing, on all nodes that there were.
         """
+        self._vacant = places
         self._next_worker, self.first = first_worker, self.least
         self.view, self._void = View(self.generation, (), 0), self.generation
 
@@ -180,6 +183,7 @@ class Coordinator:
             seats: those that it has already, from before this coordinator led.
         """
         self.nodes[node] = nproc
+        self._vacant = max(0, self._vacant - nproc)
         for worker, seat in (seats or {}).items():
             self._workers[worker] = _Worker(node, seat.slot, seat.status)
             if seat.status == "member" and self.view is not None and self._void == self.view.generation:
@@ -199,7 +203,7 @@ class Coordinator:
 
     def node_lost(self, node: str) -> list[Action]:
         """A node is gone, and all its workers with it."""
-        self.nodes.pop(node, None)
+        self._vacant += self.nodes.pop(node, 0)
         self._workers = {w: worker for w, worker in self._workers.items() if worker.node != node}
         return self._decide()
 
@@ -334,7 +338,7 @@ class Coordinator:
             return
         self.gathering = False
         self.generation += 1
-        computing = max(1, min(len(chosen), sum(self.nodes.values()), self.most))
+        computing = max(1, min(len(chosen), sum(self.nodes.values()) + self._vacant, self.most))
         self.view = View(self.generation, chosen, computing)
         for worker in chosen:
             self._workers[worker].status = "member"

@@ -1,0 +1,160 @@
+"""Agents that die, stop, lose each other, turn machines away: one side goes on, and with the same bits."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+from tests.lab.machines import NodeProcess
+from tests.recovery_nodes.runs import Run
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def finish(run: Run, undisturbed: str, *processes: NodeProcess) -> dict[str, object]:
+    """These end well, and the model is the undisturbed run's."""
+    run.go_on()
+    for process in processes:
+        assert process.wait(120) == 0, process.text
+    result = run.result()
+    assert result["model_sha256"] == undisturbed
+    return result
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_is_killed(run: Run, undisturbed: str, victim: int) -> None:
+    processes = run.begin(nproc="2,1")
+    run.kill_worker(run.lab.nodes[victim])
+    run.wait_for("fault", lambda event: True, *processes)
+    run.step_until("view", lambda event: event["world_size"] == 3 and event["generation"] > 0, *processes)
+    assert finish(run, undisturbed, *processes)["world_size"] == 3
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> None:
+    processes = run.begin(nproc="1")
+    node, survivor = run.lab.nodes[victim], processes[1 - victim]
+    processes[victim].send_signal(signal.SIGKILL)
+    # Its workers end with it, though none of them was signalled.
+    run.wait_until(lambda: not psutil.Process(node.pid).children(recursive=True), "its workers' end")
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, survivor)
+    assert finish(run, undisturbed, survivor)["world_size"] == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: str, victim: int) -> None:
+    processes = run.begin(nproc="1")
+    stopped, survivor = processes[victim], processes[1 - victim]
+    stopped.send_signal(signal.SIGSTOP)
+    run.wait_for("takeover" if victim == 0 else "node lost", lambda event: True, survivor)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, survivor)
+    stopped.send_signal(signal.SIGCONT)
+    assert stopped.wait(60) == 1, stopped.text
+    assert "this machine was left out of the run" in stopped.text
+    assert finish(run, undisturbed, survivor)["world_size"] == 1
+
+
+def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: str) -> None:
+    """And takes part again once it joins anew."""
+    processes = run.begin(nproc="1")
+    run.lab.nodes[1].cut()
+    run.wait_for("paused", lambda event: True, *processes)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *processes)
+    run.lab.nodes[1].heal()
+    run.wait_until(
+        lambda: None in (codes := [p.poll() for p in processes]) and codes != [None, None], "an end"
+    )
+    winner, loser = sorted(processes, key=lambda process: process.poll() is not None)
+    assert loser.wait() == 1
+    assert "this machine was left out of the run" in loser.text
+    again = run.paceline(run.lab.nodes[processes.index(loser)], "join", "run")
+    run.wait_for_joiners(1, winner, again, leader=run.lab.nodes[processes.index(winner)])
+    generation = run.generation()
+    run.step_until(
+        "view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, again
+    )
+    assert finish(run, undisturbed, winner, again)["world_size"] == 2
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) -> None:
+    """Three become two by a majority; two become one by the lease."""
+    _, second, last = run.begin(nproc="1", nodes="3")
+    run.lab.nodes[0].kill()
+    run.wait_for("takeover", lambda event: event["node"].startswith("node1-"), second, last)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, second, last)
+    generation = run.generation()
+    run.lab.nodes[1].kill()
+    run.wait_for("takeover", lambda event: event["node"].startswith("node2-"), last)
+    run.hold(16)
+    run.wait_for("joined", lambda event: event["generation"] > generation, last)
+    assert finish(run, undisturbed, last)["world_size"] == 1
+
+
+def test_machines_lose_each_other_while_a_view_forms(run: Run, undisturbed: str) -> None:
+    processes = run.begin(nproc="1")
+    run.kill_worker(run.lab.nodes[1])
+    run.wait_for("fault", lambda event: True, *processes)
+    run.hold(14)
+    run.lab.nodes[1].cut()
+    # Who does not go on sees in the directory that all is done.
+    assert finish(run, undisturbed, *processes)["world_size"] == 1
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_a_machine_joins_while_another_dies(run: Run, undisturbed: str) -> None:
+    """One alone would be too few."""
+    first, second, third = run.lab.nodes
+    run.hold(12)
+    leading, dying = (run.train(node, "2:3", "1") for node in (first, second))
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading, dying)
+    joining = run.paceline(third, "join", "run")
+    run.wait_for_joiners(1, leading, dying, joining)
+    second.kill()
+    run.hold(14)
+    run.wait_for("view", lambda event: event["nodes"] == 2 and event["generation"] > 0, leading, joining)
+    assert finish(run, undisturbed, leading, joining)["world_size"] == 2
+
+
+def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) -> None:
+    """Of two processes on the other machine one computed; then both do, until all is well again."""
+    processes = run.begin("--spares", "1", nproc="1")
+    run.lab.nodes[0].kill()
+    run.wait_for("takeover", lambda event: True, processes[1])
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, processes[1])
+    assert finish(run, undisturbed, processes[1])["world_size"] == 2
+    views = [event for event in run.directory.read_events() if event["event"] == "view"]
+    assert (views[-1]["world_size"], views[-1]["computing"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("how", "message"), [("user", "no data here"), ("other", "no disk here")])
+def test_a_machine_that_cannot_take_part_is_sent_home(
+    run: Run, undisturbed: str, how: str, message: str
+) -> None:
+    first, second = run.lab.nodes
+    (run.path / f"refuse-{second.name}").write_text(how)
+    run.hold(12)
+    leading = run.train(first, "1:2", "1")
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
+    joining = run.paceline(second, "join", "run")
+    assert joining.wait(90) == 2, joining.text
+    assert "this machine cannot take part in the run" in joining.text
+    assert message in joining.text
+    assert finish(run, undisturbed, leading)["world_size"] == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_restarts_outlives_a_machine(run: Run) -> None:
+    processes = run.begin("--recover", "restart", "--reduction", "torch", nproc="1")
+    run.lab.nodes[1].kill()
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, processes[0])
+    run.go_on()
+    assert processes[0].wait(120) == 0, processes[0].text
+    assert run.result()["world_size"] == 1
