@@ -220,7 +220,7 @@ class StreamLoader:
         As JSON types; a shard of which nothing is known is left out: it is read from its beginning. A reader
         that was ahead of ``step``, because the step failed, counts with its position before that.
         """
-        found = {}
+        found: dict[str, Any] = {}
         for k in shards:
             known = [self._shards[k].position()] if k in self._shards else []
             known += [dict(self._known[k])] if k in self._known else []

@@ -421,7 +421,8 @@ class Trainer:
 
     def _gather_positions(self, loader: StreamLoader, shards: Iterable[int]) -> dict[str, Any]:
         """Where the streams of each rank's ``shards`` stand; all ranks know it from then on."""
-        progress, furthest = self.state.progress, {}
+        progress = self.state.progress
+        furthest: dict[str, Any] = {}
         mine = loader.positions(progress.epoch, progress.step_in_epoch, shards)
         for of_rank in self.world.all_gather_json(mine):
             for shard, position in of_rank.items():
