@@ -15,7 +15,7 @@ from paceline.config import config_from_mapping
 from paceline.distributed.environment import Environment, detect_environment
 from paceline.errors import ConfigError, LaunchError, StopRequested, TaskError
 from paceline.job import Job
-from paceline.launchers.job import launch
+from paceline.launchers.job import launch, require_recovery
 from paceline.task import RECIPES, Task, task_fields
 from paceline.worker import run
 
@@ -111,8 +111,13 @@ def fit(
     environment = detect_environment(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
     )
+    if is_rank(environment):
+        require_recovery(config, environment)
     if is_rank(environment) or (
-        config.nproc in (1, "1") and config.nodes in (1, "1") and config.on in ("auto", "inprocess")
+        config.nproc in (1, "1")
+        and config.nodes in (1, "1")
+        and config.on in ("auto", "inprocess")
+        and config.recover in ("auto", "none")
     ):
         return Result.of(run(job, environment, task))
     code, directory = launch(dataclasses.replace(job, fields=task_fields(task)))

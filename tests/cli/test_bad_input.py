@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from paceline import cli
+from paceline.api import fit
 from paceline.data.audit import audit
+from paceline.errors import ConfigError
+from paceline.recipes.fashion_mnist import FashionMNIST
 from paceline.run_directory import RunDirectory
 
 TASKS = """
@@ -206,6 +209,55 @@ def test_a_wrong_command_line_starts_nothing(
 ) -> None:
     _assert_refused(paceline(*arguments), *parts)
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.py"]
+
+
+MPI = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")} | {
+    f"OMPI_COMM_WORLD_{name}": "1" for name in ("SIZE", "LOCAL_SIZE")
+}
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+TORCHRUN = {**VARIABLES, "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("recover", "variables", "parts"),
+    [
+        ("inplace", MPI, ("where mpirun has started the processes", "Use --recover none here")),
+        ("restart", MPI, ("where mpirun has started the processes", "Use --recover none here")),
+        ("restart", VARIABLES, ("where a launcher that sets RANK has started",)),
+        ("inplace", TORCHRUN, ("where torchrun has started", "--recover restart and torchrun's own")),
+    ],
+)
+def test_a_recovery_that_another_launcher_does_not_do_is_refused(
+    paceline: Paceline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recover: str,
+    variables: dict[str, str],
+    parts: tuple[str, ...],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    said = paceline("train", "tasks.py:Good", "--recover", recover)
+    _assert_refused(said, f"--recover {recover} does not work", *parts)
+    with pytest.raises(ConfigError, match=f"--recover {recover} does not work"):
+        fit(FashionMNIST(), recover=recover)
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.py"]
+
+
+@pytest.mark.parametrize("variables", [{}, MPI, VARIABLES], ids=["plain", "mpirun", "variables"])
+def test_the_default_recovery_is_none_where_nobody_recovers(
+    paceline: Paceline, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _train(paceline).code == 0
+
+
+def test_fit_in_this_process_refuses_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="--recover inplace does not work with --on inprocess"):
+        fit(FashionMNIST(), nproc=1, recover="inplace")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

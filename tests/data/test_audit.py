@@ -289,7 +289,7 @@ def write_stream(run: RunDirectory, steps: list[tuple[int, int, int, int]]) -> N
 
 
 def test_a_streams_steps_follow_each_other(run: RunDirectory) -> None:
-    write_stream(run, [(0, 0, 0, 10), (0, 1, 10, 20), (0, 2, 20, 24), (1, 0, 0, 10)])
+    write_stream(run, [(0, 0, 0, 10), (0, 1, 10, 20), (0, 2, 20, 24), (1, 0, 24, 34)])
     report = audit(run)
     assert report.clean
     assert [(e.once, e.num_samples) for e in report.epochs] == [(24, None), (10, None)]
@@ -303,6 +303,13 @@ def test_a_streams_gaps_and_overlaps_are_found(run: RunDirectory) -> None:
     assert (epoch.once, epoch.repeated, epoch.never) == (25, 5, 10)
     assert epoch.missing_steps == ((2, 2),)
     assert epoch.misplaced_steps == ((1, 1), (3, 3))
+
+
+def test_a_streams_steps_that_are_missing_at_an_epochs_end_are_found(run: RunDirectory) -> None:
+    write_stream(run, [(0, 0, 0, 10), (1, 0, 24, 34), (1, 1, 34, 44)])
+    report = audit(run)
+    assert not report.clean
+    assert [(e.once, e.never, e.misplaced_steps) for e in report.epochs] == [(10, 0, ()), (20, 14, ((0, 0),))]
 
 
 def test_what_is_no_run_or_has_no_ledger_is_an_error(run: RunDirectory, tmp_path: Path) -> None:

@@ -153,13 +153,13 @@ def test_a_saved_position_continues_exactly_on_other_ranks(stop: int) -> None:
             loader.fetch(0, step, shards)
     saved: dict[str, Any] = {}
     for loader, shards in ranks:
-        saved |= loader.state_dict(shards)
+        saved |= loader.positions(0, stop, shards)
     resumed = [(loader_for(stream, 3, 12), range(1)), (loader_for(stream, 3, 12), range(1, 3))]
     for loader, _ in resumed:
         loader.load_state_dict(json.loads(json.dumps(saved)))
     again: dict[str, Any] = {}
     for loader, shards in resumed:
-        again |= loader.state_dict(shards)
+        again |= loader.positions(0, stop, shards)
     assert again == saved
     for step in range(stop, 5):
         got = [m for loader, shards in resumed for m in loader.fetch(0, step, shards)]
@@ -173,22 +173,77 @@ def test_shards_of_different_length_end_one_by_one() -> None:
     assert sizes == [[(0, 4), (1, 4)], [(0, 5)]]
 
 
-def test_a_shard_that_comes_back_is_not_continued_where_it_left() -> None:
-    stream = Ranges([40, 40])
+class Counted(Ranges):
+    """Counts the samples that are read."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(sizes)
+        self.read = 0
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> RangeReader:
+        stream, reader = self, super().open(shard, num_shards, epoch, seed)
+
+        class Reader(RangeReader):
+            def __next__(self) -> int:
+                stream.read += 1
+                return super().__next__()
+
+        return Reader(reader.next, self.sizes[shard])
+
+
+def test_a_shard_that_comes_back_is_read_on_from_where_it_was() -> None:
+    stream = Counted([400, 400])
     loader = loader_for(stream, 2, 8)
-    loader.fetch(0, 0, range(2))
-    loader.fetch(0, 1, range(1))  # shard 1 went elsewhere for one step
-    _, micro_batch = loader.fetch(0, 2, range(2))
-    # Without a state it is read again from its beginning, up to this step.
-    assert micro_batch.batch.tolist() == [1008, 1009, 1010, 1011]
+    for step in range(20):
+        loader.fetch(0, step, range(2))
+    loader.fetch(0, 20, range(1))  # shard 1 went elsewhere for one step
+    stream.read = 0
+    _, micro_batch = loader.fetch(0, 21, range(2))
+    assert micro_batch.batch.tolist() == [1084, 1085, 1086, 1087]
     assert stream.opened == [0, 1, 1]
+    # One micro-batch of shard 0, and of shard 1 those of steps 19 to 22.
+    assert stream.read == 4 + 4 * 4
+
+
+def test_a_step_that_failed_is_fetched_again_without_reading_all_again() -> None:
+    stream = Counted([400, 400])
+    loader = loader_for(stream, 2, 8)
+    for step in range(20):
+        last = loader.fetch(0, step, range(2))
+    assert loader.positions(0, 19, range(2))["1"]["step"] == 19
+    assert loader.positions(0, 20, range(2))["1"]["step"] == 20
+    assert loader.positions(0, 18, range(2)) == {}
+    assert loader.positions(1, 0, range(2)) == {}
+    stream.read = 0
+    again = loader.fetch(0, 19, range(2))
+    assert [m.batch.tolist() for m in again] == [m.batch.tolist() for m in last]
+    assert [m.checksum for m in again] == [m.checksum for m in last]
+    assert stream.read == 2 * (4 + 4)
+
+
+@pytest.mark.parametrize("saved_at", [0, 3, 9])
+def test_a_lost_ranks_shard_is_read_on_from_the_last_position_that_others_know(saved_at: int) -> None:
+    sizes = [100, 38]  # shard 1 is at its end after ten steps
+    whole = loader_for(Ranges(sizes), 2, 8)
+    expected = [[m.batch.tolist() for m in step] for step in epoch_of(whole, 0, range(2))]
+    stream = Counted(sizes)
+    survivor, lost = loader_for(stream, 2, 8), loader_for(Ranges(sizes), 2, 8)
+    for step in range(12):
+        survivor.fetch(0, step, range(1))
+        lost.fetch(0, step, range(1, 2))
+        if step + 1 == saved_at:
+            survivor.add_positions(json.loads(json.dumps(lost.positions(0, step + 1, [1]))))
+    stream.read = 0
+    got = [[m.batch.tolist() for m in survivor.fetch(0, step, range(2))] for step in range(12, 15)]
+    assert got == expected[12:15]
+    assert stream.read < 3 * 4 + (38 - 4 * saved_at) + 10
 
 
 def test_a_loaded_reader_goes_to_its_position_by_itself() -> None:
     first = loader_for(Ranges([40, 40]), 2, 8)
     for step in range(3):
         first.fetch(0, step, range(2))
-    states = first.state_dict(range(2))
+    states = first.positions(0, 3, range(2))
     # The one micro-batch that was read ahead does not count.
     assert [states[k]["reader"] for k in ("0", "1")] == [{"next": 12}, {"next": 1012}]
     second = loader_for(Ranges([40, 40]), 2, 8)

@@ -163,6 +163,41 @@ class Samples(Dataset[Any]):
         return self.tensors[row]
 
 
+class Stream:
+    """Shards of 20 steps each. Every opened reader, and every one that went to a position, leaves a line."""
+
+    def __init__(self, tensors: TensorDataset, log: Path) -> None:
+        self.tensors, self.log = tensors, log
+
+    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> Reader:
+        sizes = [20 * (21 // num_shards + (k < 21 % num_shards)) for k in range(num_shards)]
+        first = sum(sizes[:shard])
+        self.wrote("open")
+        return Reader(self, first, first + sizes[shard])
+
+    def wrote(self, line: str) -> None:
+        with self.log.open("a") as file:
+            file.write(line + "\n")
+
+
+class Reader:
+    def __init__(self, stream: Stream, first: int, stop: int) -> None:
+        self.stream, self.next, self.stop = stream, first, stop
+
+    def __next__(self) -> Any:
+        if self.next == self.stop:
+            raise StopIteration
+        self.next += 1
+        return self.stream.tensors[self.next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.wrote("load")
+        self.next = state["next"]
+
+
 @dataclass
 class Faulty(paceline.Task):
     """Batch norm, dropout, AdamW, batches that divide into nothing, and a validation split."""
@@ -171,6 +206,7 @@ class Faulty(paceline.Task):
     num: int = 410
     num_val: int = 50
     sample_by_sample: bool = False
+    stream: bool = False
 
     defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=21, shards=6, epochs=2)
 
@@ -193,6 +229,8 @@ class Faulty(paceline.Task):
         labels = torch.arange(number) % CLASSES
         images = torch.randn(number, 1, SIDE, SIDE, generator=generator)
         tensors = TensorDataset(images + labels.view(-1, 1, 1, 1) * 0.5, labels)
+        if self.stream and split == "train":
+            return Stream(tensors, Path(self.plan).with_name("readers"))
         return Samples(tensors, Path(self.plan)) if self.sample_by_sample and split == "train" else tensors
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

@@ -21,9 +21,11 @@ TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"
 STEPS = 40  # of the whole run; an evaluation every 7, a checkpoint every 5
 
 
-def train(run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "inplace") -> dict[str, Any]:
+def train(
+    run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "inplace", fields: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train to the end, whatever happens; return the result."""
-    start(run, nproc, harms, recover=recover)
+    start(run, nproc, harms, recover=recover, fields=fields)
     result: dict[str, Any] = json.loads((run / "result.json").read_text())
     report = audit(RunDirectory(run))
     assert report.clean, report.verdict
@@ -31,15 +33,25 @@ def train(run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "i
     return result
 
 
-def start(run: Path, nproc: int, harms: Sequence[str], *, recover: str = "inplace", code: int = 0) -> None:
+def start(
+    run: Path,
+    nproc: int,
+    harms: Sequence[str],
+    *,
+    recover: str = "inplace",
+    code: int = 0,
+    fields: Sequence[str] = (),
+) -> None:
     """Begin or continue a run, which ends with this exit code."""
     plan = run.with_name(run.name + "-plan")
-    plan.mkdir(exist_ok=True)
+    plan.mkdir(parents=True, exist_ok=True)
     for harm in harms:
         (plan / harm).touch()
     options = ["--recover", recover] if nproc > 1 else []
     command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(run), "--nproc", str(nproc)]
     command += ["--threads", "1", "--set", f"plan={plan}", "--eval-every", "7steps", "--best", "accuracy:max"]
+    for field in fields:
+        command += ["--set", field]
     process = subprocess.Popen(
         [*command, "--checkpoint-every", "5steps", *options],
         stdout=subprocess.PIPE,
@@ -130,3 +142,15 @@ def test_a_run_that_was_stopped_goes_on(
     result = train(run, 2)
     same(result, undisturbed)
     assert (result["restarts"], result["recoveries"]) == (1, 0)
+
+
+def test_streams_are_read_on_after_a_fault(tmp_path: Path) -> None:
+    fields = ("stream=true", "num=420")
+    whole = train(tmp_path / "whole/run", 1, fields=fields)
+    # Before a save and after one; survivors read a step again, and the lost rank's shards move.
+    result = train(tmp_path / "faulty/run", 3, ["step-3-2-kill", "step-9-1-kill"], fields=fields)
+    same(result, whole)
+    readers = (tmp_path / "faulty/readers").read_text().splitlines()
+    from_the_beginning = readers.count("open") - readers.count("load")
+    # Six in each epoch, and after the first fault, with nothing saved yet, the two of the lost rank.
+    assert (from_the_beginning, readers.count("load") > 6) == (6 + 2 + 6, True)

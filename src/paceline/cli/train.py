@@ -14,7 +14,7 @@ from paceline.cli.options import Options, given
 from paceline.config import config_from_mapping, read_config_file
 from paceline.distributed.environment import detect_environment
 from paceline.job import Job
-from paceline.launchers.job import launch, prepare
+from paceline.launchers.job import launch, prepare, require_recovery
 from paceline.run_directory import RunDirectory
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -105,6 +105,7 @@ def _start(values: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool)
         # Some launcher has made this process a rank: be one.
         from paceline.worker import run_reported
 
+        require_recovery(config, environment)
         code, result = run_reported(job, environment)
         if json and result is not None and environment.rank == 0:
             print(json_module.dumps(result), flush=True)

@@ -162,9 +162,10 @@ class _LineageAuditor:
         return (*self._done, *last)
 
     def _begin(self, epoch: int) -> EpochAuditor:
-        if self._order is None:
-            return StreamEpochAuditor(epoch)
-        return OrderedEpochAuditor(epoch, self._order)
+        if self._order is not None:
+            return OrderedEpochAuditor(epoch, self._order)
+        before = self._current
+        return StreamEpochAuditor(epoch, before.end if isinstance(before, StreamEpochAuditor) else 0)
 
 
 def _result_steps(run: RunDirectory) -> int | None:

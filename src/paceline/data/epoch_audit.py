@@ -160,30 +160,40 @@ class OrderedEpochAuditor:
 
 
 class StreamEpochAuditor:
-    """Audits an epoch of a stream: its samples have no numbers, so their positions are counted."""
+    """Audits an epoch of a stream: its samples have no numbers, so their positions are counted.
 
-    def __init__(self, epoch: int) -> None:
+    Args:
+        epoch: its number.
+        start: the position where the epoch before ended, from the start of the run: steps that are
+            missing at an epoch's end are noticed at the beginning of the next.
+
+    Attributes:
+        end: the position after the furthest step.
+    """
+
+    def __init__(self, epoch: int, start: int) -> None:
         self.epoch = epoch
         self._sequence = _StepSequence()
-        self._end = self._never = self._repeated = 0
+        self._start = self.end = start
+        self._never = self._repeated = 0
         self._world_sizes: set[int] = set()
 
     def add(self, entry: LedgerEntry, *, in_turn: bool) -> None:
         """Add a step, whose positions should begin where the last step's ended."""
         self._world_sizes.add(entry.world_size)
         self._sequence.take(entry.step, in_turn=in_turn)
-        if entry.start != self._end:
+        if entry.start != self.end:
             self._sequence.misplaced.add(entry.step)
-        self._never += max(0, entry.start - self._end)
-        self._repeated += max(0, min(entry.stop, self._end) - entry.start)
-        self._end = max(self._end, entry.stop)
+        self._never += max(0, entry.start - self.end)
+        self._repeated += max(0, min(entry.stop, self.end) - entry.start)
+        self.end = max(self.end, entry.stop)
 
     def report(self, *, is_last: bool) -> EpochAudit:
         """The outcome; a stream does not say whether more is to come."""
         return EpochAudit(
             epoch=self.epoch,
             num_samples=None,
-            once=self._end - self._never - self._repeated,
+            once=self.end - self._start - self._never - self._repeated,
             repeated=self._repeated,
             never=self._never,
             not_yet=0,

@@ -11,9 +11,10 @@ for a stream, whose order is the stream's own. Then one line for each committed 
     {"v":1,"e":0,"t":0,"a":0,"b":128,"w":2,"c":5138420}
 
 v: state version after the step; e: epoch; t: step in the epoch; a, b: its positions [a, b) in the
-epoch; w: the number of ranks where they share the shards evenly, else the list of each rank's
-first shard; c: the sum over the step's shards of the CRC-32 of the sample numbers (little-endian
-int64) that were really fetched.
+epoch, but of a stream in the whole run, because nobody knows how long its epochs are; w: the number
+of ranks where they share the shards evenly, else the list of each rank's first shard; c: the sum
+over the step's shards of the CRC-32 of the sample numbers (little-endian int64) that were really
+fetched.
 
 A generation continues from a state that an earlier one left, so what the earlier ones did after
 that state is not in the model: it was computed again. What remains is the final lineage.

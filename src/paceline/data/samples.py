@@ -38,12 +38,19 @@ class Request:
     rows: Indices
 
 
+class ReadError(Exception):
+    """The traceback of an error in a dataset, as text, for the log: it may come from another process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a micro-batch could not be read; travels back from a worker in its place."""
 
     message: str
-    traceback: str
+    cause: ReadError | None = None
 
 
 class SampleReader:
@@ -77,7 +84,7 @@ class SampleReader:
             return self._failure(f"{which} cannot be read", error)
         if len(samples) != len(rows):
             message = f"__getitems__ returned {len(samples)} samples for {len(rows)} numbers"
-            return Failure(f"{self._split} dataset, {_span(rows)}: {message}.", "")
+            return Failure(f"{self._split} dataset, {_span(rows)}: {message}.")
         try:
             return self._collate(samples)
         except Exception as error:
@@ -88,7 +95,7 @@ class SampleReader:
 
     def _failure(self, what: str, error: Exception) -> Failure:
         message = f"{self._split} dataset, {what}: {type(error).__name__}: {error}"
-        return Failure(message, traceback.format_exc())
+        return Failure(message, ReadError(traceback.format_exc()))
 
 
 def describe_ragged(rows: Sequence[int], samples: Sequence[Any]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,6 +126,15 @@ class _Shard:
     state: dict[str, Any]  # the reader's, before it read `ahead`
     ahead: list[Any]
 
+    def position(self) -> dict[str, Any]:
+        """Where it stands before ``step``, as JSON types."""
+        return {"epoch": self.epoch, "step": self.step, "handed_out": self.handed_out, "reader": self.state}
+
+
+def _serves(position: Mapping[str, Any], epoch: int, step: int) -> bool:
+    """Whether one can read on from a position to the beginning of a step."""
+    return bool(position["epoch"] == epoch and position["step"] <= step)
+
 
 class StreamLoader:
     """Loads a stream: in each step every shard gives its G / S samples until it has no more.
@@ -167,23 +176,25 @@ class StreamLoader:
         self._collate = collate
         self._split = split
         self._shards: dict[int, _Shard] = {}
-        self._saved: dict[int, Mapping[str, Any]] = {}
+        self._known: dict[int, Mapping[str, Any]] = {}  # positions before steps that were committed
 
     def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
         """The micro-batches of those of ``shards`` that have samples left; steps in order.
 
-        A shard that was neither here in the step before nor loaded is read again from its beginning.
+        A shard that was not here in the step before is read on from where it is known to have been, or
+        else from its beginning.
 
         Raises:
             DataError: the stream fails, its samples do not fit together, or a whole shard has fewer
                 than ``min_shard`` samples.
         """
-        # Others moved away: were they to come back, their position here would be stale.
         self._shards = {k: s for k, s in self._shards.items() if k in shards}
         micro_batches = []
         with undisturbed():
             for k in shards:
                 shard = self._at(k, epoch, step)
+                # If this step is not committed, it is fetched again.
+                self._known[k] = shard.position()
                 first, samples = shard.handed_out, shard.ahead
                 if not samples:
                     shard.step += 1
@@ -198,31 +209,32 @@ class StreamLoader:
         """Whether these shards, as of the last :meth:`fetch`, have no samples left in the epoch."""
         return not any(self._shards[k].ahead for k in shards)
 
-    def state_dict(self, shards: range) -> dict[str, Any]:
-        """The positions after the last :meth:`fetch`, as JSON types: shard (as text) -> state.
+    @property
+    def reading(self) -> tuple[int, ...]:
+        """The shards that this rank has readers of."""
+        return tuple(self._shards)
 
-        A shard that was never read is left out: it is at its beginning.
+    def positions(self, epoch: int, step: int, shards: Iterable[int]) -> dict[str, Any]:
+        """From where these shards can be read on to the beginning of a step: shard (as text) -> position.
+
+        As JSON types; a shard of which nothing is known is left out: it is read from its beginning. A reader
+        that was ahead of ``step``, because the step failed, counts with its position before that.
         """
-        states = {str(k): dict(self._saved[k]) for k in shards if k in self._saved}
+        found: dict[str, Any] = {}
         for k in shards:
-            if k in self._shards:
-                s = self._shards[k]
-                states[str(k)] = {
-                    "epoch": s.epoch,
-                    "step": s.step,
-                    "handed_out": s.handed_out,
-                    "reader": s.state,
-                }
-        return states
+            known = [self._shards[k].position()] if k in self._shards else []
+            known += [dict(self._known[k])] if k in self._known else []
+            found |= {str(k): position for position in known[::-1] if _serves(position, epoch, step)}
+        return found
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Take positions, also of shards that this rank does not have (yet)."""
+        """Take positions in place of all that are known, also of shards that this rank does not have."""
         self._shards.clear()
-        self._saved = {int(k): state for k, state in states.items()}
+        self._known = {int(k): state for k, state in states.items()}
 
     def add_positions(self, states: Mapping[str, Any]) -> None:
-        """Take positions of shards that other ranks have read; own readers stay where they are."""
-        self._saved |= {int(k): state for k, state in states.items() if int(k) not in self._shards}
+        """Take positions that other ranks know; own readers stay where they are."""
+        self._known |= {int(k): state for k, state in states.items()}
 
     def close(self) -> None:
         """Drop all readers."""
@@ -233,10 +245,10 @@ class StreamLoader:
         shard = self._shards.get(k)
         if shard is None or (shard.epoch, shard.step) != (epoch, step):
             reader = self._stream.open(k, len(self._sizes), epoch, self._seed)
-            saved = self._saved.pop(k, None)
-            if saved is not None and (saved["epoch"], saved["step"]) == (epoch, step):
-                reader.load_state_dict(saved["reader"])
-                shard = _Shard(epoch, step, saved["handed_out"], reader, saved["reader"], [])
+            known = self._known.get(k)
+            if known is not None and _serves(known, epoch, step):
+                reader.load_state_dict(known["reader"])
+                shard = _Shard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
                 self._read_ahead(k, shard)
             else:
                 shard = _Shard(epoch, 0, 0, reader, reader.state_dict(), [])
@@ -247,8 +259,8 @@ class StreamLoader:
                         f"shard needs at least {self._min_shard}. Give more data, use fewer --shards, or "
                         "lower min_shard in the task."
                     )
-                while shard.step < step:
-                    self._hand_out(k, shard)
+            while shard.step < step:
+                self._hand_out(k, shard)
             self._shards[k] = shard
         return shard
 

@@ -90,9 +90,7 @@ class SampleSource:
             batch = self._next_from_workers(self._workers)
             request = self._pending.popleft()
         if isinstance(batch, Failure):
-            error = DataError(batch.message)
-            error.add_note(batch.traceback)  # for the log: it may come from another process
-            raise error
+            raise DataError(batch.message) from batch.cause
         return request, to_device(batch, self._device)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from paceline.config import RunConfig, parse_duration_s, parse_nodes, parse_nproc
+from paceline.distributed.environment import Environment
 from paceline.distributed.process import describe_stop
 from paceline.errors import ConfigError
 from paceline.job import Job, default_run_path
@@ -18,6 +19,14 @@ from paceline.launchers.failures import STOPPED
 from paceline.run_directory import RunDirectory, write_atomically
 from paceline.task import check_spec
 
+_STARTED_BY: dict[str, str] = {
+    "caller": "a script has numbered",
+    "torchrun": "torchrun has started",
+    "variables": "a launcher that sets RANK has started",
+    "horovod": "horovodrun has started",
+    "mpi": "mpirun has started",
+    "slurm": "srun has started",
+}
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -117,6 +126,26 @@ def launch(job: Job, *, joins: bool = False) -> tuple[int, RunDirectory]:
         if last and last[0]["event"] == "stopped":
             print(f"paceline: {describe_stop(last[0], directory)}", file=sys.stderr)
     return code, directory
+
+
+def require_recovery(config: RunConfig, environment: Environment) -> None:
+    """Refuse a recovery that nobody would do for a rank that another launcher has started.
+
+    Raises:
+        ConfigError: it was asked for by name.
+    """
+    if config.recover in ("auto", "none") or (
+        config.recover == "restart" and environment.source == "torchrun"
+    ):
+        return
+    ways = "--recover none"
+    if environment.source == "torchrun":
+        ways = "--recover restart and torchrun's own --max-restarts"
+    raise ConfigError(
+        f"--recover {config.recover} does not work where {_STARTED_BY[environment.source]} the processes: "
+        f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
+        "each machine, with --on spawn."
+    )
 
 
 def _recovery(config: RunConfig, name: str, directory: RunDirectory) -> Recovery:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -152,7 +152,11 @@ class Trainer:
 
     def state_to_give(self) -> dict[str, Any]:
         """The state for a rank that lacks it: what :meth:`take` takes."""
-        return {**self.state.state_dict(), "recent": [list(entry) for entry in self.recent]}
+        state = {**self.state.state_dict(), "recent": [list(entry) for entry in self.recent]}
+        if isinstance(self.loader, StreamLoader):
+            epoch, step = self.state.progress.epoch, self.state.progress.step_in_epoch
+            state["streams"] = self.loader.positions(epoch, step, range(self.run.num_shards))
+        return state
 
     def attach(self, world: World) -> None:
         """Take part in a world whose ranks all hold the state; all of them call this together.
@@ -172,6 +176,8 @@ class Trainer:
             directory=run.directory,
         )
         self._build_strategy()
+        if isinstance(self.loader, StreamLoader):
+            self._gather_positions(self.loader, self.loader.reading)
         self.verifier = None
         if run.config.verify_every:
             self.verifier = stack.enter_context(closing(Verifier(run, world, self.state)))
@@ -409,22 +415,28 @@ class Trainer:
     def _share_anew(self) -> None:
         """Share the shards as the balance says, between two steps; all ranks do so together."""
         if isinstance(self.loader, StreamLoader):
-            self.loader.add_positions(self._stream_positions(self.loader))
+            self._gather_positions(self.loader, self.strategy.shards)
         self.strategy.close()
         self._build_strategy()
 
-    def _stream_positions(self, loader: StreamLoader) -> dict[str, Any]:
-        """Where each shard's stream stands, over all ranks."""
-        positions: dict[str, Any] = {}
-        for of_rank in self.world.all_gather_json(loader.state_dict(self.strategy.shards)):
-            positions |= of_rank
-        return positions
+    def _gather_positions(self, loader: StreamLoader, shards: Iterable[int]) -> dict[str, Any]:
+        """Where the streams of each rank's ``shards`` stand; all ranks know it from then on."""
+        progress = self.state.progress
+        furthest: dict[str, Any] = {}
+        mine = loader.positions(progress.epoch, progress.step_in_epoch, shards)
+        for of_rank in self.world.all_gather_json(mine):
+            for shard, position in of_rank.items():
+                if shard not in furthest or furthest[shard]["step"] < position["step"]:
+                    furthest[shard] = position
+        loader.add_positions(furthest)
+        return furthest
 
     def _save(self, *, last: bool = False) -> None:
         self.world.activity.begin("checkpoint")
         state = self.state.state_dict()
         if isinstance(self.loader, StreamLoader):
-            state["streams"] = self._stream_positions(self.loader)
+            # Who dies later takes its positions along: others then read its shards on from these.
+            state["streams"] = self._gather_positions(self.loader, self.strategy.shards)
         self.saver.save(state, self.state.progress, last=last)
         self.monitor.timer.mark("checkpoint")
         self.world.activity.end()
