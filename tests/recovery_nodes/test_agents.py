@@ -165,10 +165,10 @@ def test_a_machine_that_cannot_take_part_is_sent_home(
 
 @pytest.mark.slow
 def test_a_run_that_restarts_outlives_a_machine(run: Run) -> None:
-    processes = run.begin("--recover", "restart", "--reduction", "torch", nproc="1")
+    processes = run.begin("--recover", "restart", "--reduction", "torch")
     run.lab.nodes[1].kill()
     run.hold(14)
     run.wait_for("joined", lambda event: True, processes[0])
     run.go_on()
     assert processes[0].wait(120) == 0, processes[0].text
-    assert run.result()["world_size"] == 1
+    assert run.result()["world_size"] == 2
