@@ -224,10 +224,33 @@ def test_spares_are_on_the_last_nodes() -> None:
     ]
 
 
+@pytest.mark.parametrize("leads", ["before", "anew"])
+def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
+    """Until another one comes; whoever leads by then."""
+    coordinator = Coordinator(nodes={"a": 1, "b": 1}, most=12, generation=-1, spares=1)
+    coordinator.begin()
+    for worker in (0, 1, 2):
+        actions = coordinator.waits(worker)
+    assert actions == [Form(View(0, (0, 1, 2), 2))]
+    if leads == "before":
+        coordinator.node_lost("a")
+    else:
+        coordinator = Coordinator(nodes={}, most=12, generation=0, spares=1)
+        coordinator.take_over(100, 2)
+        coordinator.node_joins("b", 1, {1: Seat(1, "member"), 2: Seat(2, "member")})
+    coordinator.waits(1)
+    assert coordinator.waits(2) == [Form(View(1, (1, 2), 2))]
+    # The spare is on the last node again.
+    started = [action.worker for action in coordinator.node_joins("c", 1) if isinstance(action, Start)]
+    for worker in (*started, 1):
+        coordinator.waits(worker)
+    assert coordinator.waits(2)[-1] == Form(View(2, (1, *started), 2))
+
+
 def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
     coordinator = Coordinator(nodes={}, most=12, generation=4)
     coordinator.hold()  # until enough nodes have told of their workers
-    coordinator.take_over(100)
+    coordinator.take_over(100, 6)
     seats = {11: Seat(2, "member"), 12: Seat(3, "waiting")}
     assert coordinator.node_joins("b", 2, seats) == [Break(4, (11,))]
     assert coordinator.waits(11) == []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
-from tests.lab.machines import NodeProcess
+from tests.lab.machines import Node, NodeProcess
 from tests.recovery_nodes.runs import Run
 
 pytestmark = pytest.mark.timeout(240)
@@ -22,13 +23,26 @@ def finish(run: Run, undisturbed: str, *processes: NodeProcess) -> dict[str, obj
     return result
 
 
+def alive(node: Node) -> list[int]:
+    """The processes that run on a node; a zombie, which nobody there reaps, does not."""
+    pids = []
+    for process in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                pids.append(process.pid)
+    return pids
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     processes = run.begin(nproc="2,1")
     run.kill_worker(run.lab.nodes[victim])
     run.wait_for("fault", lambda event: True, *processes)
-    run.step_until("view", lambda event: event["world_size"] == 3 and event["generation"] > 0, *processes)
-    assert finish(run, undisturbed, *processes)["world_size"] == 3
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *processes)
+    finish(run, undisturbed, *processes)
+    (started,) = (event for event in run.directory.read_events() if event["event"] == "started")
+    assert started["world_size"] == 3  # and nobody went back to a checkpoint
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -37,7 +51,7 @@ def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> No
     node, survivor = run.lab.nodes[victim], processes[1 - victim]
     processes[victim].send_signal(signal.SIGKILL)
     # Its workers end with it, though none of them was signalled.
-    run.wait_until(lambda: not psutil.Process(node.pid).children(recursive=True), "its workers' end")
+    run.wait_until(lambda: not alive(node), "its workers' end")
     run.hold(14)
     run.wait_for("joined", lambda event: True, survivor)
     assert finish(run, undisturbed, survivor)["world_size"] == 1
@@ -151,10 +165,10 @@ def test_a_machine_that_cannot_take_part_is_sent_home(
 
 @pytest.mark.slow
 def test_a_run_that_restarts_outlives_a_machine(run: Run) -> None:
-    processes = run.begin("--recover", "restart", "--reduction", "torch", nproc="1")
+    processes = run.begin("--recover", "restart", "--reduction", "torch")
     run.lab.nodes[1].kill()
     run.hold(14)
     run.wait_for("joined", lambda event: True, processes[0])
     run.go_on()
     assert processes[0].wait(120) == 0, processes[0].text
-    assert run.result()["world_size"] == 1
+    assert run.result()["world_size"] == 2

@@ -257,10 +257,21 @@ class Leader:
                 if worker in self._coordinator.members():
                     self._lost_at = self._lost_at or time.monotonic()
                 self._why = self._why or why
+                if self._spec.recover == "restart" and self._has_lost_a_peer(worker):
+                    # It must not be a survivor of the next view; its end breaks this one for the others too.
+                    self._restarting = self._coordinator.generation
+                    self._node_of(worker).kill(worker, _WITH_PEERS)
+                    return
                 self._do(self._coordinator.waits(worker))
                 self.settle()
             case Joined(generation):
                 self._has_joined(worker, generation)
+
+    def _has_lost_a_peer(self, worker: int) -> bool:
+        """Whether a worker has left the current view though nobody asked it to."""
+        coordinator = self._coordinator
+        left_unasked = self._asked_to_reform != coordinator.generation
+        return coordinator.hiring and worker in coordinator.members() and left_unasked
 
     def _has_joined(self, worker: int, generation: int) -> None:
         view = self._coordinator.view
