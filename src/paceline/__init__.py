@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from paceline.errors import (
         CheckpointError,
         ConfigError,
+        CorruptionError,
         DataError,
         HangError,
+        IrreproducibleStepError,
         LaunchError,
         NonFiniteLossError,
         NotSavedError,
@@ -36,9 +38,11 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "CorruptionError",
     "DataError",
     "Defaults",
     "HangError",
+    "IrreproducibleStepError",
     "LaunchError",
     "Loss",
     "NonFiniteLossError",
