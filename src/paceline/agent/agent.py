@@ -18,6 +18,7 @@ from paceline.agent.control_socket import ControlSocket
 from paceline.agent.meeting import meet
 from paceline.agent.mesh import Mesh
 from paceline.agent.node import Node
+from paceline.agent.requests import Requests
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
 from paceline.errors import LaunchError
 from paceline.launchers.base import Rendered
@@ -41,7 +42,7 @@ class Agent:
         self._node: Node | None = None
         self._mesh: Mesh | None = None
         self._directory = spec.directory
-        self._requests: ControlSocket | None = None
+        self._control: ControlSocket | None = None
         self._stack = ExitStack()
         alone = spec.nodes == 1 and spec.most_nodes in (None, 1) and not spec.joins
         try:
@@ -70,6 +71,7 @@ class Agent:
             )
             self._cluster = Cluster(spec, spec.directory, self._node, meeting)
             self._node.reports = self._cluster
+            self._requests = Requests(spec, spec.directory, self._cluster, self._node)
             if meeting is not None:
                 self._mesh = Mesh(
                     self._selector,
@@ -122,11 +124,12 @@ class Agent:
 
     def _serve_requests(self) -> None:
         """Whoever leads answers other commands."""
-        if self._cluster.leads and self._requests is None:
-            self._requests = ControlSocket(self._directory, self._selector, self._cluster)
-        elif not self._cluster.leads and self._requests is not None:
-            self._requests.close()
-            self._requests = None
+        leads = self._cluster.leader is not None
+        if leads and self._control is None:
+            self._control = ControlSocket(self._directory, self._selector, self._requests)
+        elif not leads and self._control is not None:
+            self._control.close()
+            self._control = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -146,8 +149,8 @@ class Agent:
         """Leave nothing behind, whatever happened."""
         if self._node is not None:
             self._node.end()
-        if self._requests is not None:
-            self._requests.close()
+        if self._control is not None:
+            self._control.close()
         if self._mesh is not None:
             self._mesh.close()
         self._stack.close()

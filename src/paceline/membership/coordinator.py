@@ -21,73 +21,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Status = Literal["starting", "waiting", "member"]
-
-
-@dataclass(frozen=True)
-class View:
-    """One generation of the group.
-
-    Attributes:
-        generation: rises by one with every view.
-        members: worker ids; the position is the rank.
-        computing: how many of them, from rank 0 on, compute shards; the others are spares.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    computing: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start this worker on this node, in this slot."""
-
-    worker: int
-    node: str
-    slot: int
-
-
-@dataclass(frozen=True)
-class Form:
-    """Tell these members to form this view."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class AskToReform:
-    """Tell the view's members to leave it together, after a step."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class Break:
-    """Tell these members that the view is broken, should they not feel it by themselves."""
-
-    generation: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Retire:
-    """Tell a worker to end: it is not needed any more."""
-
-    worker: int
-
-
-Action = Start | Form | AskToReform | Break | Retire
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a worker is on its node, and what it does."""
-
-    slot: int
-    status: Status
+from paceline.membership.views import Action, AskToReform, Break, Form, Retire, Seat, Start, Status, View
 
 
 @dataclass
@@ -248,6 +183,10 @@ class Coordinator:
     def nodes_acting(self) -> frozenset[str]:
         """The nodes with workers that may act in a view."""
         return frozenset(w.node for w in self._workers.values() if w.status == "member")
+
+    def is_idle(self, node: str) -> bool:
+        """Whether a node shall have no worker, and has none."""
+        return self.nodes.get(node) == 0 and all(w.node != node for w in self._workers.values())
 
     def members(self) -> tuple[int, ...]:
         """The living members of the current view, by rank."""
