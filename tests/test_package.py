@@ -16,9 +16,11 @@ import paceline
 EXPORTED = [
     "CheckpointError",
     "ConfigError",
+    "CorruptionError",
     "DataError",
     "Defaults",
     "HangError",
+    "IrreproducibleStepError",
     "LaunchError",
     "Loss",
     "NonFiniteLossError",

@@ -11,7 +11,7 @@ import pytest
 from paceline.agent import hang_watch
 from paceline.agent.hang_watch import Ask, Hang, HangWatch
 from paceline.membership.channel import Standing
-from paceline.membership.coordinator import View
+from paceline.membership.views import View
 from paceline.run_directory import RunDirectory
 
 

@@ -9,17 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.membership.coordinator import (
-    Action,
-    AskToReform,
-    Break,
-    Coordinator,
-    Form,
-    Retire,
-    Seat,
-    Start,
-    View,
-)
+from paceline.membership.coordinator import Coordinator
+from paceline.membership.views import Action, AskToReform, Break, Form, Retire, Seat, Start, View
 
 
 def view(generation: int, members: tuple[int, ...], computing: int | None = None) -> View:

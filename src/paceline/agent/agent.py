@@ -18,8 +18,9 @@ from paceline.agent.control_socket import ControlSocket
 from paceline.agent.meeting import meet
 from paceline.agent.mesh import Mesh
 from paceline.agent.node import Node
+from paceline.agent.requests import Requests
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, RunInUseError
 from paceline.launchers.base import Rendered
 
 _LONGEST_S = 60.0
@@ -41,7 +42,7 @@ class Agent:
         self._node: Node | None = None
         self._mesh: Mesh | None = None
         self._directory = spec.directory
-        self._requests: ControlSocket | None = None
+        self._control: ControlSocket | None = None
         self._stack = ExitStack()
         alone = spec.nodes == 1 and spec.most_nodes in (None, 1) and not spec.joins
         try:
@@ -55,6 +56,7 @@ class Agent:
                 self._stack.callback(meeting.listener.close)
             founds = meeting is None or meeting.founds
             inherited = (self._stack.enter_context(spec.directory.locked()),) if founds else ()
+            self._is_locked = founds
             if founds:
                 for old in spec.directory.logs.glob("rank-*.error.json"):
                     old.unlink(missing_ok=True)
@@ -70,6 +72,7 @@ class Agent:
             )
             self._cluster = Cluster(spec, spec.directory, self._node, meeting)
             self._node.reports = self._cluster
+            self._requests = Requests(spec, spec.directory, self._cluster, self._node)
             if meeting is not None:
                 self._mesh = Mesh(
                     self._selector,
@@ -121,12 +124,17 @@ class Agent:
         self._serve_requests()
 
     def _serve_requests(self) -> None:
-        """Whoever leads answers other commands."""
-        if self._cluster.leads and self._requests is None:
-            self._requests = ControlSocket(self._directory, self._selector, self._cluster)
-        elif not self._cluster.leads and self._requests is not None:
-            self._requests.close()
-            self._requests = None
+        """Whoever leads answers other commands, and holds the run's lock."""
+        leads = self._cluster.leader is not None
+        if leads and not self._is_locked:
+            self._is_locked = True
+            with suppress(RunInUseError):  # whom it follows may not be gone to the last process
+                self._stack.enter_context(self._directory.locked())
+        if leads and self._control is None:
+            self._control = ControlSocket(self._directory, self._selector, self._requests)
+        elif not leads and self._control is not None:
+            self._control.close()
+            self._control = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -146,8 +154,8 @@ class Agent:
         """Leave nothing behind, whatever happened."""
         if self._node is not None:
             self._node.end()
-        if self._requests is not None:
-            self._requests.close()
+        if self._control is not None:
+            self._control.close()
         if self._mesh is not None:
             self._mesh.close()
         self._stack.close()

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.membership.channel import Standing
-from paceline.membership.coordinator import View
 from paceline.membership.hang import Finished, Silence, Verdict, verdict
 from paceline.membership.hang_record import record_hang, record_slow
+from paceline.membership.views import View
 from paceline.run_directory import RunDirectory
 
 _ANSWER_S = 5.0  # who cannot even answer is usually silent altogether, and killed for that before

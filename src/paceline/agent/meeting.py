@@ -148,7 +148,9 @@ def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """In words, what another agent runs that this one does not."""
-    mine, other = ours.get("versions", {}), theirs.get("versions", {})
+    mine, other = ours["versions"], theirs.get("versions")
+    if not isinstance(other, dict):
+        other = {}
     return [
         f"{name} is {other.get(name, 'missing')} there and {mine.get(name, 'missing')} here"
         for name in sorted({*mine, *other})
@@ -188,13 +190,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[distribution] = "missing"
     return found
-
-
-def shared(leases: LeaseDirectory, timeout_s: float = 10.0) -> bool:
-    """Whether this machine sees the directory of the job's first agent; it may show late."""
-    deadline = time.monotonic() + timeout_s
-    while not leases.is_shared():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_EVERY_S)
-    return True

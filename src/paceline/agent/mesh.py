@@ -108,9 +108,11 @@ class Mesh:
         return (self._peers[peer].link.hello if peer in self._peers else None) or {}
 
     def address_of(self, peer: str) -> Address | None:
-        """Where a linked peer listens."""
-        hello = self.hello_of(peer)
-        return (str(hello["host"]), int(hello["port"])) if "port" in hello else None
+        """Where a linked peer listens; None where it does not say."""
+        match self.hello_of(peer):
+            case {"host": str(host), "port": int(port)}:
+                return host, port
+        return None
 
     def drop(self, peer: str) -> None:
         """End the link with a peer, without an event."""

@@ -6,77 +6,30 @@ zygote and the store host. What happens to workers is reported; what to do with 
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
-from paceline.agent.forking import STORE_HOST, Exited, Forked, NotForked, StoreHost, Zygote
+from paceline.agent.forking import STORE_HOST, Exited, Forked, NotForked, Zygote
+from paceline.agent.reports import Ended, Order, Reports
+from paceline.agent.stores import Stores
 from paceline.agent.workers import Worker
-from paceline.distributed.process import Failure, read_failure
+from paceline.distributed.process import read_failure
 from paceline.distributed.process_state import describe_silence
 from paceline.errors import LaunchError
 from paceline.launchers.base import RenderedProcess
-from paceline.membership.channel import (
-    Beat,
-    Broken,
-    ChannelError,
-    Joined,
-    Leave,
-    Place,
-    Reform,
-    Report,
-    Standing,
-    Waits,
-)
-from paceline.membership.coordinator import Seat
+from paceline.membership.channel import Beat, Broken, ChannelError, Joined, Leave, Place, Standing, Waits
+from paceline.membership.views import Seat
 from paceline.run_directory import RunDirectory
 
 _REPORT_S = 1.0  # how long the zygote may take to report an end that its pidfd shows already
 _LEAVE_S = 60.0  # how long a member may take to leave a broken view: a step's computation, at most
 _ZYGOTES = 1  # how many may end one after another without having forked anything
-
-Order = Place | Reform | Broken | Report | Leave
-Said = Beat | Waits | Joined | Standing
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A worker's process has ended.
-
-    Attributes:
-        code: its exit code; minus the signal's number where one killed it.
-        killed: why this node killed it; "" where it did not.
-        silent_s: how long it had not been heard when it ended.
-        retired: it was told to end, as it is not needed.
-        failure: the error that it recorded.
-    """
-
-    worker: int
-    slot: int
-    pid: int | None
-    code: int
-    killed: str
-    silent_s: float
-    step: int
-    retired: bool
-    failure: Failure | None
-
-
-class Reports(Protocol):
-    """Who hears what becomes of workers."""
-
-    def said(self, worker: int, message: Said) -> None:
-        """A worker sent something."""
-
-    def ended(self, end: Ended) -> None:
-        """A worker's process has ended; nothing of it acts any more."""
 
 
 class Node:
@@ -115,7 +68,7 @@ class Node:
         self._interface = interface
         self._workers: dict[int, Worker] = {}
         self._stop = 0  # the signal that all were sent, and that later ones are sent too
-        self._host: StoreHost | None = None
+        self._stores = Stores(selector)
         self._barren = 0  # zygotes that ended without having forked anything
         self._start_zygote()
 
@@ -177,23 +130,18 @@ class Node:
 
     def open_store(self, generation: int, address: str) -> int:
         """Serve a store for a generation at this address of ours; return its port."""
-        if self._host is None:
-            self._host = StoreHost(self._zygote)
-            self._watch(self._host, partial(self._on_host, self._host))
-        return self._host.open(generation, address)
+        return self._stores.open(generation, address, self._zygote)
 
     def close_store(self, generation: int) -> None:
         """Serve it no longer: who waits in it for one who is gone is freed."""
-        if self._host is not None:
-            self._host.close(generation)
+        self._stores.close(generation)
 
     # What has not happened in time.
 
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        host = math.inf if self._host is None else self._host.deadline
-        return min([host, *(worker.deadline for worker in self._workers.values())])
+        return min([self._stores.deadline, *(worker.deadline for worker in self._workers.values())])
 
     def expire(self, now: float) -> None:
         """Lose patience with whoever is late."""
@@ -204,22 +152,20 @@ class Node:
                 silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
                 why = describe_silence(worker.pid) if silent else ""
                 self._kill(worker, f"{worker.failing}: it {why}" if why else worker.failing)
-        if self._host is not None and now >= self._host.deadline:
-            self._end_host()
+        self._stores.expire(now)
 
     def end(self) -> None:
         """Leave nothing behind, whatever happened."""
         for worker in list(self._workers.values()):
             worker.signal(signal.SIGKILL)
-        if self._host is not None:
-            self._host.end()
+        self._stores.end()
         self._zygote.end()
         for worker in list(self._workers.values()):
             worker.wait_gone(_REPORT_S * 5)
             worker.close()
         self._workers.clear()
 
-    def _watch(self, file: int | Zygote | StoreHost | Worker, handler: Callable[[], None]) -> None:
+    def _watch(self, file: int | Zygote | Worker, handler: Callable[[], None]) -> None:
         self._selector.register(file, selectors.EVENT_READ, handler)
 
     def _kill(self, worker: Worker, why: str) -> None:
@@ -230,7 +176,7 @@ class Node:
             worker.signal(signal.SIGKILL)
             worker.expect("end", _REPORT_S * 10)
 
-    # The zygote and the store host.
+    # The zygote.
 
     def _start_zygote(self) -> None:
         self._zygote = Zygote(self._rendered, self._inherited)
@@ -244,10 +190,8 @@ class Node:
                 self._barren = 0
                 if number != STORE_HOST:
                     self._forked(number, pid, pidfd)
-                elif self._host is not None:
-                    self._host.runs(pidfd)
                 else:
-                    os.close(pidfd)
+                    self._stores.forked(pidfd)
             case NotForked(number, error):
                 if number in self._workers:
                     self._workers[number].killed = f"could not be started: {error}"
@@ -271,17 +215,6 @@ class Node:
                 self._zygote.fork(worker.number, worker.slot, self._job, worker.descriptors)
             elif worker.ending:
                 self._ended(worker, -signal.SIGKILL)
-
-    def _on_host(self, host: StoreHost) -> None:
-        if host is self._host and not host.report():
-            self._end_host()
-
-    def _end_host(self) -> None:
-        """Its clients lose it, ask for another view, and meet in a store of the next host."""
-        assert self._host is not None
-        self._selector.unregister(self._host)
-        self._host.end()
-        self._host = None
 
     # Workers: forked, heard, ended.
 

@@ -25,7 +25,9 @@ def serve(descriptor: int) -> int:
     commands = socket.socket(fileno=descriptor)
     stores: dict[int, TCPStore] = {}
     while True:
-        content, descriptors, _, _ = socket.recv_fds(commands, _LONGEST, 1)
+        content, descriptors = b"", []
+        with suppress(ConnectionError):  # an agent that was killed
+            content, descriptors, _, _ = socket.recv_fds(commands, _LONGEST, 1)
         if not content:
             # Without waiting for any store's threads: nobody is left to be served.
             os._exit(0)

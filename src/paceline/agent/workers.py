@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from paceline.membership.channel import channel_pair
-from paceline.membership.coordinator import Status
+from paceline.membership.views import Status
 
 _START_S = 60.0  # who imports a task or builds a dataset may hold the interpreter's lock for long
 

@@ -161,12 +161,21 @@ def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> 
 def read_failure(path: Path) -> Failure | None:
     """A recorded failure; None where there is none, or none that can be read."""
     try:
-        document = json.loads(path.read_bytes())
-        failure = Failure(**document)
-        well_formed = all(isinstance(document[name], kind) for name, kind in _TYPES.items())
+        return to_failure(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-    return failure if well_formed else None
+
+
+def to_failure(document: Any) -> Failure:
+    """What :func:`dataclasses.asdict` gave, after its way through JSON.
+
+    Raises:
+        ValueError, TypeError: it is no failure.
+    """
+    failure = Failure(**document)
+    if not all(isinstance(document[name], kind) for name, kind in _TYPES.items()):
+        raise TypeError("no failure")
+    return failure
 
 
 def describe(failure: Failure, directory: RunDirectory | None) -> str:

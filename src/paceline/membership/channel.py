@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from paceline.errors import PacelineError
@@ -152,6 +152,9 @@ Message = Waits | Beat | Standing | Joined | Place | Reform | Broken | Report | 
 
 BEATS = 4
 
+# By a field's annotation; a number without a fraction may come back as an integer.
+_TYPES: dict[Any, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
+
 _KINDS: dict[str, type[Any]] = {
     kind.kind: kind for kind in (Waits, Beat, Standing, Joined, Place, Reform, Broken, Report, Leave)
 }
@@ -232,6 +235,8 @@ def from_document(document: Any) -> Message:
     try:
         values = dict(document)
         message: Message = _KINDS[values.pop("kind")](**values)
+        if any(type(getattr(message, f.name)) not in _TYPES[f.type] for f in fields(message)):
+            raise TypeError
     except (ValueError, KeyError, TypeError) as error:
         raise ChannelError(f"a membership message cannot be read: {str(document)[:200]}") from error
     return message

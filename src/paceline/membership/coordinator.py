@@ -21,73 +21,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Status = Literal["starting", "waiting", "member"]
-
-
-@dataclass(frozen=True)
-class View:
-    """One generation of the group.
-
-    Attributes:
-        generation: rises by one with every view.
-        members: worker ids; the position is the rank.
-        computing: how many of them, from rank 0 on, compute shards; the others are spares.
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    computing: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start this worker on this node, in this slot."""
-
-    worker: int
-    node: str
-    slot: int
-
-
-@dataclass(frozen=True)
-class Form:
-    """Tell these members to form this view."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class AskToReform:
-    """Tell the view's members to leave it together, after a step."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class Break:
-    """Tell these members that the view is broken, should they not feel it by themselves."""
-
-    generation: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Retire:
-    """Tell a worker to end: it is not needed any more."""
-
-    worker: int
-
-
-Action = Start | Form | AskToReform | Break | Retire
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a worker is on its node, and what it does."""
-
-    slot: int
-    status: Status
+from paceline.membership.views import Action, AskToReform, Break, Form, Retire, Seat, Start, Status, View
 
 
 @dataclass
@@ -249,6 +184,15 @@ class Coordinator:
         """The nodes with workers that may act in a view."""
         return frozenset(w.node for w in self._workers.values() if w.status == "member")
 
+    @property
+    def nodes_next(self) -> frozenset[str]:
+        """The nodes of the next view's members, if it were formed of those who are there now."""
+        return frozenset(self._workers[w].node for w in self._next_members(("waiting", "member")))
+
+    def is_leaving(self, node: str) -> bool:
+        """Whether a node shall have no worker, and none of its workers may act in a view."""
+        return self.nodes.get(node) == 0 and node not in self.nodes_acting
+
     def members(self) -> tuple[int, ...]:
         """The living members of the current view, by rank."""
         return () if self.view is None else tuple(w for w in self.view.members if w in self._workers)
@@ -332,8 +276,7 @@ class Coordinator:
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(self._retire(worker))
-        order = [w for w in survivors if w in waiting] + [w for w in waiting if w not in survivors]
-        chosen = tuple(order[: self.most + self.spares])
+        chosen = self._next_members(("waiting",))
         if not chosen:
             return
         self.gathering = False
@@ -343,6 +286,14 @@ class Coordinator:
         for worker in chosen:
             self._workers[worker].status = "member"
         actions.append(Form(self.view))
+
+    def _next_members(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
+        """Survivors of the current view first, in their order, then others by slot; as many as it may have."""
+        able = [w for w in self.workers if self._workers[w].status in statuses]
+        able = [w for w in able if not self._workers[w].retiring]
+        survivors = self.members()
+        order = [w for w in survivors if w in able] + [w for w in able if w not in survivors]
+        return tuple(order[: self.most + self.spares])
 
     def _waiting(self) -> list[int]:
         return [
