@@ -80,6 +80,7 @@ class Cluster:
         self._paused = ""
         self._code: int | None = None
         self._asked: int | None = None  # the signal that asked this machine to leave
+        self._seen_off = False  # it is leaving, as asked
         self._acting = False
         self._pending: deque[Action] = deque()
         self._following: Term | None = None  # whose orders are obeyed
@@ -201,6 +202,7 @@ class Cluster:
         if self._leader is None:
             return
         for name in [n for n in self._roster.nodes if n != self._name and self._leader.is_idle(n)]:
+            self._send(name, {"kind": "seen off"})  # before it learns that it is in the roster no more
             self._act(self._leadership.dismiss(name))
 
     # Time.
@@ -329,10 +331,8 @@ class Cluster:
         elif kind == "over":
             if peer == self._leadership.leader:
                 self._code = int(message["code"])
-                if self._code == 0 and self._asked is not None and not self._directory.result.is_file():
-                    requeue, interrupted = STOPPED
-                    self._code = interrupted if self._asked == signal.SIGINT else requeue
-                    print("paceline: this machine has left the run; the others go on.", file=sys.stderr)
+        elif kind == "seen off":
+            self._seen_off = self._seen_off or peer == self._leadership.leader
         elif kind == "sent home":
             if peer == self._leadership.leader:
                 self._leave(str(message["why"]), 2)
@@ -448,6 +448,10 @@ class Cluster:
                 self._pause(reason)
             case TakeLease(roster, winners):
                 self._act(self._leadership.lease_answered(roster, self._take_lease(roster, winners)))
+            case Out() if self._seen_off:
+                requeue, interrupted = STOPPED
+                asked = interrupted if self._asked == signal.SIGINT else requeue
+                self._leave("this machine has left the run; the others go on.", asked if self._asked else 0)
             case Out():
                 self._leave(
                     "this machine was left out of the run, as the others could not reach it. They go on; "
@@ -495,7 +499,6 @@ class Cluster:
         self._resumed()
         for name in gone & (self._leader.nodes if self._leader is not None else frozenset()):
             assert self._leader is not None
-            self._send(name, {"kind": "over", "code": 0})
             self._leader.node_lost(name, "has left, as asked")
         self._settle()
 
