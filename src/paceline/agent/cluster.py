@@ -202,8 +202,11 @@ class Cluster:
         if self._leader is None:
             return
         for name in [n for n in self._roster.nodes if n != self._name and self._leader.is_idle(n)]:
-            self._send(name, {"kind": "seen off"})  # before it learns that it is in the roster no more
-            self._act(self._leadership.dismiss(name))
+            self._dismiss(name)
+
+    def _dismiss(self, name: str) -> None:
+        self._send(name, {"kind": "seen off"})  # before it learns that it is in the roster no more
+        self._act(self._leadership.dismiss(name))
 
     # Time.
 
@@ -391,7 +394,13 @@ class Cluster:
         assert self._leader is not None
         for name in self._leader.nodes & frozenset(self._roster.nodes) - self._leader.nodes_acting:
             self._act(self._leadership.clear(name))
-        return bool(nodes) and self._leadership.may_form(nodes)
+        if not nodes or self._leadership.may_form(nodes):
+            return bool(nodes)
+        if not self._leader.nodes_acting:
+            # Where they are half of the roster, no view can be formed without them before they are out of it.
+            for name in self._leader.nodes_retired & frozenset(self._roster.nodes) - {self._name}:
+                self._dismiss(name)
+        return self._leadership.may_form(nodes)
 
     def formed(self, nodes: frozenset[str]) -> None:
         """It is."""

@@ -152,8 +152,13 @@ class Leader:
 
     @property
     def nodes_present(self) -> frozenset[str]:
-        """Those with workers that wait for a view, or are in one."""
+        """Those of the next view, as far as its members are there."""
         return self._coordinator.nodes_present
+
+    @property
+    def nodes_retired(self) -> frozenset[str]:
+        """Those that are to leave."""
+        return self._coordinator.nodes_retired
 
     @property
     def nodes_acting(self) -> frozenset[str]:

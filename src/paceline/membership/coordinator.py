@@ -241,8 +241,13 @@ class Coordinator:
 
     @property
     def nodes_present(self) -> frozenset[str]:
-        """The nodes with workers that wait for a view or are in one."""
-        return frozenset(w.node for w in self._workers.values() if w.status != "starting")
+        """The nodes of the next view, as far as its members are there."""
+        return frozenset(self._workers[w].node for w in self._next())
+
+    @property
+    def nodes_retired(self) -> frozenset[str]:
+        """The nodes that shall have no worker any more."""
+        return frozenset(node for node, wanted in self.nodes.items() if not wanted)
 
     @property
     def nodes_acting(self) -> frozenset[str]:
@@ -332,8 +337,7 @@ class Coordinator:
         for worker in survivors:
             if self._workers[worker].retiring:
                 actions.append(self._retire(worker))
-        order = [w for w in survivors if w in waiting] + [w for w in waiting if w not in survivors]
-        chosen = tuple(order[: self.most + self.spares])
+        chosen = tuple(self._next())
         if not chosen:
             return
         self.gathering = False
@@ -343,6 +347,11 @@ class Coordinator:
         for worker in chosen:
             self._workers[worker].status = "member"
         actions.append(Form(self.view))
+
+    def _next(self) -> list[int]:
+        """The next view: members first, in their order, then who waits, as far as there is room."""
+        staying = [w for w in self.members() if not self._workers[w].retiring]
+        return [*staying, *(w for w in self._waiting() if w not in staying)][: self.most + self.spares]
 
     def _waiting(self) -> list[int]:
         return [
