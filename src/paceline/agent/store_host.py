@@ -25,7 +25,7 @@ def serve(descriptor: int) -> int:
     commands = socket.socket(fileno=descriptor)
     stores: dict[int, TCPStore] = {}
     while True:
-        content, descriptors = b"", []
+        content, descriptors = b"", list[int]()
         with suppress(ConnectionError):  # an agent that was killed
             content, descriptors, _, _ = socket.recv_fds(commands, _LONGEST, 1)
         if not content:
