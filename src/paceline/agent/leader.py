@@ -21,7 +21,6 @@ from paceline.agent.node import Node
 from paceline.agent.policy import Budget
 from paceline.agent.reports import Ended, Orders, Said
 from paceline.agent.workforce import Workforce
-from paceline.distributed.process import describe
 from paceline.errors import RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.membership.channel import Beat, Broken, Joined, Leave, Reform, Report, Standing, Waits
@@ -92,7 +91,7 @@ class Leader:
     def node_joins(self, name: str, node: Orders, nproc: int, seats: Mapping[int, Seat]) -> None:
         """A node has come, with the workers that it has."""
         self._workforce.joins(name, node, seats.values())
-        self._learn_shards()
+        self.learn_shards()
         if self.ending.begun:
             node.stop(signal.SIGTERM)
         self._do(self.coordinator.node_joins(name, nproc, seats))
@@ -113,7 +112,7 @@ class Leader:
         """All that have come."""
         return frozenset(self._workforce.nodes)
 
-    def _learn_shards(self) -> None:
+    def learn_shards(self) -> None:
         """So many can compute; before the run is created, whoever begins it checks that they are not more."""
         with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
@@ -152,7 +151,7 @@ class Leader:
             return
         print(f"paceline: {hang.sentence}", file=sys.stderr, flush=True)
         for worker, why in hang.culprits.items():
-            self._workforce.kill([worker], why)
+            self._workforce.kill((worker,), why)
 
     def conclude(self) -> int:
         """Print one message if the job failed; return its exit code."""
@@ -212,10 +211,7 @@ class Leader:
                     self.ending.kill_all()
                 return
             case "unfit":
-                assert end.failure is not None
-                why = "this machine cannot take part in the run, and the others go on:\n  "
-                why += describe(end.failure, self._directory)
-                self._roster.send_home(self.coordinator.node(end.worker), why)
+                self._roster.send_home(self.coordinator.node(end.worker), self.judgement.why_unfit(end))
                 return
             case "fault":
                 self._fault(end)
@@ -246,11 +242,6 @@ class Leader:
         """Whether all members of the view hold its state."""
         view = self.coordinator.view
         return view is not None and self._chronicle.is_whole(view)
-
-    def most_workers(self) -> int:
-        """How many can compute: one for each shard."""
-        self._learn_shards()
-        return self.coordinator.most
 
     def resize(self, wanted: Mapping[str, int], **event: object) -> None:
         """Want so many workers on these nodes; who joins or leaves does so after a step.
@@ -309,9 +300,10 @@ class Leader:
     def _form(self, view: View) -> None:
         nodes = self._workforce.nodes_of(view)
         slots = [self.coordinator.slot(worker) for worker in view.members]
+        step = max(self._step_of(worker) for worker in view.members)
         self._roster.formed(frozenset(nodes))
         self._here.close_store(view.generation - 1)
-        self._chronicle.formed(view, slots, nodes, max(self._step_of(worker) for worker in view.members))
+        self._chronicle.formed(view, slots, nodes, step)
         self._hangs.forms(view, nodes)
         port = self._here.open_store(view.generation, self._address)
         self._workforce.place(view, self._address, port)

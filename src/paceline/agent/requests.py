@@ -65,8 +65,9 @@ class Requests:
         leader.ending.refuse_changes()
         if nproc < 1:
             raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
-        coordinator, most = leader.coordinator, leader.most_workers()
-        machines = len(coordinator.nodes)
+        leader.learn_shards()
+        coordinator = leader.coordinator
+        machines, most = len(coordinator.nodes), coordinator.most
         if nproc * machines > most:
             raise ConfigError(
                 f"{nproc * machines} processes cannot share {most} shards: each needs at least one. "
