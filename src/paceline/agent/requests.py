@@ -38,7 +38,7 @@ class Requests:
         return Status(
             generation=-1 if coordinator.view is None else coordinator.generation,
             target=coordinator.target,
-            whole=leader.is_whole,
+            whole=leader.chronicle.is_whole(coordinator.view),
             stopping=leader.ending.is_sure,
             recoveries=leader.judgement.recoveries,
             step=max((steps[worker] for worker in members), default=-1),
