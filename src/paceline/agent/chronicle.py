@@ -89,9 +89,9 @@ class Chronicle:
             self.record("joined", generation=view.generation, step=step, seconds=self._since_loss())
             self._lost_at = None
 
-    def is_whole(self, view: View) -> bool:
+    def is_whole(self, view: View | None) -> bool:
         """Whether all members of the current view hold its state."""
-        return self._joined >= set(view.members)
+        return view is not None and self._joined >= set(view.members)
 
     def _since_loss(self) -> float | None:
         return None if self._lost_at is None else round(time.monotonic() - self._lost_at, 4)

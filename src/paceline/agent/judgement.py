@@ -8,6 +8,7 @@ from typing import Literal
 from paceline.agent.policy import Budget, Meaning, describe_code, is_corruption, meaning
 from paceline.agent.repetition import describe_repetition
 from paceline.agent.reports import Ended
+from paceline.distributed.process import describe
 from paceline.launchers.failures import Exit, conclude
 from paceline.membership.views import View
 from paceline.run_directory import RunDirectory
@@ -65,6 +66,12 @@ class Judgement:
         elif what != "fault":
             self._exits.append(Exit(end.slot, end.code, time.time(), stopped=what == "asked"))
         return what
+
+    def why_unfit(self, end: Ended) -> str:
+        """What to tell a newcomer's machine."""
+        assert end.failure is not None
+        what_failed = describe(end.failure, self._directory)
+        return f"this machine cannot take part in the run, and the others go on:\n  {what_failed}"
 
     def may_go_on(self, end: Ended, view: View | None, *, hiring: bool) -> bool:
         """Whether the job goes on after a fault; else :attr:`verdict` says why not.

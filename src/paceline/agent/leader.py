@@ -20,16 +20,14 @@ from paceline.agent.judgement import Judgement, how_it_ended
 from paceline.agent.node import Node
 from paceline.agent.policy import Budget
 from paceline.agent.reports import Ended, Orders, Said
+from paceline.agent.restart import Restart
 from paceline.agent.workforce import Workforce
-from paceline.distributed.process import describe
 from paceline.errors import RunDirectoryError
 from paceline.launchers.base import JobSpec
 from paceline.membership.channel import Beat, Broken, Joined, Leave, Reform, Report, Standing, Waits
 from paceline.membership.coordinator import Coordinator
 from paceline.membership.views import Action, AskToReform, Break, Form, Retire, Seat, Start, View
 from paceline.run_directory import RunDirectory
-
-_WITH_PEERS = "ended with its peers"
 
 
 class Roster(Protocol):
@@ -61,6 +59,7 @@ class Leader:
         coordinator: as given; others only ask it.
         judgement: what has become of workers so far.
         ending: brings the job to its end where somebody asks for that.
+        chronicle: what has become of views.
         beats: each worker's last one.
     """
 
@@ -79,12 +78,12 @@ class Leader:
         self._here, self._address = here, address
         self._workforce = Workforce(coordinator)
         self.ending = Ending(spec, self._workforce, coordinator)
-        self._chronicle = Chronicle(directory, first=-1 if follows else coordinator.generation + 1)
+        self.chronicle = Chronicle(directory, first=-1 if follows else coordinator.generation + 1)
         self.coordinator = coordinator
         self.judgement = Judgement(directory, Budget(spec.max_restarts, first=-1 if follows else None))
         self.beats: dict[int, Beat] = {}
         self._hangs = HangWatch(directory)
-        self._restarting = -1  # the generation whose members are being killed, to be started again
+        self._restart = Restart(self._workforce)
         coordinator.hold()
 
     # Nodes.
@@ -92,7 +91,7 @@ class Leader:
     def node_joins(self, name: str, node: Orders, nproc: int, seats: Mapping[int, Seat]) -> None:
         """A node has come, with the workers that it has."""
         self._workforce.joins(name, node, seats.values())
-        self._learn_shards()
+        self.learn_shards()
         if self.ending.begun:
             node.stop(signal.SIGTERM)
         self._do(self.coordinator.node_joins(name, nproc, seats))
@@ -101,9 +100,9 @@ class Leader:
         """A node is gone, and all its workers with it."""
         if name not in self._workforce.nodes:
             return
-        self._chronicle.hit()
-        self._chronicle.lost()
-        self._chronicle.record("node lost", node=name, why=why)
+        self.chronicle.hit()
+        self.chronicle.lost()
+        self.chronicle.record("node lost", node=name, why=why)
         actions = self.coordinator.node_lost(name)
         del self._workforce.nodes[name]
         self._do(actions)
@@ -113,7 +112,7 @@ class Leader:
         """All that have come."""
         return frozenset(self._workforce.nodes)
 
-    def _learn_shards(self) -> None:
+    def learn_shards(self) -> None:
         """So many can compute; before the run is created, whoever begins it checks that they are not more."""
         with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
@@ -152,7 +151,7 @@ class Leader:
             return
         print(f"paceline: {hang.sentence}", file=sys.stderr, flush=True)
         for worker, why in hang.culprits.items():
-            self._workforce.kill([worker], why)
+            self._workforce.kill((worker,), why)
 
     def conclude(self) -> int:
         """Print one message if the job failed; return its exit code."""
@@ -171,31 +170,29 @@ class Leader:
                 self._hangs.answers(worker, message)
             case Waits(_, why):
                 if worker in self.coordinator.members():
-                    self._chronicle.lost()
-                self._chronicle.left(why)
+                    self.chronicle.lost()
+                self.chronicle.left(why)
                 if self._spec.recover == "restart" and self._has_lost_a_peer(worker):
                     # It must not be a survivor of the next view; its end breaks this one for the others too.
-                    self._restarting = self.coordinator.generation
-                    self._workforce.kill((worker,), _WITH_PEERS)
+                    self._restart.end(self.coordinator.generation, (worker,))
                     return
                 self._do(self.coordinator.waits(worker))
                 self.settle()
             case Joined(generation):
                 view = self.coordinator.view
                 if view is not None and view.generation == generation:
-                    self._chronicle.joined(view, worker, self._step_of(worker))
+                    self.chronicle.joined(view, worker, self._step_of(worker))
 
     def _has_lost_a_peer(self, worker: int) -> bool:
         """Whether a worker has left the current view though nobody asked it to."""
-        coordinator = self.coordinator
-        asked = self._chronicle.was_asked_to_reform(coordinator.generation)
-        return coordinator.hiring and worker in coordinator.members() and not asked
+        left_unasked = not self.chronicle.was_asked_to_reform(self.coordinator.generation)
+        return self.coordinator.hiring and worker in self.coordinator.members() and left_unasked
 
     def ended(self, end: Ended) -> None:
         """A worker's process has ended."""
         self.beats.pop(end.worker, None)
         if end.retired and end.code == 0:
-            self._chronicle.record("retired", slot=end.slot, pid=end.pid, step=end.step)
+            self.chronicle.record("retired", slot=end.slot, pid=end.pid, step=end.step)
             self._do(self.coordinator.exited(end.worker))
         else:
             self._judge(end)
@@ -212,10 +209,7 @@ class Leader:
                     self.ending.kill_all()
                 return
             case "unfit":
-                assert end.failure is not None
-                why = "this machine cannot take part in the run, and the others go on:\n  "
-                why += describe(end.failure, self._directory)
-                self._roster.send_home(self.coordinator.node(end.worker), why)
+                self._roster.send_home(self.coordinator.node(end.worker), self.judgement.why_unfit(end))
                 return
             case "fault":
                 self._fault(end)
@@ -224,15 +218,13 @@ class Leader:
         self._do(self.coordinator.exited(end.worker))
 
     def _fault(self, end: Ended) -> None:
-        if self._restarting == self.coordinator.generation and (
-            end.killed == _WITH_PEERS or (end.failure is not None and end.failure.victim)
-        ):
-            return  # one fault, that all of them share
-        self._chronicle.hit()
+        if self._restart.shares_fault(end, self.coordinator.generation):
+            return
+        self.chronicle.hit()
         if end.worker in self.coordinator.members():
             # A silent member was lost when it was last heard, not when its node lost patience.
-            self._chronicle.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
-        self._chronicle.record("fault", slot=end.slot, pid=end.pid, how=how_it_ended(end), step=end.step)
+            self.chronicle.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
+        self.chronicle.record("fault", slot=end.slot, pid=end.pid, how=how_it_ended(end), step=end.step)
         if not self.judgement.may_go_on(end, self.coordinator.view, hiring=self.coordinator.hiring):
             self.ending.within_grace()
 
@@ -241,17 +233,6 @@ class Leader:
 
     # What other commands ask.
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all members of the view hold its state."""
-        view = self.coordinator.view
-        return view is not None and self._chronicle.is_whole(view)
-
-    def most_workers(self) -> int:
-        """How many can compute: one for each shard."""
-        self._learn_shards()
-        return self.coordinator.most
-
     def resize(self, wanted: Mapping[str, int], **event: object) -> None:
         """Want so many workers on these nodes; who joins or leaves does so after a step.
 
@@ -259,7 +240,7 @@ class Leader:
             ConfigError: the job is ending, or they cannot.
         """
         self.ending.refuse_changes()
-        self._chronicle.record("scale", **event, step=self.judgement.budget.step)
+        self.chronicle.record("scale", **event, step=self.judgement.budget.step)
         for name, nproc in wanted.items():
             self._do(self.coordinator.resize(name, nproc))
         self.settle()
@@ -274,7 +255,7 @@ class Leader:
 
     def gather(self) -> None:
         """Train on only once all that there should be take part."""
-        self._chronicle.record("gather", step=self.judgement.budget.step)
+        self.chronicle.record("gather", step=self.judgement.budget.step)
         self._do(self.coordinator.gather())
         self.settle()
 
@@ -288,7 +269,7 @@ class Leader:
                 case Form(view):
                     self._form(view)
                 case AskToReform(view):
-                    self._chronicle.asked_to_reform(view.generation)
+                    self.chronicle.asked_to_reform(view.generation)
                     self._workforce.tell(view.members, Reform(view.generation))
                 case Break(generation, members):
                     self._break(generation, members)
@@ -296,22 +277,22 @@ class Leader:
                     self._workforce.tell((worker,), Leave())
 
     def _break(self, generation: int, members: tuple[int, ...]) -> None:
-        self._chronicle.lost()
+        self.chronicle.lost()
         self._hangs.forget()
         # Those who wait in the store for one who is gone are freed by its end.
         self._here.close_store(generation)
         if self._spec.recover == "inplace":
             self._workforce.tell(members, Broken(generation))
         else:
-            self._restarting = generation
-            self._workforce.kill(members, _WITH_PEERS)
+            self._restart.end(generation, members)
 
     def _form(self, view: View) -> None:
         nodes = self._workforce.nodes_of(view)
         slots = [self.coordinator.slot(worker) for worker in view.members]
+        step = max(self._step_of(worker) for worker in view.members)
         self._roster.formed(frozenset(nodes))
         self._here.close_store(view.generation - 1)
-        self._chronicle.formed(view, slots, nodes, max(self._step_of(worker) for worker in view.members))
+        self.chronicle.formed(view, slots, nodes, step)
         self._hangs.forms(view, nodes)
         port = self._here.open_store(view.generation, self._address)
         self._workforce.place(view, self._address, port)

@@ -147,13 +147,13 @@ def read(document: Mapping[str, Any]) -> Message:
                 return Reported(worker, _said(said))
             case {"kind": "ended", **values}:
                 return _ended(values)
-            case {"kind": "workers", "nproc": int(nproc), "workers": listed}:
+            case {"kind": "workers", "nproc": int(nproc), "workers": list(listed)}:
                 return Workers(nproc, dict(_seat(item) for item in listed))
             case {"kind": "clear", "term": term}:
                 return Clear(_term(term))
             case {"kind": "signalled", "signal": int(number)}:
                 return Signalled(number)
-            case {"kind": "book", "agents": agents}:
+            case {"kind": "book", "agents": list(agents)}:
                 return Book(tuple(_agent(item) for item in agents))
             case {"kind": "over", "code": int(code)}:
                 return Over(code)

@@ -38,7 +38,7 @@ class Requests:
         return Status(
             generation=-1 if coordinator.view is None else coordinator.generation,
             target=coordinator.target,
-            whole=leader.is_whole,
+            whole=leader.chronicle.is_whole(coordinator.view),
             stopping=leader.ending.is_sure,
             recoveries=leader.judgement.recoveries,
             step=max((steps[worker] for worker in members), default=-1),
@@ -65,8 +65,9 @@ class Requests:
         leader.ending.refuse_changes()
         if nproc < 1:
             raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
-        coordinator, most = leader.coordinator, leader.most_workers()
-        machines = len(coordinator.nodes)
+        leader.learn_shards()
+        coordinator = leader.coordinator
+        machines, most = len(coordinator.nodes), coordinator.most
         if nproc * machines > most:
             raise ConfigError(
                 f"{nproc * machines} processes cannot share {most} shards: each needs at least one. "

@@ -91,7 +91,7 @@ def _load_best(trainer: Trainer) -> None:
     world, progress, module = trainer.world, trainer.state.progress, trainer.state.evaluated_module
     if progress.best_version is None or progress.best_step == progress.step:
         return
-    trainer.valid = False  # from here on the model is not that of the run's end
+    trainer.replica.valid = False  # from here on the model is not that of the run's end
     if world.rank == 0:
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
         if trainer.state.ema is None:

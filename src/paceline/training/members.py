@@ -91,7 +91,7 @@ def train_as_member(
 
 
 def _has_nothing_to_save(trainer: Trainer) -> bool:
-    return bool(trainer.run.signals.received) and not trainer.valid
+    return bool(trainer.run.signals.received) and not trainer.replica.valid
 
 
 def _take_part_in_view(session: Session, member: Member, place: Place) -> tuple[dict[str, Any] | None, str]:

@@ -66,7 +66,9 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
             result = Session(trainer, notes, started).take_part(world)
         except Exception as error:
             # Paceline's own errors say it where it matters.
-            if trainer.valid and (isinstance(error, PeerLostError) or not isinstance(error, PacelineError)):
+            if trainer.replica.valid and (
+                isinstance(error, PeerLostError) or not isinstance(error, PacelineError)
+            ):
                 error.add_note(f"in step {trainer.state.progress.step + 1}")
             raise
     assert result is not None, "the ranks of a world that stays do not leave it"
@@ -125,12 +127,12 @@ class Session:
     def _agree_on_state(self, world: World) -> None:
         """Have every rank hold the state that the furthest one holds, or else the newest that is saved."""
         trainer = self._trainer
-        agreement = agree(world, valid=trainer.valid, version=trainer.state.progress.version)
+        agreement = agree(world, valid=trainer.replica.valid, version=trainer.state.progress.version)
         if agreement.source is not None:
-            state = trainer.state_to_give() if world.rank == agreement.source else None
+            state = trainer.replica.give() if world.rank == agreement.source else None
             received = hand_over(world, agreement, state)
             if received is not None:
-                trainer.take(received)
+                trainer.replica.take(received)
             if not self._something_is_lost(world):
                 return
         with suppress(CheckpointError):
@@ -139,7 +141,7 @@ class Session:
         directory = self.run.directory
         new = bool(world.broadcast_json(not directory.exists()))
         run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
-        trainer.restore(world, newest_checkpoint(self.run, world, run_id))
+        trainer.replica.restore(world, newest_checkpoint(self.run, world, run_id))
         if world.rank == 0:
             # Only now: where the model could not be built, no run was created.
             if new:
@@ -164,7 +166,7 @@ class Session:
         best = trainer.state.progress.best_version
         missing, lost = False, False
         if world.rank == 0:
-            lost = lacks_steps(directory.ledger, trainer.recent)
+            lost = lacks_steps(directory.ledger, trainer.replica.recent)
             missing = (
                 best not in (None, trainer.state.progress.version)
                 and not trainer.checkpointer.holds(best or 0)

@@ -1,0 +1,161 @@
+"""What a rank has of its run, and of the world that it takes part in."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline.data.workers import data_workers
+from paceline.distributed.shares import Speed
+from paceline.distributed.world import World
+from paceline.membership.member import Member
+from paceline.monitoring.monitor import Monitor
+from paceline.monitoring.phases import PHASES
+from paceline.strategies.base import Strategy
+from paceline.training.balance import ShareBalance
+from paceline.training.checkpointing import open_checkpointer
+from paceline.training.replica import Replica
+from paceline.training.run import Run
+from paceline.training.saving import Saver
+from paceline.training.state import TrainingState
+from paceline.training.validation import Validation
+from paceline.training.verification import Verifier, require_verifiable
+
+if TYPE_CHECKING:
+    from paceline.monitoring.profiler import StepProfiler
+
+
+class Participant:
+    """A rank of a run, in one world or in one after another, as ranks come and go.
+
+    What belongs to the run stays: the task's model and optimizers, the data, and the state. What belongs
+    to a world is made anew by :meth:`attach`.
+
+    Use it as a context manager: what it opens is closed at exit.
+
+    Attributes:
+        run: what is trained.
+        loader: of the training data.
+        replica: this rank's copy of the state.
+        validation: the evaluations that are made on the way.
+        samples: of the steps that this process took part in.
+        checkpointer: writes its checkpoints, in whichever world it is rank 0.
+        world: the ranks; from :meth:`attach` on, like ``balance``, ``strategy``, ``verifier``,
+            ``monitor``, ``saver``, ``profiler``.
+
+    Args:
+        run: what is trained.
+        member: what tells of other ranks' coming and going; None where the world is to stay.
+
+    Raises:
+        UserError: the task's model, optimizers or data cannot be built.
+    """
+
+    world: World
+    balance: ShareBalance
+    strategy: Strategy
+    monitor: Monitor
+    saver: Saver
+    profiler: StepProfiler | None
+    verifier: Verifier | None
+
+    def __init__(self, run: Run, member: Member | None = None) -> None:
+        require_verifiable(run)
+        self.run = run
+        self._member = member
+        self._resources = ExitStack()
+        self._of_world = ExitStack()
+        self._earlier_phases = dict.fromkeys(PHASES, 0.0)
+        self._speed: Speed | None = None
+        self.samples = 0
+        self.replica = Replica(run)
+        self.loader = self.replica.loader = self._resources.enter_context(closing(run.build_loader()))
+        self.validation = self._resources.enter_context(closing(Validation(run)))
+        self.checkpointer = self._resources.enter_context(open_checkpointer(run))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._of_world.__exit__(*error)
+        finally:
+            self._resources.__exit__(*error)
+
+    @property
+    def state(self) -> TrainingState:
+        """The model and all that changes with it."""
+        return self.replica.state
+
+    def attach(self, world: World) -> None:
+        """Take part in a world whose ranks all hold the state; all of them call this together.
+
+        Raises:
+            UserError: the strategy cannot work with so many processes, or the run directory is not writable.
+            PeerLostError: a rank is gone.
+        """
+        run, progress, stack = self.run, self.state.progress, self._of_world
+        self.world = world
+        world.activity.helpers = data_workers
+        self.balance = ShareBalance(
+            world,
+            run.num_shards,
+            by_speed=run.config.balance == "auto" and run.config.reduction != "torch",
+            speed=self._speed,
+            directory=run.directory,
+        )
+        self._build_strategy()
+        self.replica.gather_positions(world)
+        self.verifier = None
+        if run.config.verify_every:
+            self.verifier = stack.enter_context(closing(Verifier(run, world, self.state)))
+        stack.callback(lambda: self.strategy.close())
+        stack.callback(lambda: self.strategy.abandon())
+        self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
+        stack.callback(self._keep_phases)
+        self.saver = stack.enter_context(
+            Saver(
+                run, world, progress, self.replica.recent, self.checkpointer, copies=self._member is not None
+            )
+        )
+        self.profiler = run.build_profiler(self.monitor, progress.step)
+        if self.profiler is not None:
+            stack.enter_context(closing(self.profiler))
+        self.strategy.module.train()
+        self.monitor.timer.mark("other")
+        self.balance.watch(self.monitor.timer, run.device, progress.step)
+        stack.callback(self._keep_speed)
+        self._beat()
+
+    def _build_strategy(self) -> None:
+        self.strategy = self.run.build_strategy(self.state.module, self.world, self.balance.shares)
+
+    def detach(self) -> None:
+        """Leave the world, as far as it was attached: the state is what it was after the last whole step.
+
+        A save in the background goes on.
+        """
+        self._of_world.close()
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, over all worlds."""
+        now = self.monitor.timer.seconds
+        return {phase: seconds + now[phase] for phase, seconds in self._earlier_phases.items()}
+
+    def _keep_phases(self) -> None:
+        self._earlier_phases = self.phases()
+
+    def _keep_speed(self) -> None:
+        self._speed = self.balance.speed
+
+    def _share_anew(self) -> None:
+        """Share the shards as the balance says, between two steps; all ranks do so together."""
+        self.replica.gather_positions(self.world, self.strategy.shards)
+        self.strategy.close()
+        self._build_strategy()
+
+    def _beat(self) -> None:
+        self.world.activity.step = self.state.progress.step
+        if self._member is not None:
+            self._member.pulse.step = self.state.progress.step
+            self._member.pulse.version = self.state.progress.version
