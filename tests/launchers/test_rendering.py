@@ -140,7 +140,8 @@ def test_torchrun_that_restarts() -> None:
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
-  python -m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=5 \
+  python -m torch.distributed.run --standalone --nproc-per-node=2 \
+--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --max-restarts=5 \
 -m paceline.worker 'runs/a b/job.toml'
 """
     )
