@@ -66,6 +66,12 @@ class NodeProcess:
         """Signal the command, and not its children."""
         with suppress(IndexError, psutil.NoSuchProcess):
             self.tree()[0].send_signal(number)
+        if number == signal.SIGCONT:
+            self.unfreeze()
+
+    def unfreeze(self) -> None:
+        """Have ``nsenter`` go on: it stops with the command, and would never see its end."""
+        self._popen.send_signal(signal.SIGCONT)
 
 
 class Node:
@@ -144,6 +150,7 @@ class Node:
             self._first.kill()
             self._first = None
         for process in self.processes:
+            process.unfreeze()
             process.wait()
 
     def cut(self) -> None:

@@ -17,7 +17,7 @@ from paceline.agent.chronicle import record
 from paceline.agent.company import Company
 from paceline.agent.follower import Follower
 from paceline.agent.leader import Leader
-from paceline.agent.messages import Over, SentHome, Workers
+from paceline.agent.messages import SeenOff, SentHome, Workers
 from paceline.agent.node import Node
 from paceline.agent.remote_node import RemoteNode
 from paceline.data.ledger import generations
@@ -58,6 +58,7 @@ class Agreement:
         leader: decides for the workers of all nodes; None where this agent does not lead.
         follower: has this machine's workers obey where another agent leads.
         roster: the nodes of the job.
+        seen_off: this machine leaves it, as asked.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Agreement:
         self.leader: Leader | None = None
         self.follower = Follower(spec.nproc, node, company, partial(self.clear, self._name))
         self.roster = Roster(0, (self._name,))
+        self.seen_off = False
 
     def begin(self) -> None:
         """Lead, where this agent founds the job."""
@@ -161,6 +163,8 @@ class Agreement:
             is_leaving = self.leader.coordinator.is_leaving
             for name in [n for n in self.roster.nodes if n != self._name and is_leaving(n)]:
                 if self.leader is not None:
+                    # Else it learned first that it is in the roster no more, and took itself for lost.
+                    self._company.send(name, SeenOff())
                     self._act(self._leadership.dismiss(name))
 
     # What the leader asks.
@@ -228,6 +232,8 @@ class Agreement:
             case TakeLease(roster, winners):
                 held_by = self._company.take_lease(roster, winners)
                 self._act(self._leadership.lease_answered(roster, held_by))
+            case Out() if self.seen_off:
+                self._leave("this machine has left the run; the others go on.", 0)
             case Out():
                 self._leave(
                     "this machine was left out of the run, as the others could not reach it. They go on; "
@@ -279,7 +285,6 @@ class Agreement:
         self._resumed()
         for name in gone & (self.leader.nodes if self.leader is not None else frozenset()):
             assert self.leader is not None
-            self._company.send(name, Over(0))
             self.leader.node_lost(name, "has left, as asked")
         self._settle()
 

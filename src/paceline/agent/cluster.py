@@ -27,6 +27,7 @@ from paceline.agent.messages import (
     Ordered,
     Over,
     Reported,
+    SeenOff,
     SentHome,
     Signalled,
     Workers,
@@ -126,6 +127,9 @@ class Cluster:
         print(f"paceline: {why}", file=sys.stderr)
         self._node.kill_all("was told to end")
         self._code = code
+        if code == 0 and self._asked is not None and not self._directory.result.is_file():
+            requeue, interrupted = STOPPED
+            self._code = interrupted if self._asked == signal.SIGINT else requeue
 
     # Time.
 
@@ -219,7 +223,9 @@ class Cluster:
                     self._company.learn(content)
             case Over(code):
                 if from_leader:
-                    self._on_over(code)
+                    self._code = code
+            case SeenOff():
+                self._agreement.seen_off = self._agreement.seen_off or from_leader
             case SentHome(why):
                 if from_leader:
                     self._leave(why, 2)
@@ -247,10 +253,3 @@ class Cluster:
                 self.leader.retire([peer])
         else:
             self.leader.ending.signalled(number)
-
-    def _on_over(self, code: int) -> None:
-        self._code = code
-        if code == 0 and self._asked is not None and not self._directory.result.is_file():
-            requeue, interrupted = STOPPED
-            self._code = interrupted if self._asked == signal.SIGINT else requeue
-            print("paceline: this machine has left the run; the others go on.", file=sys.stderr)

@@ -92,13 +92,30 @@ class Over:
 
 
 @dataclass(frozen=True)
+class SeenOff:
+    """Leader to follower: it leaves as asked, and is about to be taken out of the roster."""
+
+
+@dataclass(frozen=True)
 class SentHome:
     """Leader to who wants to join: it cannot."""
 
     why: str
 
 
-Message = Ordered | Reported | Ended | Workers | Clear | Signalled | Book | Over | SentHome | votes.Message
+Message = (
+    Ordered
+    | Reported
+    | Ended
+    | Workers
+    | Clear
+    | Signalled
+    | Book
+    | Over
+    | SeenOff
+    | SentHome
+    | votes.Message
+)
 
 
 def write(message: Message) -> dict[str, Any]:
@@ -123,6 +140,8 @@ def write(message: Message) -> dict[str, Any]:
             return {"kind": "book", "agents": [[name, *address] for name, address in agents]}
         case Over(code):
             return {"kind": "over", "code": code}
+        case SeenOff():
+            return {"kind": "seen off"}
         case SentHome(why):
             return {"kind": "sent home", "why": why}
         case _:
@@ -157,6 +176,8 @@ def read(document: Mapping[str, Any]) -> Message:
                 return Book(tuple(_agent(item) for item in agents))
             case {"kind": "over", "code": int(code)}:
                 return Over(code)
+            case {"kind": "seen off"}:
+                return SeenOff()
             case {"kind": "sent home", "why": str(why)}:
                 return SentHome(why)
             case _:

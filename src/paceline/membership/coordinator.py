@@ -288,7 +288,7 @@ class Coordinator:
         actions.append(Form(self.view))
 
     def _next_members(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
-        """Survivors of the current view first, in their order, then others by slot; as many as it may have."""
+        """Survivors of the current view first, in their order, then others by slot; as many as fit."""
         able = [w for w in self.workers if self._workers[w].status in statuses]
         able = [w for w in able if not self._workers[w].retiring]
         survivors = self.members()
