@@ -64,6 +64,9 @@ def main(argv: list[str]) -> int:
 
 def preload() -> None:
     """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
+    # torch.use_deterministic_algorithms() imports this, which takes more than a second.
+    import torch._inductor.config  # noqa: F401
+
     import paceline.monitoring.summary
     import paceline.monitoring.terminal
     import paceline.training.members  # noqa: F401
