@@ -51,10 +51,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ([TERM, TERM, USR1, TERM], ["first", "again", "again", "again"]),
         ([USR1, TERM, INT], ["first", "again", "end"]),
         ([TERM, INT], ["first", "end"]),
-        ([INT, TERM, INT], ["first", "again", "end"]),
+        ([INT, TERM], ["first", "end"]),
+        ([INT, INT], ["first", "end"]),
     ],
 )
-def test_only_ctrl_c_after_a_request_ends_at_once(
+def test_only_ctrl_c_beside_another_request_ends_at_once(
     clock: Clock, heard: list[int], meanings: list[str]
 ) -> None:
     requests = StopRequests()
@@ -71,6 +72,8 @@ def test_the_echo_of_ctrl_c_is_not_a_second_one(clock: Clock) -> None:
     assert requests.hear(INT) == "end"
     after_term = StopRequests(echo_s=1.0)
     assert [after_term.hear(TERM), after_term.hear(INT)] == ["first", "end"]
+    passed_on_as_term = StopRequests(echo_s=1.0)
+    assert [passed_on_as_term.hear(INT), passed_on_as_term.hear(TERM)] == ["first", "again"]
 
 
 def test_a_launcher_passes_on_what_workers_know() -> None:

@@ -52,7 +52,7 @@ class Ending:
             raise ConfigError("with --recover restart nobody joins or leaves a run that is at work.")
 
     def signalled(self, number: int) -> None:
-        """A signal asks the job to stop; Ctrl-C after that, at once."""
+        """A signal asks the job to stop; Ctrl-C beside another, at once."""
         match self._requests.hear(number):
             case "first":
                 self.asked = number

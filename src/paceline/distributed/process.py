@@ -37,12 +37,15 @@ ECHO_S = 1.0
 class StopRequests:
     """Tells the first request to stop from those that change nothing and from the one that ends all.
 
-    Only Ctrl-C (SIGINT) after an earlier request ends at once. Schedulers repeat SIGTERM and SIGUSR1,
-    send them to a launcher and to what it started, and kill by themselves when their patience ends: a
-    state that is being saved by then must not be given up sooner.
+    Only somebody who presses Ctrl-C (SIGINT) beside another request ends at once. Schedulers repeat
+    SIGTERM and SIGUSR1, send them to a launcher and to what it started, and kill by themselves when
+    their patience ends: a state that is being saved by then must not be given up sooner.
+
+    Signals that come together are handled in the order of their numbers, SIGINT first, so which of two
+    was sent first cannot matter. It does where a launcher may pass a Ctrl-C on as another signal.
 
     Args:
-        echo_s: for so long after a SIGINT another one is its echo.
+        echo_s: for so long after a SIGINT another one is its echo; above 0, nothing else after it ends.
     """
 
     def __init__(self, echo_s: float = 0.0) -> None:
@@ -59,7 +62,8 @@ class StopRequests:
         if self.first is None:
             self.first = number
             return "first"
-        return "end" if number == signal.SIGINT and not echo else "again"
+        hurried = number == signal.SIGINT or (self.first == signal.SIGINT and not self._echo_s)
+        return "end" if hurried and not echo else "again"
 
 
 def passed_on(number: int) -> signal.Signals:

@@ -91,7 +91,7 @@ _entered: list[StopSignals] = []
 
 
 class StopSignals:
-    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag; Ctrl-C after one of them ends the process at once.
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag; Ctrl-C beside another ends the process at once.
 
     Python runs handlers in the main thread, and not while that is inside C++ (a long operation, a
     wait for a dead peer). So a thread of its own reads the signals' numbers from a pipe, and
