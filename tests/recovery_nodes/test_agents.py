@@ -97,14 +97,20 @@ def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: st
 @pytest.mark.parametrize("run", [3], indirect=True)
 def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) -> None:
     """Three become two by a majority; two become one by the lease."""
-    _, second, last = run.begin(nproc="1", nodes="3")
+    processes = run.begin(nproc="1", nodes="3")
+    rosters = [event["nodes"] for event in run.directory.read_events() if event["event"] == "machines"]
+    # Whoever came first leads next; a node's name begins with its machine's.
+    order = [int(name.partition("-")[0].removeprefix("node")) for name in rosters[-1]]
+    assert sorted(order) == [0, 1, 2]
+    assert order[0] == 0
+    second, last = processes[order[1]], processes[order[2]]
     run.lab.nodes[0].kill()
-    run.wait_for("takeover", lambda event: event["node"].startswith("node1-"), second, last)
+    run.wait_for("takeover", lambda event: event["node"] == rosters[-1][1], second, last)
     run.hold(14)
     run.wait_for("joined", lambda event: True, second, last)
     generation = run.generation()
-    run.lab.nodes[1].kill()
-    run.wait_for("takeover", lambda event: event["node"].startswith("node2-"), last)
+    run.lab.nodes[order[1]].kill()
+    run.wait_for("takeover", lambda event: event["node"] == rosters[-1][2], last)
     run.hold(16)
     run.wait_for("joined", lambda event: event["generation"] > generation, last)
     assert finish(run, undisturbed, last)["world_size"] == 1

@@ -138,7 +138,8 @@ class Agreement:
             self._company.send(peer, SentHome(why))
             return
         self.leader.coordinator.saw(max((generation for generation, _ in workers.seats.values()), default=-1))
-        self._company.enlist(peer, self.followers)
+        # The newcomer too: it is to link to those that came before it, who outlive this leader with it.
+        self._company.enlist(peer, self.followers | {peer})
         if peer not in self.leader.nodes:
             # Told again, it may be older than what was ordered since.
             remote = RemoteNode(partial(self._company.send, peer), self._leadership.promised)
