@@ -15,6 +15,7 @@ from paceline.agent.messages import (
     Ordered,
     Over,
     Reported,
+    SeenOff,
     SentHome,
     Signalled,
     Workers,
@@ -46,6 +47,7 @@ MESSAGES: list[Message] = [
     Signalled(15),
     Book((("a", ("10.0.0.1", 29500)), ("b", ("10.0.0.2", 40000)))),
     Over(75),
+    SeenOff(),
     SentHome("why"),
     Announce(TERM, Roster(2, ("a", "b"))),
 ]

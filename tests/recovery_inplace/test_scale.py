@@ -143,7 +143,7 @@ def test_who_is_to_leave_is_killed_before_it_has(run: Run, undisturbed: dict[str
 
 
 def test_those_who_stay_are_killed_while_another_leaves(run: Run, undisturbed: dict[str, Any]) -> None:
-    popen = run.start(3, "inplace", waits=1)
+    popen = run.start(3, "inplace", waits=2)
     with run.connect(popen) as agent:
         status = run.whole(agent, 3)
         agent.scale(nproc=2)

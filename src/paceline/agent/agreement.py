@@ -245,34 +245,27 @@ class Agreement:
     def _lead(self, term: Term, roster: Roster) -> None:
         follows = term.number > 1
         seats = self._node.seats
-        told = [generation for generation, _ in seats.values()]
         recorded = max(generations(self._directory.ledger), default=-1)
         coordinator = Coordinator(
             nodes={},
             most=self._spec.nproc * self._spec.nodes,
-            generation=max([recorded, *told]),
+            generation=max([recorded, *(generation for generation, _ in seats.values())]),
             spares=self._spec.spares,
             first=self._spec.nodes,
             least=self._spec.least_nodes,
         )
         if follows:
-            places = self._spec.nproc * len(roster.nodes)
-            coordinator.take_over(term.number * _NUMBERS_A_TERM, places)
+            coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.nproc * len(roster.nodes))
             record(self._directory, "takeover", node=self._name, term=term.number)
         self.roster = roster
         self.leader = Leader(
-            self._spec,
-            self._directory,
-            coordinator,
-            self,
-            self._node,
-            self._company.address,
-            follows=follows,
+            self._spec, self._directory, coordinator, self, self._node, self._company.address, follows=follows
         )
         self._company.enlist_self()
         self._resumed()
-        own = {worker: seat for worker, (_, seat) in seats.items()}
-        self.leader.node_joins(self._name, self._node, self._spec.nproc, own)
+        self.leader.node_joins(
+            self._name, self._node, self._spec.nproc, {w: s for w, (_, s) in seats.items()}
+        )
         for end in self.follower.take_kept():
             self.leader.ended(end)
         self._settle()

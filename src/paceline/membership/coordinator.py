@@ -230,7 +230,8 @@ class Coordinator:
                 actions.append(Start(self._next_worker, node, slot))
                 here.append(self._next_worker)
                 self._next_worker += 1
-            here.sort(key=lambda w: (_order(members, w), self._workers[w].status == "starting"))
+            rank_of = {worker: rank for rank, worker in enumerate(members)}
+            here.sort(key=lambda w: (rank_of.get(w, len(members)), self._workers[w].status == "starting"))
             for place, worker in enumerate(here):
                 self._workers[worker].retiring = place >= wanted
                 if self._workers[worker].retiring and worker not in members:
@@ -259,7 +260,7 @@ class Coordinator:
     def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
         """A healthy view changes only for who waits to join it and who is to leave it."""
         assert self.view is not None
-        joining = [w for w in self._waiting() if w not in members]
+        joining = [w for w in self._able(("waiting",)) if w not in members]
         room = self.most + self.spares - len(members)
         leaving = any(self._workers[w].retiring for w in members)
         changes = (joining and room > 0) or leaving or self.gathering
@@ -269,7 +270,7 @@ class Coordinator:
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next view of all that wait, if there is anything to wait for no longer."""
-        waiting = self._waiting()
+        waiting = self._able(("waiting",))
         for_all = self.gathering or not survivors
         if for_all and len(waiting) < min(self._full, len(self._workers)):
             return
@@ -289,18 +290,10 @@ class Coordinator:
 
     def _next_members(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
         """Survivors of the current view first, in their order, then who else; as many as there may be."""
-        able = [w for w in self.workers if self._workers[w].status in statuses]
-        able = [w for w in able if not self._workers[w].retiring]
-        survivors = self.members()
+        able, survivors = self._able(statuses), self.members()
         order = [w for w in survivors if w in able] + [w for w in able if w not in survivors]
         return tuple(order[: self.most + self.spares])
 
-    def _waiting(self) -> list[int]:
-        return [
-            w for w in self.workers if self._workers[w].status == "waiting" and not self._workers[w].retiring
-        ]
-
-
-def _order(members: tuple[int, ...], worker: int) -> int:
-    """By rank; who has none comes last."""
-    return members.index(worker) if worker in members else len(members)
+    def _able(self, statuses: tuple[Status, ...]) -> list[int]:
+        workers = self._workers
+        return [w for w in self.workers if workers[w].status in statuses and not workers[w].retiring]
