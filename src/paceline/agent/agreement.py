@@ -152,7 +152,7 @@ class Agreement:
     def admit(self) -> None:
         """Take nodes into the roster once they have workers to take part."""
         if self.leader is not None:
-            for name in sorted(self.leader.coordinator.nodes_present - frozenset(self.roster.nodes)):
+            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.roster.nodes)):
                 self._act(self._leadership.admit(name))
 
     def see_off(self) -> None:

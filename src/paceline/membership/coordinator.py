@@ -175,11 +175,6 @@ class Coordinator:
         return self._workers[worker].node
 
     @property
-    def nodes_present(self) -> frozenset[str]:
-        """The nodes with workers that wait for a view or are in one."""
-        return frozenset(w.node for w in self._workers.values() if w.status != "starting")
-
-    @property
     def nodes_acting(self) -> frozenset[str]:
         """The nodes with workers that may act in a view."""
         return frozenset(w.node for w in self._workers.values() if w.status == "member")
