@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.agent.token import create_token
 from paceline.training.control import StopSignals
 
 LAUNCHED = {
@@ -137,15 +138,23 @@ def test_a_second_signal_ends_at_once(small: Any, nproc: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_who_waits_for_the_other_machine_can_be_interrupted(small: Any, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("recover", "said"),
+    [("none", ""), ("inplace", "paceline: stopped, as asked, while it waited for other machines.\n")],
+)
+def test_who_waits_for_the_other_machine_can_be_interrupted(
+    small: Any, recover: str, said: str, number: int, code: int
+) -> None:
+    small.run.path.mkdir()
+    create_token(small.run.path / "agents.token")  # as the other machine would
     with socket.create_server(("127.0.0.1", 0)) as machine_0:
-        endpoint = f"127.0.0.1:{machine_0.getsockname()[1]}"
-        running = small.train("--nodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint)
+        meet = ("--rdzv-endpoint", f"127.0.0.1:{machine_0.getsockname()[1]}")
+        running = small.train("--nodes", "2", "--node-rank", "1", *meet, "--recover", recover)
         machine_0.settimeout(60)
         machine_0.accept()[0].close()
         running.send_signal(number)
         done = small.finish(running)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:

@@ -54,6 +54,8 @@ class Agent:
             meeting, lease = (None, None) if alone else meet(spec, spec.directory)
             if meeting is not None:
                 self._stack.callback(meeting.listener.close)
+            # Not before: looking for the secret that machines share can be interrupted as it is.
+            self._stack.enter_context(signals_handled(STOP_SIGNALS, self._on_signal))
             founds = meeting is None or meeting.founds
             inherited = (self._stack.enter_context(spec.directory.locked()),) if founds else ()
             self._is_locked = founds
@@ -99,9 +101,8 @@ class Agent:
         """Watch the job to its end; print one message if it failed; return its exit code."""
         assert self._node is not None
         try:
-            with signals_handled(STOP_SIGNALS, self._on_signal):
-                while not self._cluster.over:
-                    self._turn(self._node)
+            while not self._cluster.over:
+                self._turn(self._node)
             code = self._cluster.conclude()
         finally:
             self._end()

@@ -73,7 +73,7 @@ class RecoveryTable:
 
     rows: Sequence[Row]
 
-    _HEADINGS = ("came back", "hung", "median", "p99", "repeated", "same weights", "goodput")
+    _HEADINGS = ("came back", "hung", "p50", "p99", "steps redone", "same weights", "goodput")
 
     def as_table(self) -> Table:
         """For a terminal."""
@@ -102,7 +102,7 @@ class RecoveryTable:
             f"{values['came_back']} of {values['kills']}",
             f"{values['hung']}{failed}",
             *times,
-            f"{values['steps_repeated']} steps",
+            f"{values['steps_repeated']}",
             f"{row.same_weights} of {len(row.trials)}",
             f"{values['goodput']:.0%}",
         ]
