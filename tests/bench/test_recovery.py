@@ -130,7 +130,7 @@ def test_the_report_counts_over_rounds_and_says_which_bars_are_met(
 
     assert command.show(result, markdown=True) == 0
     shown = capsys.readouterr().out
-    assert "| stock torchrun | 1 of 2 | 1 | 2,000 ms | 2,000 ms | 12 steps | 0 of 1 | 50% |" in shown
+    assert "| stock torchrun | 1 of 2 | 1 | 2,000 ms | 2,000 ms | 12 | 0 of 1 | 50% |" in shown
     assert "in place, p99 at most 1000 ms: NOT met." in shown
 
 
