@@ -149,13 +149,18 @@ class Agreement:
 
     # Who is in the roster.
 
-    def admit(self) -> None:
+    def review(self) -> None:
+        """Have the roster follow what has become of workers; where this agent leads."""
+        self._admit()
+        self._see_off()
+
+    def _admit(self) -> None:
         """Take nodes into the roster once they have workers to take part."""
         if self.leader is not None:
             for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.roster.nodes)):
                 self._act(self._leadership.admit(name))
 
-    def see_off(self) -> None:
+    def _see_off(self) -> None:
         """Take nodes that were retired out of the roster, once they act in no view, and tell them to end.
 
         That comes before the next view is formed: a view without half of the roster could not be.

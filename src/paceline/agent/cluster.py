@@ -155,8 +155,7 @@ class Cluster:
         """A worker sent something."""
         if self.leader is not None:
             self.leader.said(worker, message)
-            self._agreement.admit()
-            self._agreement.see_off()
+            self._agreement.review()
         elif self._follows:
             self._company.send(self._agreement.leading_node, Reported(worker, message))
         self._agreement.follower.tell_if_clear()
@@ -165,7 +164,7 @@ class Cluster:
         """A worker's process has ended."""
         if self.leader is not None:
             self.leader.ended(end)
-            self._agreement.see_off()
+            self._agreement.review()
         elif self._follows:
             self._company.send(self._agreement.leading_node, end)
         else:
@@ -240,8 +239,7 @@ class Cluster:
             self.leader.ended(report)
         else:
             self.leader.said(report.worker, report.message)
-        self._agreement.admit()
-        self._agreement.see_off()
+        self._agreement.review()
 
     def _on_signalled(self, peer: str, number: int) -> None:
         """A machine was asked to stop: it leaves, where enough others stay; else the job stops."""

@@ -57,13 +57,9 @@ class Zygote:
     Args:
         rendered: its command, to which its socket's descriptor is added.
         inherited: descriptors that it and its children shall keep.
-
-    Attributes:
-        alive: False once it was noticed to have ended.
     """
 
     def __init__(self, rendered: RenderedProcess, inherited: Sequence[int]) -> None:
-        self.alive = True
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
@@ -103,7 +99,6 @@ class Zygote:
         with suppress(ConnectionError):
             content, descriptors, _, _ = socket.recv_fds(self._socket, _LONGEST, 1)
         if not content:
-            self.alive = False
             return None
         document = json.loads(content)
         if "exited" in document:
@@ -115,7 +110,6 @@ class Zygote:
     def end(self) -> int:
         """Have it kill what it has forked, and end; return its exit code."""
         self._socket.close()
-        self.alive = False
         try:
             return self._popen.wait(_END_S)
         except subprocess.TimeoutExpired:

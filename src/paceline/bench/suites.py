@@ -145,17 +145,10 @@ def bench_checkpoint(*, rounds: int, steps: int | None, progress: Progress) -> B
     _check(rounds=rounds, steps=steps)
     [workload] = _resized([CONVNET], steps, None)
 
-    def contender(interval: str, title: str) -> Contender:
-        return Contender(
-            name=interval,
-            title=title,
-            commands=lambda directory: [
-                Command(paceline_command(workload, directory, reduction="exact", checkpoint_every=interval))
-            ],
-            read=_read_with_stall,
-        )
-
-    contenders = [contender("never", "no checkpoint"), contender("50steps", "every 50 steps")]
+    contenders = [
+        _option_contender(workload, interval, title, checkpoint_every=interval, read=_read_with_stall)
+        for interval, title in (("never", "no checkpoint"), ("50steps", "every 50 steps"))
+    ]
     comparison = _compare(workload.title, [MS_PER_STEP, STALL], contenders, rounds, progress)
     return BenchResult("checkpoint", {"rounds": rounds, **_steps_of([workload])}, [comparison])
 
@@ -172,16 +165,10 @@ def bench_overhead(*, rounds: int, steps: int | None, progress: Progress) -> Ben
     _check(rounds=rounds, steps=steps)
     [workload] = _resized([CONVNET], steps, None)
 
-    def contender(recover: str, title: str) -> Contender:
-        return Contender(
-            name=recover,
-            title=title,
-            commands=lambda directory: [
-                Command(paceline_command(workload, directory, reduction="exact", recover=recover))
-            ],
-        )
-
-    contenders = [contender("none", "no recovery"), contender("inplace", "recovery in place")]
+    contenders = [
+        _option_contender(workload, recover, title, recover=recover)
+        for recover, title in (("none", "no recovery"), ("inplace", "recovery in place"))
+    ]
     comparison = _compare(workload.title, [MS_PER_STEP], contenders, rounds, progress)
     return BenchResult("overhead", {"rounds": rounds, **_steps_of([workload])}, [comparison])
 
@@ -304,6 +291,26 @@ def _compare(
         progress(f"round {number}/{rounds}  {title}  {contender.title}  {value}")
 
     return compare(title, quantities, contenders, alternate(contenders, rounds, on_sample))
+
+
+def _option_contender(
+    workload: Workload,
+    name: str,
+    title: str,
+    *,
+    checkpoint_every: str = "never",
+    recover: str = "auto",
+    read: Callable[[Path], Sample] = read_report,
+) -> Contender:
+    """Paceline with the exact reduction, as these options have it."""
+
+    def commands(directory: Path) -> list[Command]:
+        argv = paceline_command(
+            workload, directory, reduction="exact", checkpoint_every=checkpoint_every, recover=recover
+        )
+        return [Command(argv)]
+
+    return Contender(name=name, title=title, commands=commands, read=read)
 
 
 def _peer_contender(peer: Peer, workload: Workload, shards: int) -> Contender:
