@@ -25,11 +25,11 @@ quickstart: install ## Install, get the data, train Fashion-MNIST on two process
 	@$(BIN)/python scripts/quickstart.py
 
 .PHONY: test
-test: install-dev test-packages ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
+test: install-dev test-packages test-systems ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-all
-test-all: install-dev test-packages ## Run all tests
+test-all: install-dev test-packages test-systems $(VENV)/.horovod-tensorflow ## Run all tests
 	@$(PYTEST) $(ARGS)
 
 .PHONY: check
@@ -70,14 +70,19 @@ clean: ## Remove .venv and everything that the tools made; runs/ is kept
 
 # --- installing: each stamp is newer than what it was installed from ---------------------------
 
-.PHONY: install install-dev test-packages
+.PHONY: install install-dev test-packages test-systems
 install: $(VENV)/.paceline ## Install Paceline into .venv
 install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
 
 # Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without; for
-# tests on several machines, ip and tc.
+# tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a Slurm cluster with its accounting.
 test-packages:
-	@scripts/apt-install dataset-fashion-mnist g++ iproute2 $$($(BIN)/python scripts/python_headers.py)
+	@scripts/apt-install dataset-fashion-mnist g++ iproute2 nftables faketime openssh-client openssh-server \
+		$$($(BIN)/python scripts/python_headers.py) \
+		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core
+
+# Other people's launchers: MPICH, beside the Open MPI that is in the environment, and Horovod, which is built.
+test-systems: $(VENV)/.mpich $(VENV)/.horovod
 
 $(VENV)/.created:
 	@python=$$(scripts/find-python $(PYTHON)) && echo "creating $(VENV) with $$python" && \
@@ -102,3 +107,14 @@ $(VENV)/.dev: requirements/dev.lock $(VENV)/.paceline
 	@$(PIP) install --no-deps --require-hashes -r requirements/dev.lock
 	@$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
+
+$(VENV)/.mpich: requirements/mpich.lock $(VENV)/.dev
+	@$(PIP) install --no-deps --require-hashes --prefix $(VENV)/mpich -r requirements/mpich.lock
+	@touch $@
+
+# Where Horovod cannot be built its tests are skipped, with the reason, and tried again next time.
+$(VENV)/.horovod: scripts/build-horovod requirements/horovod.lock requirements/horovod-build.lock $(VENV)/.dev | test-packages
+	@if scripts/build-horovod; then touch $@; fi
+
+$(VENV)/.horovod-tensorflow: requirements/horovod-tensorflow.lock $(VENV)/.horovod
+	@if scripts/build-horovod --tensorflow $(VENV)/horovod-tensorflow; then touch $@; fi

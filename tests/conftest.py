@@ -11,15 +11,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
+from tests.lab import sshd
 from tests.lab.machines import Lab, Machines, Node, why_not
+from tests.lab.slurm_cluster import SlurmCluster
+from tests.lab.slurm_cluster import why_not as why_no_slurm
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
 # inherit that: Ctrl-C could not be tried.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A process without buffers writes a line in pieces, between which those of other processes fall.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
+# TensorBoard reads files with TensorFlow where there is one, whose import takes long and sets variables.
+sys.modules["tensorboard.compat.notf"] = ModuleType("tensorboard.compat.notf")
+
+_shared_pids: set[int] = set()
 
 
 class Processes:
@@ -30,9 +42,17 @@ class Processes:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        shared: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start a command in a process group of its own; its stdout and stderr are pipes."""
+        """Start a command in a process group of its own; its stdout and stderr are pipes.
+
+        What is ``shared`` by several tests does not end with each of them.
+        """
         popen = subprocess.Popen(
             [str(word) for word in argv],
             env={**os.environ, **(env or {})},
@@ -44,6 +64,8 @@ class Processes:
             start_new_session=True,
         )
         self._started.append(popen)
+        if shared:
+            _shared_pids.add(popen.pid)
         return popen
 
     def finish(
@@ -126,6 +148,46 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
             lab.end()
 
 
+_shared_labs: list[Lab] = []
+
+
+@pytest.fixture(scope="session")
+def _shared_slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    reason = why_not() or why_no_slurm()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    _shared_labs.append(cluster.lab)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+        _shared_labs.remove(cluster.lab)
+
+
+@pytest.fixture
+def slurm_cluster(_shared_slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[SlurmCluster]:
+    """A Slurm cluster of three idle nodes; it is started once, and each test has it for itself.
+
+    Commands run in ``tmp_path``. What a test leaves there is ended, and the nodes that it killed come back.
+    """
+    cluster = _shared_slurm_cluster
+    cluster.workdir = tmp_path
+    try:
+        yield cluster
+    finally:
+        cluster.restore()
+
+
+@pytest.fixture
+def ssh_machines(machines: Machines, wait_until: Callable[..., None]) -> Callable[[int], sshd.SshLab]:
+    """Start machines that reach each other by ssh; see :mod:`tests.lab.sshd`."""
+    reason = sshd.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return lambda count: sshd.SshLab(machines(count)[0].lab, wait_until)
+
+
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
     """Wait for a condition that another process brings about."""
@@ -162,7 +224,7 @@ def nothing_leaks() -> Iterator[None]:
     left = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
     if left:
         problems.append(f"threads: {left}")
-    for child in psutil.Process().children(recursive=True):
+    for child in _descendants():
         with suppress(psutil.NoSuchProcess):
             command = child.cmdline()
             # multiprocessing keeps these helpers for the interpreter's life. What the fork server
@@ -174,6 +236,19 @@ def nothing_leaks() -> Iterator[None]:
                 problems.append(f"process {child.pid}: {command}")
                 child.kill()
     assert not problems, f"this test leaks {'; '.join(problems)}"
+
+
+def _descendants() -> list[psutil.Process]:
+    """What this process has started, but for labs and processes that several tests share."""
+    shared = _shared_pids | {pid for lab in _shared_labs for pid in lab.pids()}
+    found = []
+    for child in psutil.Process().children():
+        if child.pid in shared:
+            continue
+        found.append(child)
+        with suppress(psutil.NoSuchProcess):
+            found += child.children(recursive=True)
+    return found
 
 
 def _tree(pid: int) -> list[psutil.Process]:

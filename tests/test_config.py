@@ -44,7 +44,10 @@ from paceline.errors import ConfigError
         ({"seed": -1}, "--seed must be between 0 and 2**63 - 1, but is -1"),
         ({"seed": 2**63}, "--seed must be between 0 and 2**63 - 1"),
         ({"precision": "fp8"}, "--precision must be fp32, bf16 or fp16, but is 'fp8'"),
-        ({"strategy": "fsdp9"}, "--strategy must be auto, single or ddp, but is 'fsdp9'"),
+        (
+            {"strategy": "fsdp9"},
+            "fsdp, tp, pp, mp, horovod, ps or hogwild, but is 'fsdp9'",
+        ),
         ({"reduction": "slow"}, "--reduction must be exact, fast or torch, but is 'slow'"),
         ({"device": "tpu"}, "--device must be auto, cpu or cuda, but is 'tpu'"),
         ({"clip_norm": 0.0}, "--clip-norm must be positive, but is 0.0"),
@@ -181,3 +184,33 @@ def test_a_broken_file_is_refused_by_name(tmp_path: Path, text: str, message: st
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         read_config_file(tmp_path / "b.toml")
+
+
+def test_a_mesh_lays_out_the_processes() -> None:
+    config = RunConfig(mesh="fsdp=2, dp=3")
+    assert list(config.axes(6).items()) == [("dp", 3), ("fsdp", 2)]
+    assert config.methods == ("ddp", "fsdp")
+    assert config.data_ranks(6) == 6
+    assert RunConfig().axes(4) == {"dp": 4}
+    assert RunConfig(strategy="fsdp").axes(4) == {"fsdp": 4}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("dp2", "--mesh must be such as pp=2,tp=2, but is 'dp2'"),
+        ("dp=0", "--mesh must be such as"),
+        ("dp=2,dp=2", "--mesh must be such as"),
+        ("dp=2,rows=2", "--mesh dp=2,rows=2: there is no axis 'rows'. The axes: pp, mp, dp, fsdp, tp"),
+        ("dp=2,fsdp=2", "is for 4 processes, but there are 6. Use --mesh dp=2,fsdp=3, or 4 processes"),
+    ],
+)
+def test_a_mesh_that_cannot_be(mesh: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(mesh=mesh).axes(6)
+
+
+def test_a_mesh_of_other_strategies_than_the_one_asked_for() -> None:
+    with pytest.raises(ConfigError, match="--mesh dp=4 is laid out for ddp, not for --strategy fsdp"):
+        RunConfig(mesh="dp=4", strategy="fsdp")
+    assert RunConfig(mesh="dp=2,fsdp=2", strategy="fsdp").methods == ("ddp", "fsdp")

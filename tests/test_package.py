@@ -19,6 +19,7 @@ EXPORTED = [
     "CorruptionError",
     "DataError",
     "Defaults",
+    "FunctionJob",
     "HangError",
     "IrreproducibleStepError",
     "LaunchError",
@@ -33,10 +34,13 @@ EXPORTED = [
     "StopRequested",
     "Task",
     "TaskError",
+    "TaskJob",
     "UnwritableError",
     "UserError",
     "__version__",
     "fit",
+    "submit",
+    "submit_array",
 ]
 COMMANDS = ["train", "resume", "runs", "logs", "audit", "checkpoint", "bench", "version"]
 

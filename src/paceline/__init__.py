@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.api import Result, fit
+    from paceline.api import Result, TaskJob, fit, submit, submit_array
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnwritableError,
         UserError,
     )
+    from paceline.launchers.submitit.functions import FunctionJob
     from paceline.task import Defaults, Loss, Task
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "CorruptionError",
     "DataError",
     "Defaults",
+    "FunctionJob",
     "HangError",
     "IrreproducibleStepError",
     "LaunchError",
@@ -55,15 +57,19 @@ __all__ = [
     "StopRequested",
     "Task",
     "TaskError",
+    "TaskJob",
     "UnwritableError",
     "UserError",
     "__version__",
     "fit",
+    "submit",
+    "submit_array",
 ]
 
 _HOME = {
-    "paceline.api": ("Result", "fit"),
+    "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
     "paceline.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
+    "paceline.launchers.submitit.functions": ("FunctionJob",),
     "paceline.task": ("Defaults", "Loss", "Task"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -27,6 +27,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,12 +299,12 @@ def backup_path(backup_to: str | None, run_id: str) -> Path | None:
     return None if backup_to is None else Path(backup_to) / f"run-{run_id}"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old content or the new, never a part."""
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file, readable for others unless private; a crash leaves the old content or the new."""
     # Not by process number: machines that share a directory do not share those.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -20,11 +20,15 @@ from paceline.errors import TaskError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
     from torch.optim import Optimizer
+
+    from paceline.callback import BatchPlace, Callback, Horizon
 
 RECIPES = {
     "fashion-mnist": "paceline.recipes.fashion_mnist:FashionMNIST",
     "fashion-mnist-mlp": "paceline.recipes.fashion_mnist:FashionMNISTMLP",
+    "transformer": "paceline.recipes.transformer:Transformer",
 }
 """Built-in recipes: name -> module:class."""
 
@@ -45,7 +49,7 @@ class Loss(NamedTuple):
 class Defaults:
     """What a task recommends for its runs; any option on the command line wins."""
 
-    global_batch_size: int = 64
+    global_batch_size: int | None = None
     shards: int | None = None
     epochs: int = 1
     best: str | None = None
@@ -106,6 +110,44 @@ class Task:
     def build_metrics(self) -> Mapping[str, Any]:
         """Return torchmetrics objects, by name, for metrics that do not decompose (AUROC)."""
         return {}
+
+    def recommended_batch_size(self) -> int:
+        """The global batch size where neither options nor ``defaults`` name one."""
+        return 64
+
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
+        """Return how ``--strategy tp`` splits the model's layers, or None to have them found.
+
+        Module name (with ``*`` for any) -> a style of ``torch.distributed.tensor.parallel``, as
+        ``parallelize_module`` takes them. What is not named is not split.
+        """
+        return None
+
+    def sequence_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
+        """Return how ``--strategy tp --sequence-parallel`` splits the model, or None where it cannot.
+
+        As :meth:`tensor_parallel_plan`, with norms and what else lies between the split layers computed on
+        parts of the sequence.
+        """
+        return None
+
+    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+        """Return what is called at fixed points of the training; made after the model, before optimizers."""
+        from paceline.callback import Callback
+
+        return Callback()
+
+    def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
+        """Return the parts that the model's forward runs one after the other, for ``--strategy pp``.
+
+        Each is a module, or a pair of a function and a list of the modules and parameters that it uses. The
+        first is called with the model's arguments, each other one with what the one before it returned (a
+        tuple is unpacked). None: they are found by tracing the model's forward.
+        """
+        return None
+
+    def begin_batch(self, place: BatchPlace) -> None:
+        """Note where the batch stands that :meth:`loss` or :meth:`metrics` is called with next."""
 
     def collate(self, samples: list[Any]) -> Any:
         """Turn a list of samples into a batch; the default is ``torch.utils.data.default_collate``."""

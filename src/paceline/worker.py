@@ -129,7 +129,7 @@ def _run_member(
         signals = stack.enter_context(StopSignals(launched=True))
         directory.error_of(slot).unlink(missing_ok=True)
         stack.enter_context(capture_rank_output(directory, slot, processes))
-        stack.enter_context(_warnings_shown())
+        stack.enter_context(_messages_shown(job.quiet))
         shown = slot == 0
 
         def at_rank_0() -> None:
@@ -251,7 +251,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         directory.create()
         directory.error_of(world.rank).unlink(missing_ok=True)
         stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
-        stack.enter_context(_warnings_shown())
+        stack.enter_context(_messages_shown(job.quiet))
         _watch_over(job, world, directory, stack)
         request = Request(
             given=job.given,
@@ -298,15 +298,18 @@ def _next_generation(directory: RunDirectory) -> int:
 
 
 @contextmanager
-def _warnings_shown() -> Iterator[None]:
-    """Show Paceline's own log messages, on stderr as it is now."""
+def _messages_shown(quiet: bool) -> Iterator[None]:
+    """Show Paceline's own log messages, on stderr as it is now; with ``quiet`` only its warnings."""
     logger, handler = logging.getLogger("paceline"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    before = logger.level
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _tell(error: Exception, environment: Environment, directory: RunDirectory | None) -> None:

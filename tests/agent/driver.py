@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.agent.agent import Agent
-from paceline.launchers.base import JobSpec, get_launcher
+from paceline.launchers.local.base import LocalSpec, get_local_launcher
 from paceline.run_directory import RunDirectory
 
 nproc, max_restarts = (int(word) for word in sys.argv[1:])
-spec = JobSpec(
+spec = LocalSpec(
     command=("-m", "paceline.worker", str(Path("job.json").resolve())),
     nproc=nproc,
     directory=RunDirectory(Path.cwd()),
@@ -21,6 +21,6 @@ spec = JobSpec(
     max_restarts=max_restarts,
     heartbeat_s=1.5,
 )
-rendered = get_launcher("spawn").render(spec)
+rendered = get_local_launcher("spawn").render(spec)
 zygote = replace(rendered.processes[0], argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
 sys.exit(Agent(replace(rendered, processes=(zygote,))).wait())

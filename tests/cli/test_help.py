@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from paceline.cli.launcher_options import in_question
 from paceline.config import RunConfig, flag
+from paceline.launchers.base import LAUNCHER_NAMES
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -22,7 +24,10 @@ for words in json.loads(sys.argv[1]):
     said[" ".join(words)] = [code, out.getvalue()]
 print(json.dumps([said, "torch" in sys.modules]))
 """
-COMMANDS = ("train", "resume", "runs", "logs", "audit", "checkpoint", "bench", "version")
+COMMANDS = (
+    *("train", "resume", "launch", "jobs", "status", "cancel", "doctor"),
+    *("runs", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
+)
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
 
 
@@ -62,7 +67,10 @@ def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: st
     for group in ("Processes", "Parallelism", "Training", "Data", "Evaluation", "Run"):
         assert group in words
     assert {"--dry-run", "--json", "--quiet"} <= set(words)
-    assert not any(word.startswith("--no-") for word in words)
+    # Options are switched on, not off again.
+    assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(
+        words
+    )
 
 
 def test_versions_are_printed(said: dict[str, tuple[int, str]]) -> None:
@@ -70,3 +78,41 @@ def test_versions_are_printed(said: dict[str, tuple[int, str]]) -> None:
 
     assert said["--version"][1].strip() == __version__
     assert said["version"][1].startswith(f"paceline {__version__}\npython ")
+
+
+def test_a_launchers_own_options_are_shown_with_its_name(said: dict[str, tuple[int, str]]) -> None:
+    assert "--partition" not in said["train --help"][1]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "train", "--on", "slurm", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "--partition" in done.stdout
+    assert "--image" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "launchers"),
+    [
+        ("paceline train task.py:Task --on slurm", ("slurm",)),
+        ("/bin/paceline launch --on=ray -- x", ("ray",)),
+        ("paceline/__main__.py doctor --nodes 2", ("spawn", "torchrun")),
+        ("paceline train task.py:Task --on nothing", ("spawn", "torchrun")),
+        ("paceline train task.py:Task --config options.toml", LAUNCHER_NAMES),
+        ("pytest tests", LAUNCHER_NAMES),
+    ],
+)
+def test_only_the_launchers_in_question_are_imported(words: str, launchers: tuple[str, ...]) -> None:
+    assert tuple(in_question(words.split())) == tuple(launchers)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "paceline", "runs", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

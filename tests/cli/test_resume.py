@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,22 @@ def test_a_run_toml_configures_a_new_run(paceline: Paceline, stopped: Path, sha2
     code, out, err = paceline("train", "--config", "run/run.toml", "--run", "again", "--json")
     assert code == 0, err
     assert _sha256(out) == sha256
+
+
+def test_the_strategy_stays_unless_another_is_asked_for(paceline: Paceline, stopped: Path) -> None:
+    manifest = stopped / "run.toml"
+    text = manifest.read_text()
+    assert 'strategy = "auto"' in text
+    manifest.write_text(text.replace('strategy = "auto"', 'strategy = "fsdp"\nmesh = "fsdp=2"'))
+
+    def config(*options: str) -> dict[str, Any]:
+        code, out, _ = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json", *options)
+        assert code == 0
+        (job,) = json.loads(out)["files"].values()
+        found: dict[str, Any] = tomllib.loads(job)["config"]
+        return found
+
+    assert (config()["strategy"], config()["mesh"]) == ("fsdp", "fsdp=2")
+    other = config("--strategy", "zero1")
+    assert other["strategy"] == "zero1"
+    assert "mesh" not in other

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.cli.logs import logs
 from paceline.cli.runs import find_runs, runs
-from paceline.errors import ConfigError, RunDirectoryError
+from paceline.distributed.process import record_failure
+from paceline.errors import ConfigError, PeerLostError, RunDirectoryError
+from paceline.launchers.log_files import fold
 from paceline.run_directory import RunDirectory
 
 LOGS = """
 import sys
-from pathlib import Path
 from paceline.cli.logs import logs
-sys.exit(logs(Path(sys.argv[1]), follow=sys.argv[2] == "follow", lines=int(sys.argv[3])))
+sys.exit(logs(sys.argv[1], follow=sys.argv[2] == "follow", lines=int(sys.argv[3])))
 """
 
 
@@ -195,7 +198,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_all_ranks_are_shown_with_their_prefix(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    assert logs(run.path, lines=2) == 0
+    assert logs(str(run.path), lines=2) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["rank 0 | line 98 of 0", "rank 0 | line 99 of 0", "rank 1 | line 98 of 1"]
     # Ranks are in the order of their numbers, not of their names.
@@ -203,11 +206,56 @@ def test_all_ranks_are_shown_with_their_prefix(run: RunDirectory, capsys: pytest
     assert len(lines) == 24
 
 
+def test_what_several_ranks_print_is_shown_once(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(12):
+        own = f"loss {rank}" if rank in (3, 4) else "loss"
+        run.log_of(rank).write_text(
+            f"start\n{own}\nwait\nwait\nwait\n0%\r50%\r100%\n" + "odd\n" * (rank == 7)
+        )
+    logs(str(run.path))
+    assert capsys.readouterr().out.splitlines() == [
+        "ranks 0-11 | start",
+        "ranks 0-2,5-11 | loss",
+        "rank 3 | loss 3",
+        "rank 4 | loss 4",
+        "ranks 0-11 | wait  (3 times)",
+        "ranks 0-11 | 100%",
+        "rank 7 | odd",
+    ]
+
+
+@given(st.dictionaries(st.integers(0, 4), st.lists(st.sampled_from("abc"), max_size=8), max_size=4))
+def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, list[str]]) -> None:
+    unfolded: dict[int, list[str]] = {rank: [] for rank in lines}
+    for ranks, line, times in fold(lines):
+        for rank in ranks:
+            unfolded[rank] += [line] * times
+    assert unfolded == lines
+
+
+def test_only_lines_that_match(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs(str(run.path), grep=r"line 9[89] of 1\b") == 0
+    assert capsys.readouterr().out == "rank 1 | line 98 of 1\nrank 1 | line 99 of 1\n"
+    with pytest.raises(ConfigError, match=r"--grep '\(' is no regular expression"):
+        logs(str(run.path), grep="(")
+
+
+def test_the_first_error_comes_first(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    record_failure(run, 5, ValueError("five broke it"))
+    record_failure(run, 2, PeerLostError("rank 5 went away"))
+    logs(str(run.path), lines=1)
+    out = capsys.readouterr().out
+    assert out.startswith("first error: rank 5 failed first: ValueError: five broke it\n")
+    assert "went away" not in out.partition("\n\n")[0]
+
+
 @pytest.mark.parametrize(("count", "first"), [(1, 99), (3, 97), (100, 0), (1000, 0)])
 def test_one_rank_is_shown_as_it_is(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], count: int, first: int
 ) -> None:
-    assert logs(run.path, rank=3, lines=count) == 0
+    assert logs(str(run.path), rank=3, lines=count) == 0
     assert capsys.readouterr().out == "".join(f"line {i} of 3\n" for i in range(first, 100))
 
 
@@ -216,9 +264,9 @@ def test_lines_longer_than_a_block_and_unfinished_ones(
 ) -> None:
     long = "x" * 200_000
     run.log_of(0).write_text(f"first\n{long}\n\nunfinished")
-    logs(run.path, rank=0, lines=3)
+    logs(str(run.path), rank=0, lines=3)
     assert capsys.readouterr().out == f"{long}\n\nunfinished\n"
-    logs(run.path, rank=0, lines=0)
+    logs(str(run.path), rank=0, lines=0)
     assert capsys.readouterr().out == ""
 
 
@@ -227,27 +275,27 @@ def test_an_empty_log_and_bytes_that_are_no_text(
 ) -> None:
     run.log_of(0).write_bytes(b"")
     run.log_of(1).write_bytes(b"\xff\xfe ok\n")
-    assert logs(run.path, rank=0) == 0
-    assert logs(run.path, rank=1) == 0
+    assert logs(str(run.path), rank=0) == 0
+    assert logs(str(run.path), rank=1) == 0
     assert capsys.readouterr().out == "\ufffd\ufffd ok\n"
 
 
 def test_what_is_not_there_is_named(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"absent is not a run directory.*paceline runs"):
-        logs(tmp_path / "absent")
+        logs(str(tmp_path / "absent"))
     with pytest.raises(RunDirectoryError, match=r"no log of rank 12\. There are: 0, 1, 2, .*11\."):
-        logs(run.path, rank=12)
+        logs(str(run.path), rank=12)
     with pytest.raises(ConfigError, match="--lines must be 0 or more, but is -1"):
-        logs(run.path, lines=-1)
+        logs(str(run.path), lines=-1)
     silent = make_run(tmp_path, "silent")
     with pytest.raises(RunDirectoryError, match="has no logs: it has not started yet"):
-        logs(silent.path)
+        logs(str(silent.path))
 
 
 def test_following_a_run_that_has_ended_shows_it_and_ends(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert logs(run.path, rank=0, follow=True, lines=1) == 0
+    assert logs(str(run.path), rank=0, follow=True, lines=1) == 0
     assert capsys.readouterr().out == "line 99 of 0\n"
 
 
@@ -311,7 +359,7 @@ def test_ctrl_c_ends_following_without_a_traceback(tmp_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_error(run: RunDirectory) -> None:
     run.log_of(0).write_text("x" * 100 + "\n" * 50_000)
-    command = [sys.executable, "-c", LOGS, str(run.path), "once", "10000"]
+    command = [sys.executable, "-m", "paceline", "logs", str(run.path), "--lines", "10000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -322,5 +370,5 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: RunDirectory) -> None:
 
 
 def test_colours_only_on_a_terminal(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    logs(run.path, lines=1)
+    logs(str(run.path), lines=1)
     assert not re.search("\x1b", capsys.readouterr().out)

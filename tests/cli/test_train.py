@@ -231,4 +231,9 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(
     assert said.err == ""
     for part in (*starts, "OMP_NUM_THREADS=1", "#   max_steps = 6"):
         assert part in said.out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
+    assert cli.main() == 0
+    described = json.loads(capsys.readouterr().out)
+    assert "max_steps = 6" in described["files"]["run/job.toml"]
+    assert described["commands"][0]["env"]["OMP_NUM_THREADS"] == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["small.py"]

@@ -82,6 +82,7 @@ def run(command: list[str], directory: Path) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",
+        "XDG_STATE_HOME": str(directory / ".state"),
     }
     process = subprocess.Popen(
         command,

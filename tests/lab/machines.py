@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class NodeProcess:
     def text(self) -> str:
         """What it has printed so far, stdout and stderr together."""
         return self.log.read_text(errors="replace")
+
+    @property
+    def outer_pid(self) -> int:
+        """The ``nsenter`` that waits for the command, numbered as outside of the node."""
+        return self._popen.pid
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
@@ -114,6 +119,11 @@ class Node:
         assert self._first is not None, f"{self.name} was killed; boot() starts it again"
         return self._first.pid
 
+    @property
+    def outer_pid(self) -> int | None:
+        """The ``unshare`` that waits for that process; None where the machine was killed."""
+        return None if self._first is None else self._first.outer_pid
+
     def start(
         self,
         argv: Sequence[str | Path],
@@ -124,12 +134,9 @@ class Node:
     ) -> NodeProcess:
         """Start a command here, in the lab's directory; ``env`` is added to this process's variables."""
         log = log or self.lab.directory / f"{self._port}-{len(self.processes)}.log"
-        enter = ["nsenter", f"--target={self.pid}", *_NAMESPACES]
-        # Entering another mount namespace moves a process to its root.
-        change_directory = ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd or self.lab.directory]
         with log.open("ab") as output:
             popen = subprocess.Popen(
-                [str(word) for word in (*enter, *change_directory, *argv)],
+                self._entering(argv, cwd),
                 env={**os.environ, "TMPDIR": "/dev/shm", **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -139,6 +146,30 @@ class Node:
         process = NodeProcess(popen, log)
         self.processes.append(process)
         return process
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout_s: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command here to its end; its stdout and stderr are kept apart."""
+        return subprocess.run(
+            self._entering(argv, cwd),
+            env={**os.environ, "TMPDIR": "/dev/shm", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def _entering(self, argv: Sequence[str | Path], cwd: Path | None) -> list[str]:
+        enter = ["nsenter", f"--target={self.pid}", *_NAMESPACES]
+        # Entering another mount namespace moves a process to its root.
+        change_directory = ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd or self.lab.directory]
+        return [str(word) for word in (*enter, *change_directory, *argv)]
 
     def kill(self) -> None:
         """``kill -9`` everything here at once; returns when all of it is gone.
@@ -152,6 +183,18 @@ class Node:
         for process in self.processes:
             process.unfreeze()
             process.wait()
+
+    def end_processes(self, but_for: Iterable[NodeProcess] = ()) -> None:
+        """``kill -9`` what was started here, with all that those have started, and forget it."""
+        kept = set(but_for)
+        for process in self.processes:
+            if process not in kept and process.poll() is None:
+                for each in process.tree():
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+                process.unfreeze()
+                process.wait()
+        self.processes = [process for process in self.processes if process in kept]
 
     def cut(self) -> None:
         """Pull this node's cable: packets are lost both ways, and nobody is told."""
@@ -189,6 +232,12 @@ class Lab:
             self.end()
             raise
 
+    def pids(self) -> set[int]:
+        """This process's children that the lab consists of."""
+        held = [node.outer_pid for node in self.nodes]
+        started = [process.outer_pid for node in self.nodes for process in node.processes]
+        return {pid for pid in (*held, *started, self.switch.outer_pid) if pid is not None}
+
     def end(self) -> None:
         """Kill all nodes and the switch, and wait until nothing of them is left."""
         for node in self.nodes:
@@ -219,6 +268,10 @@ class _Holder:
         except BaseException:
             self._close(self._popen.pid)
             raise
+
+    @property
+    def outer_pid(self) -> int:
+        return self._popen.pid
 
     def run(self, script: str) -> None:
         """Run a short shell script in its network."""

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.distributed.process import describe, exit_code_of, read_failure, record_failure
 from paceline.errors import ConfigError, PeerLostError, StopRequested
-from paceline.launchers.failures import Exit, expand, first_failure
+from paceline.launchers.local.failures import Exit, expand, first_failure
 from paceline.run_directory import RunDirectory
 
 
@@ -85,13 +85,13 @@ def test_a_script_that_records_nothing_is_quoted(directory: RunDirectory) -> Non
 
 
 def test_an_agents_code_is_replaced_by_its_ranks(directory: RunDirectory) -> None:
-    agent = Exit(None, 1, 9.0)
+    agent = Exit(None, 1, 9.0, starter="torchrun")
     assert expand(agent, directory) == [agent]
     _record(directory, 0, PeerLostError("gone"))
     assert [e.rank for e in expand(agent, directory)] == [0, None]
     failure = first_failure(directory, expand(agent, directory))
     assert failure is not None
-    assert describe(failure, directory).startswith("torchrun lost a worker that left no error")
+    assert describe(failure, directory).startswith("torchrun ended with exit code 1; what is")
     _record(directory, 1, StopRequested("saved", exit_code=75))
     assert [(e.rank, e.code) for e in expand(agent, directory)] == [(0, 1), (1, 75)]
     assert expand(Exit(None, 0, 9.0), directory) == [Exit(None, 0, 9.0)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launchers.base import JobSpec, get_launcher
+from paceline.launchers.local.base import LocalSpec, get_local_launcher
 from paceline.run_directory import RunDirectory
 
 MEETS = """
@@ -61,10 +61,10 @@ def _script(tmp_path: Path, text: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
-    spec = JobSpec(
+    spec = LocalSpec(
         command=_script(tmp_path, MEETS), nproc=2, threads=1, directory=RunDirectory(tmp_path / "run")
     )
-    chosen = get_launcher(launcher)
+    chosen = get_local_launcher(launcher)
     assert chosen.submit(chosen.render(spec)).wait() == 0
     for rank in (0, 1):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -72,22 +72,22 @@ def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
 
 
 def test_spawn_starts_a_script_that_knows_nothing_of_paceline(tmp_path: Path) -> None:
-    spec = JobSpec(command=_script(tmp_path, PLAIN), nproc=2, threads=1)
-    spawn = get_launcher("spawn")
+    spec = LocalSpec(command=_script(tmp_path, PLAIN), nproc=2, threads=1)
+    spawn = get_local_launcher("spawn")
     assert spawn.submit(spawn.render(spec)).wait() == 0
     assert [(tmp_path / f"{rank}.json").read_text() for rank in (0, 1)] == ["3", "3"]
 
 
 def test_two_machines_by_hand(tmp_path: Path) -> None:
-    spawn = get_launcher("spawn")
-    from paceline.launchers.base import bound_loopback_socket
+    spawn = get_local_launcher("spawn")
+    from paceline.launchers.local.base import bound_loopback_socket
 
     with bound_loopback_socket() as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     handles = [
         spawn.submit(
             spawn.render(
-                JobSpec(
+                LocalSpec(
                     command=_script(tmp_path, MEETS),
                     nproc=1,
                     nodes=2,

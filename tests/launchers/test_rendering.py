@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launchers.base import LAUNCHER_NAMES, JobSpec, get_launcher
+from paceline.launchers.local.base import LOCAL_LAUNCHERS, LocalSpec, get_local_launcher
 from paceline.run_directory import RunDirectory
 
 WORKER = ("-m", "paceline.worker", "runs/a b/job.toml")
 
 
 def test_inprocess() -> None:
-    rendered = get_launcher("inprocess").render(JobSpec(command=WORKER, python="python", threads=2))
+    rendered = get_local_launcher("inprocess").render(LocalSpec(command=WORKER, python="python", threads=2))
     assert (
         rendered.text
         == """\
@@ -28,7 +28,7 @@ OMP_NUM_THREADS=2 \\
 
 
 def test_spawn() -> None:
-    spec = JobSpec(
+    spec = LocalSpec(
         command=WORKER,
         python="python",
         nproc=2,
@@ -38,7 +38,7 @@ def test_spawn() -> None:
         directory=RunDirectory(Path("runs/a b")),
     )
     assert (
-        get_launcher("spawn").render(spec).text
+        get_local_launcher("spawn").render(spec).text
         == """\
 # rank 0
 RANK=0 \\
@@ -71,7 +71,7 @@ RANK=1 \\
 
 
 def test_spawn_on_the_second_of_two_machines() -> None:
-    spec = JobSpec(
+    spec = LocalSpec(
         command=("train.py",),
         python="python",
         nproc=1,
@@ -82,7 +82,7 @@ def test_spawn_on_the_second_of_two_machines() -> None:
         threads=1,
     )
     assert (
-        get_launcher("spawn").render(spec).text
+        get_local_launcher("spawn").render(spec).text
         == """\
 # rank 1
 RANK=1 \\
@@ -101,9 +101,9 @@ RANK=1 \\
 
 
 def test_torchrun() -> None:
-    spec = JobSpec(command=WORKER, python="python", nproc=2, threads=1)
+    spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1)
     assert (
-        get_launcher("torchrun").render(spec).text
+        get_local_launcher("torchrun").render(spec).text
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
@@ -114,7 +114,7 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_on_several_machines() -> None:
-    spec = JobSpec(
+    spec = LocalSpec(
         command=("train.py", "--x"),
         python="python",
         nproc=4,
@@ -123,7 +123,7 @@ def test_torchrun_on_several_machines() -> None:
         threads=1,
     )
     assert (
-        get_launcher("torchrun").render(spec).text
+        get_local_launcher("torchrun").render(spec).text
         == """\
 # torchrun, 4 processes
 OMP_NUM_THREADS=1 \\
@@ -134,9 +134,9 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_that_restarts() -> None:
-    spec = JobSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
+    spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
     assert (
-        get_launcher("torchrun").render(spec).text
+        get_local_launcher("torchrun").render(spec).text
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
@@ -148,31 +148,31 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> None:
-    spec = JobSpec(
+    spec = LocalSpec(
         command=WORKER, python="python", nodes=2, rdzv_endpoint="node0:4000", threads=1, recover="restart"
     )
-    [process] = get_launcher("torchrun").render(spec).processes
+    [process] = get_local_launcher("torchrun").render(spec).processes
     assert process.env == {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    rendered = get_launcher("inprocess").render(JobSpec(command=WORKER, python="python"))
+    rendered = get_local_launcher("inprocess").render(LocalSpec(command=WORKER, python="python"))
     assert "OMP_NUM_THREADS" not in rendered.text
 
 
-@pytest.mark.parametrize("name", LAUNCHER_NAMES)
+@pytest.mark.parametrize("name", LOCAL_LAUNCHERS)
 def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    spec = JobSpec(command=("-c", "raise SystemExit('started')"), directory=directory)
-    assert get_launcher(name).render(spec).text
+    spec = LocalSpec(command=("-c", "raise SystemExit('started')"), directory=directory)
+    assert get_local_launcher(name).render(spec).text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rendering_imports_no_torch() -> None:
     code = (
-        "import sys; from paceline.launchers.base import *;"
-        "[get_launcher(n).render(JobSpec(command=('x.py',))) for n in LAUNCHER_NAMES];"
+        "import sys; from paceline.launchers.local.base import *;"
+        "[get_local_launcher(n).render(LocalSpec(command=('x.py',))) for n in LOCAL_LAUNCHERS];"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -183,14 +183,14 @@ def test_rendering_imports_no_torch() -> None:
 
 def test_wrong_specs() -> None:
     with pytest.raises(ConfigError, match=r"no launcher 'slurmm'. Choose one of: inprocess, spawn, torchrun"):
-        get_launcher("slurmm")
+        get_local_launcher("slurmm")
     with pytest.raises(ConfigError, match="--on inprocess runs one process, but 2 were asked for"):
-        get_launcher("inprocess").render(JobSpec(command=WORKER, nproc=2))
+        get_local_launcher("inprocess").render(LocalSpec(command=WORKER, nproc=2))
     with pytest.raises(ConfigError, match="--nproc must be at least 1, but is 0"):
-        JobSpec(command=WORKER, nproc=0)
+        LocalSpec(command=WORKER, nproc=0)
     with pytest.raises(ConfigError, match="needs --rdzv-endpoint HOST:PORT"):
-        JobSpec(command=WORKER, nodes=2)
+        LocalSpec(command=WORKER, nodes=2)
     with pytest.raises(ConfigError, match="--node-rank must be between 0 and 1, but is 2"):
-        JobSpec(command=WORKER, nodes=2, node_rank=2, rdzv_endpoint="a:1")
+        LocalSpec(command=WORKER, nodes=2, node_rank=2, rdzv_endpoint="a:1")
     with pytest.raises(ConfigError, match="needs --node-rank: 0 on the machine of"):
-        get_launcher("spawn").render(JobSpec(command=WORKER, nodes=2, rdzv_endpoint="a:1"))
+        get_local_launcher("spawn").render(LocalSpec(command=WORKER, nodes=2, rdzv_endpoint="a:1"))

@@ -16,18 +16,18 @@ import psutil
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launchers.base import JobSpec, get_launcher
+from paceline.launchers.local.base import LocalSpec, get_local_launcher
 from paceline.run_directory import RunDirectory
 
 DRIVER = """
 import sys
 from pathlib import Path
-from paceline.launchers.base import JobSpec, get_launcher
+from paceline.launchers.local.base import LocalSpec, get_local_launcher
 from paceline.run_directory import RunDirectory
 launcher, nproc, *command = sys.argv[1:]
-launcher = get_launcher(launcher)
+launcher = get_local_launcher(launcher)
 run = RunDirectory(Path("run"))
-spec = JobSpec(command=tuple(command), nproc=int(nproc), directory=run, grace_s=5, threads=1)
+spec = LocalSpec(command=tuple(command), nproc=int(nproc), directory=run, grace_s=5, threads=1)
 sys.exit(launcher.submit(launcher.render(spec)).wait())
 """
 
@@ -148,8 +148,8 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: 
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "while True: signal.pause()\n"
     )
-    spec = JobSpec(command=(str(script),), nproc=2, grace_s=0.2, directory=RunDirectory(tmp_path / "run"))
-    spawn = get_launcher("spawn")
+    spec = LocalSpec(command=(str(script),), nproc=2, grace_s=0.2, directory=RunDirectory(tmp_path / "run"))
+    spawn = get_local_launcher("spawn")
     handle = spawn.submit(spawn.render(spec))
     assert len(handle.pids) == 2
     assert handle.wait() == 7
@@ -231,8 +231,8 @@ def test_workers_do_not_survive_a_torchrun_agent_that_is_killed(job: Job) -> Non
 def test_a_cancelled_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")
-    spawn = get_launcher("spawn")
-    handle = spawn.submit(spawn.render(JobSpec(command=(str(script),), nproc=2)))
+    spawn = get_local_launcher("spawn")
+    handle = spawn.submit(spawn.render(LocalSpec(command=(str(script),), nproc=2)))
     handle.cancel()
     assert handle.wait() == 128 + signal.SIGTERM
 
@@ -242,8 +242,8 @@ def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
     script.write_text(
         "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['MASTER_PORT'])"
     )
-    spawn = get_launcher("spawn")
-    spec = JobSpec(command=(str(script), str(tmp_path / "port")))
+    spawn = get_local_launcher("spawn")
+    spec = LocalSpec(command=(str(script), str(tmp_path / "port")))
     rendered = spawn.render(spec)
     port = int(rendered.processes[0].env["MASTER_PORT"])
     with socket.socket() as other:
@@ -256,8 +256,8 @@ def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_that_is_not_there_is_reported(tmp_path: Path) -> None:
-    spawn = get_launcher("spawn")
-    spec = JobSpec(command=("x.py",), nproc=2, python=str(tmp_path / "no-python"))
+    spawn = get_local_launcher("spawn")
+    spec = LocalSpec(command=("x.py",), nproc=2, python=str(tmp_path / "no-python"))
     with pytest.raises(LaunchError, match="no-python is no program"):
         spawn.submit(spawn.render(spec))
 
@@ -268,8 +268,8 @@ def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> Non
     script.write_text("import signal; signal.pause()")
     directory = RunDirectory(tmp_path / "run")
     directory.log_of(1).mkdir(parents=True)
-    spawn = get_launcher("spawn")
-    spec = JobSpec(command=(str(script),), nproc=2, directory=directory)
+    spawn = get_local_launcher("spawn")
+    spec = LocalSpec(command=(str(script),), nproc=2, directory=directory)
     with pytest.raises(LaunchError, match=r"could not be started: .*rank-1\.log"):
         spawn.submit(spawn.render(spec))
     assert set(psutil.Process().children()) <= before
@@ -282,14 +282,14 @@ def test_inprocess_runs_here_and_returns_the_exit_code(
     script.write_text(
         "import os, sys\nprint(os.getpid(), sys.argv[1:], os.environ['EXTRA'])\nsys.exit(int(sys.argv[1]))"
     )
-    inprocess = get_launcher("inprocess")
+    inprocess = get_local_launcher("inprocess")
     argv = list(sys.argv)
     for code in (0, 3):
-        spec = JobSpec(command=(str(script), str(code)), env={"EXTRA": "x"})
+        spec = LocalSpec(command=(str(script), str(code)), env={"EXTRA": "x"})
         assert inprocess.submit(inprocess.render(spec)).wait() == code
         assert capsys.readouterr().out == f"{os.getpid()} ['{code}'] x\n"
     assert sys.argv == argv
     assert "EXTRA" not in os.environ
-    module = JobSpec(command=("-m", "this"))
+    module = LocalSpec(command=("-m", "this"))
     assert inprocess.submit(inprocess.render(module)).wait() == 0
     assert "Namespaces" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -60,6 +61,8 @@ def test_a_step_that_always_kills_ends_the_run(small: Any) -> None:
     done = small.finish(small.train(*RESTART, "--max-restarts", "2", fault=again))
     assert done.returncode == 1
     (verdict,) = (line for line in done.stderr.splitlines() if "it would happen again" in line)
-    assert "The run is still at step 6 after 2 replacements" in verdict
-    assert "In step 7, rank 1 computes shards 2 to 3" in done.stderr
+    # Whether the workers told of their last steps before one was killed is for the machine to decide.
+    found = re.search(r"The run is still at step ([456]) after 2 replacements", verdict)
+    assert found is not None, verdict
+    assert f"In step {int(found[1]) + 1}, rank 1 computes shards 2 to 3" in done.stderr
     assert small.run.read_result() is None

@@ -73,6 +73,21 @@ def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     assert run.result()["model_sha256"] == undisturbed
 
 
+def test_a_scheduler_that_repeats_itself_hurries_nobody(run: Run, undisturbed: str) -> None:
+    processes = run.begin(nproc="1")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for process in processes:
+            process.send_signal(number)
+    run.go_on()
+    assert [process.wait(90) for process in processes] == [75, 75], processes[-1].text
+    (stopped,) = (event for event in run.directory.read_events() if event["event"] == "stopped")
+    assert 10 < stopped["step"] <= 13  # the checkpoint after step 10 is what was waited for
+    nodes = enumerate(run.lab.nodes)
+    again = [run.train(node, "2", "1", "--node-rank", str(rank)) for rank, node in nodes]
+    assert [process.wait(90) for process in again] == [0, 0], again[0].text
+    assert run.result()["model_sha256"] == undisturbed
+
+
 def test_whoever_computes_something_else_is_sent_home(run: Run, undisturbed: str) -> None:
     first, second = run.lab.nodes
     run.hold(12)

@@ -48,7 +48,7 @@ class Trainings:
     def results(self) -> dict[str, dict[str, Any]]:
         """What each job ended with, by name."""
         if self._results is None:
-            finished = [self._processes.finish(popen, timeout_s=120) for popen in self._started]
+            finished = [self._processes.finish(popen, timeout_s=280) for popen in self._started]
             errors = "\n".join(f"--- rank {rank}\n{f.stderr}" for rank, f in enumerate(finished))
             assert [f.returncode for f in finished] == [0] * len(finished), errors
             lines = [json.loads(line) for line in finished[0].stdout.splitlines()]

@@ -1,8 +1,10 @@
 """Trains one job after another in this process, as a rank where the environment says so.
 
-``python driver.py JOBS.json``, where a job is ``{"task", "fields", "options", "stop_at", "computing"}``.
-With ``computing``, only so many ranks compute, and they share the shards anew, at random, after every
-step. Prints one JSON line a job: the ``result.json``, or ``{"error", "message"}``.
+``python driver.py JOBS.json``, where a job is ``{"task", "fields", "options", "stop_at", "computing",
+"arrival", "pipedream"}``. With ``computing``, only so many ranks compute, and they share the shards anew,
+at random, after every step. With ``arrival``, parameter servers apply the workers' gradients in this order.
+With ``pipedream``, how many blocks each stage has, one process computes what that pipeline does. Prints one
+JSON line a job: the ``result.json``, or ``{"error", "message"}``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ import tasks  # beside this file
 
 import paceline
 from paceline.distributed import shares, world
-from paceline.training import balance
+from paceline.strategies.pipeline.blocks import find_blocks
+from paceline.strategies.pipeline.pipedream.reference import Reference
+from paceline.strategies.pipeline.staged import cut
+from paceline.training import arrivals, balance, run
 
 
 class Restless(shares.Balancer):
@@ -56,11 +61,27 @@ def restless(computing: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
+    """A pipeline without a flush, stage by stage in this process."""
+
+    def build(module: Any, mesh: Any, config: Any, options: Any) -> Reference:
+        return Reference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
+
+    with mock.patch.object(run, "build_strategy", build):
+        yield
+
+
 def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = getattr(tasks, job["task"])(**job.get("fields", {}))
     try:
-        with restless(job["computing"]) if "computing" in job else nullcontext():
+        order = mock.patch.object(arrivals.ArrivalTrainer, "order", iter(job.get("arrival", ())))
+        with (
+            restless(job["computing"]) if "computing" in job else nullcontext(),
+            order if "arrival" in job else nullcontext(),
+            simulated(task, job["pipedream"]) if "pipedream" in job else nullcontext(),
+        ):
             return dict(paceline.fit(task, quiet=True, **job["options"]).record)
     except paceline.PacelineError as error:
         return {"error": type(error).__name__, "message": str(error)}
@@ -71,3 +92,5 @@ if __name__ == "__main__":
         result = train(job)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps({"job": number, **result}), flush=True)
+        elif "error" in result:
+            print(f"job {number}: {result['error']}: {result['message']}", file=sys.stderr, flush=True)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
+from paceline.callback import Callback, Group, Horizon
+from paceline.recipes.transformer import Transformer
 
 CLASSES, FEATURES = 3, 12
 
@@ -101,6 +107,61 @@ class Everything(Points):
         return ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
 
+@dataclass
+class Layered(Points):
+    """Pairs of linear layers that can be split, with a norm in between; AdamW.
+
+    Attributes:
+        double: compute in float64.
+    """
+
+    lr: float = 0.02
+    num: int = 107
+    num_val: int = 20
+    double: bool = False
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, shards=4, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(
+            *(nn.Linear(FEATURES, 16), nn.GELU(), nn.Linear(16, FEATURES)),
+            *(nn.LayerNorm(FEATURES), nn.Dropout(0.2)),
+            *(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
+        )
+        return model.double() if self.double else model
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=self.lr)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
+        features = batch[0].double() if self.double else batch[0]
+        return super().loss(model, [features, batch[1]])
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        features = batch[0].double() if self.double else batch[0]
+        return super().metrics(model, [features, batch[1]])
+
+
+@dataclass
+class Text(Transformer):
+    """The transformer, as small as it gets.
+
+    Attributes:
+        double: compute in float64.
+    """
+
+    layers: int = 1
+    width: int = 16
+    heads: int = 2
+    context: int = 16
+    held_out: int = 4
+    dropout: float = 0.1
+    double: bool = False
+
+    def build_model(self) -> nn.Module:
+        return super().build_model().double() if self.double else super().build_model()
+
+
 class TwoParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,9 +171,12 @@ class TwoParts(nn.Module):
         self.seen: torch.Tensor
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.counted(features))
+
+    def counted(self, features: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        return self.head(self.body(features))
+        return self.body(features)
 
 
 @dataclass
@@ -150,6 +214,61 @@ class TwoOptimizers(Points):
 
 
 @dataclass
+class TwoOptimizersInParts(TwoOptimizers):
+    """It counts in its forward, which no tracing would see: the task names the parts."""
+
+    def pipeline_blocks(self, model: nn.Module) -> list[Any]:
+        assert isinstance(model, TwoParts)
+        return [(model.counted, [model.body, model.seen]), (lambda hidden: (hidden,), []), model.head]
+
+
+class Skips(nn.Module):
+    """Values that go past a block: a residual, a number, and a mask of the arguments'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, features: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = start = self.first(features)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        hidden = hidden * self.scale + start / features.shape[1]
+        return self.last(hidden if mask is None else hidden * mask)
+
+
+@dataclass
+class Skipping(Points):
+    """A model whose forward is traced."""
+
+    def build_model(self) -> nn.Module:
+        return Skips()
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        mask = torch.rand(len(batch[0]), 1) > 0.1
+        return functional.cross_entropy(model(batch[0], mask=mask), batch[1])
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        right = model(batch[0], mask=torch.ones(1)).argmax(dim=1) == batch[1]
+        return {"accuracy": right.float()}
+
+
+@dataclass
+class Deep(Points):
+    """Eight layers, seven shards."""
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=30, shards=7, epochs=2)
+
+    def build_model(self) -> nn.Module:
+        sizes = [FEATURES, 10, 9, 8, 7, 6, 5, CLASSES]
+        layers = [[nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()] for a, b in itertools.pairwise(sizes)]
+        return nn.Sequential(*(module for layer in layers for module in layer))
+
+
+@dataclass
 class Overflowing(Points):
     """Its gradients, times the scale that fp16 begins with, are more than a half can hold."""
 
@@ -164,6 +283,14 @@ class Overflowing(Points):
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         super().loss(model, batch)
+        return functional.cross_entropy(model(batch[0]), batch[1]) * 100
+
+
+@dataclass
+class OverflowingOnce(Overflowing):
+    """The same with one call of the model, as a pipeline needs it."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1]) * 100
 
 
@@ -309,3 +436,112 @@ class Lagging(Points):
         if os.environ.get("RANK") == "1":
             time.sleep(0.04)
         return super().loss(model, batch)
+
+
+@dataclass
+class Normed(Points):
+    """Batch norm, a counter and momentum, and no randomness."""
+
+    def build_model(self) -> nn.Module:
+        parts = TwoParts()
+        parts.body[3] = nn.Identity()
+        return parts
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+
+class NoisyBlock(nn.Module):
+    """Everything that must not happen twice: batch statistics, counters, and three sources of randomness."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: torch.Tensor
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        hidden = functional.gelu(self.linear(self.norm(features)))
+        if self.training:
+            hidden = hidden * (1 + 0.1 * self.seen + 0.1 * random.random() + 0.1 * np.random.rand())
+            self.seen += 1
+        return features + self.dropout(hidden)
+
+
+@dataclass
+class Noisy(Points):
+    """A list of blocks that backward may compute again."""
+
+    num_val: int = 10
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(NoisyBlock(), NoisyBlock(), nn.Linear(FEATURES, CLASSES))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.named_parameters(), lr=0.01)
+
+
+class PartlyUsed(nn.Module):
+    """Two blocks, of which one is frozen, a head, and a layer that no forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(NoisyBlock(), NoisyBlock())
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.unused = nn.Linear(FEATURES, 2)
+        self.blocks[0].requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(features))
+
+
+@dataclass
+class Frozen(Noisy):
+    """Fine-tuning: a block and a bias need no gradient; weight decay shrinks what no forward uses."""
+
+    def build_model(self) -> nn.Module:
+        return PartlyUsed()
+
+
+class Noted(SGD):
+    """An optimizer whose state is more than tensors and numbers."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["notes"] = {}
+
+
+class CountsState(Callback):
+    """Writes how many numbers this rank's optimizer holds when the training ends."""
+
+    def __init__(self, task: Told) -> None:
+        self._task = task
+
+    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+        self._path = group.directory / f"numbers-{group.rank}.json"
+
+    def fit_ends(self) -> None:
+        states = self._task.built.state.values()
+        numbers = sum(v.numel() for s in states for v in s.values() if v.numel() > 1)
+        self._path.write_text(json.dumps(numbers))
+
+
+@dataclass
+class Told(Points):
+    """Tells how much of the optimizer's state each rank holds."""
+
+    optimizer: str = "AdamW"
+
+    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+        return CountsState(self)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        kind: Any = {"AdamW": AdamW, "Adagrad": Adagrad, "Noted": Noted}[self.optimizer]
+        self.built: Optimizer = kind(model.parameters(), lr=0.01)
+        return self.built

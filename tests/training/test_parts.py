@@ -17,8 +17,10 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
+from paceline.callback import Horizon
 from paceline.config import RunConfig
 from paceline.data.evaluation import EvalBatches
+from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, ConfigError, DataError, TaskError
 from paceline.task import Defaults, Loss, Task
@@ -237,12 +239,13 @@ WORLD = World(
     generation=0,
     one_host=True,
 )
+MESH = Mesh(WORLD, {"dp": 1})
 
 
 def evaluated(task: Task, number: int = 5) -> dict[str, float]:
     batches = EvalBatches(points(number), 4, seed=0, device=WORLD.device, workers=0, collate=task.collate)
     evaluator = Evaluator(task, WORLD.device, batches, seed=0, autocast=nullcontext)
-    return evaluator.run(WORLD, nn.Linear(1, 1), lambda: 0)
+    return evaluator.run(MESH, nn.Linear(1, 1), lambda: 0)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,8 @@ def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
 
 def state_of(task: Task, *, total_steps: int | None = 10, **options: Any) -> TrainingState:
     config, _ = resolve(RunConfig(**options), task, 1)
-    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), total_steps)
+    horizon = Horizon(total_steps=total_steps, steps_per_epoch=None)
+    return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), horizon)
 
 
 @dataclass
@@ -373,7 +377,7 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     before = [parameter.detach().clone() for parameter in state.module.parameters()]
     for parameter in state.module.parameters():
         parameter.grad = torch.full_like(parameter, 30.0)
-    state.update(0.5)
+    state.update(lambda: nn.utils.clip_grad_norm_(state.module.parameters(), 0.5))
     moved = [a - b.detach() for a, b in zip(before, state.module.parameters(), strict=True)]
     # The learning rate is 0.1; two parameters share the norm.
     torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), torch.full((2,), 0.1 * 0.5 / 2**0.5))

@@ -24,7 +24,7 @@ from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
 NAMES = ("everything", "two-optimizers", "fp16", "metrics", "iterable", "uneven-stream")
 JOBS = {name: EXACT[name] for name in NAMES} | {"1-workers": WORKERS["1-workers"]}
 RESUMED = {"task": "Uneven", "options": {"log_every": 1, "epochs": 3}}
-LAGGING = {"task": "Lagging", "options": {"max_steps": 8 * (WINDOWS + 4), "log_every": 1}}
+LAGGING = {"task": "Lagging", "options": {"max_steps": 8 * 4 * WINDOWS, "log_every": 1}}
 FAST = {"task": "TwoOptimizers", "options": {"reduction": "fast"}, "fields": {"num_val": 21}}
 
 
@@ -101,10 +101,11 @@ def test_a_slow_rank_is_given_less_and_the_bits_stay(alone: Any, start_trainings
     equal = {**LAGGING, "options": {**LAGGING["options"], "balance": "equal", "max_steps": 2}}
     trainings = start_trainings({"lagging": LAGGING, "equal": equal}, ranks=2)
     assert trainings["lagging"]["model_sha256"] == alone["lagging"]["model_sha256"]
-    [event] = [e for e in events(trainings.run("lagging")) if e["event"] == "shares"]
+    # Where the machine itself stalls for a while, they may be shared once more later.
+    event, *_ = [e for e in events(trainings.run("lagging")) if e["event"] == "shares"]
     assert (event["before"], event["shares"]) == ([2, 2], [3, 1])
     assert event["ms_per_shard"][1] > 40
-    assert steps_of(trainings.run("lagging"))[-1].ranks == (0, 3)
+    assert steps_of(trainings.run("lagging"))[event["step"]].ranks == (0, 3)
     assert {entry.ranks for entry in steps_of(trainings.run("equal"))} == {2}
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.config import RunConfig
 from paceline.data.evaluation import EvalBatches
+from paceline.distributed.mesh import Mesh
 from paceline.distributed.process import StopRequests, passed_on
 from paceline.distributed.world import World
 from paceline.errors import ConfigError
@@ -174,6 +175,7 @@ WORLD = World(
     generation=0,
     one_host=True,
 )
+MESH = Mesh(WORLD, {"dp": 1})
 
 
 def test_an_evaluation_is_left_between_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +193,11 @@ def test_an_evaluation_is_left_between_two_batches(monkeypatch: pytest.MonkeyPat
 
     model.train()
     with pytest.raises(EvaluationStopped) as stopped:
-        evaluator.run(WORLD, model, stop)
+        evaluator.run(MESH, model, stop)
     assert stopped.value.stop == TERM
     assert asked == [0, 0, 0, TERM]
     assert model.training
-    assert evaluator.run(WORLD, model, lambda: 0)["loss"] > 0
+    assert evaluator.run(MESH, model, lambda: 0)["loss"] > 0
 
 
 def test_what_training_sets_for_the_whole_process_is_put_back() -> None:

@@ -21,19 +21,19 @@ from paceline.agent.node import Node
 from paceline.agent.requests import Requests
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
 from paceline.errors import LaunchError, RunInUseError
-from paceline.launchers.base import Rendered
+from paceline.launchers.local.base import RenderedProcesses
 
 _LONGEST_S = 60.0
 
 
 class Agent:
-    """A job whose workers are replaced when they die; see :class:`~paceline.launchers.base.JobHandle`.
+    """A job whose workers are replaced when they die; see :class:`~paceline.launchers.local.base.LocalJob`.
 
     Args:
         rendered: one process, the zygote; the last word of its spec's command is the job's file.
     """
 
-    def __init__(self, rendered: Rendered) -> None:
+    def __init__(self, rendered: RenderedProcesses) -> None:
         spec = rendered.spec
         assert spec.directory is not None
         if shutil.which(spec.python) is None:

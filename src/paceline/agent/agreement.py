@@ -21,7 +21,7 @@ from paceline.agent.messages import SeenOff, SentHome, Workers
 from paceline.agent.node import Node
 from paceline.agent.remote_node import RemoteNode
 from paceline.data.ledger import generations
-from paceline.launchers.base import JobSpec
+from paceline.launchers.local.base import LocalSpec
 from paceline.membership.coordinator import Coordinator
 from paceline.membership.leadership import Leadership
 from paceline.membership.roster import Roster, Term
@@ -63,7 +63,7 @@ class Agreement:
 
     def __init__(
         self,
-        spec: JobSpec,
+        spec: LocalSpec,
         directory: RunDirectory,
         node: Node,
         company: Company,

@@ -35,9 +35,10 @@ from paceline.agent.messages import (
 )
 from paceline.agent.node import Node
 from paceline.agent.reports import Ended, Said
+from paceline.distributed.process import ECHO_S, StopRequests
 from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec
-from paceline.launchers.failures import STOPPED
+from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.failures import STOPPED
 from paceline.membership.lease import LeaseDirectory
 from paceline.membership.roster import Roster
 from paceline.run_directory import RunDirectory
@@ -53,11 +54,12 @@ class Cluster:
         meeting: how to meet the others; None where there will be none.
     """
 
-    def __init__(self, spec: JobSpec, directory: RunDirectory, node: Node, meeting: Meeting | None) -> None:
+    def __init__(self, spec: LocalSpec, directory: RunDirectory, node: Node, meeting: Meeting | None) -> None:
         self._spec, self._directory, self._node = spec, directory, node
         self._company = Company(spec, directory, meeting)
         self._agreement = Agreement(spec, directory, node, self._company, self._leave)
         self._code: int | None = None
+        self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all machines
         self._asked: int | None = None  # the signal that asked this machine to leave
 
     def begin(self, mesh: Mesh | None, lease: LeaseDirectory | None) -> None:
@@ -102,17 +104,19 @@ class Cluster:
         return self._code
 
     def signalled(self, number: int) -> None:
-        """A signal asks for a stop; a second one, at once.
+        """A signal asks for a stop; Ctrl-C beside another, at once.
 
         Where machines may come and go, this one leaves after a step, and the others go on.
         """
         if self.leader is not None:
             self.leader.ending.signalled(number)
         elif self._agreement.leading_node is not None:
-            if self._asked is not None:
-                self._node.kill_all("was told to end")
-            self._asked = self._asked or number
-            self._company.send(self._agreement.leading_node, Signalled(number))
+            match self._requests.hear(number):
+                case "first":
+                    self._asked = number
+                    self._company.send(self._agreement.leading_node, Signalled(number))
+                case "end":
+                    self._node.kill_all("was told to end")
         else:
             self._leave("stopped, as asked, while it waited for other machines.", 128 + number)
 

@@ -15,7 +15,7 @@ from paceline.agent.mesh import Address, Mesh
 from paceline.agent.messages import Book, Message, write
 from paceline.distributed.sockets import LOOPBACK
 from paceline.errors import RunDirectoryError
-from paceline.launchers.base import JobSpec
+from paceline.launchers.local.base import LocalSpec
 from paceline.membership.lease import LeaseDirectory
 from paceline.membership.roster import Roster
 from paceline.run_directory import RunDirectory
@@ -37,7 +37,7 @@ class Company:
         founds: whether this agent is the first.
     """
 
-    def __init__(self, spec: JobSpec, directory: RunDirectory, meeting: Meeting | None) -> None:
+    def __init__(self, spec: LocalSpec, directory: RunDirectory, meeting: Meeting | None) -> None:
         self._spec, self._directory, self._meeting = spec, directory, meeting
         self.name = socket.gethostname() if meeting is None else meeting.name
         self.address = LOOPBACK if meeting is None else meeting.address

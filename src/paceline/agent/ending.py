@@ -9,7 +9,7 @@ import time
 from paceline.agent.workforce import Workforce
 from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec
+from paceline.launchers.local.base import LocalSpec
 from paceline.membership.coordinator import Coordinator
 
 
@@ -27,7 +27,7 @@ class Ending:
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
-    def __init__(self, spec: JobSpec, workforce: Workforce, coordinator: Coordinator) -> None:
+    def __init__(self, spec: LocalSpec, workforce: Workforce, coordinator: Coordinator) -> None:
         self._spec, self._workforce, self._coordinator = spec, workforce, coordinator
         # Ctrl-C may reach the agents of all machines.
         self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)

@@ -9,7 +9,7 @@ from paceline.agent.policy import Budget, Meaning, describe_code, is_corruption,
 from paceline.agent.repetition import describe_repetition
 from paceline.agent.reports import Ended
 from paceline.distributed.process import describe
-from paceline.launchers.failures import Exit, conclude
+from paceline.launchers.local.failures import Exit, conclude
 from paceline.membership.views import View
 from paceline.run_directory import RunDirectory
 

@@ -21,15 +21,16 @@ from typing import Any
 
 from paceline import __version__
 from paceline.agent.listener import Listener
-from paceline.agent.token import create_token, read_token
+from paceline.agent.token import TOKEN_BYTES, create_token, read_token
 from paceline.distributed.environment import parse_endpoint
 from paceline.distributed.sockets import address_towards, interface_address, interface_of, is_ours
 from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec
+from paceline.launchers.local.base import LocalSpec
 from paceline.membership.lease import LeaseDirectory
 from paceline.run_directory import RunDirectory, write_atomically
 
 _LOOK_EVERY_S = 0.2
+_ANSWERS_S = 2.0  # a machine that is gone does not refuse: it says nothing
 _DISTRIBUTIONS = ("torch", "numpy")
 
 Agent = tuple[str, tuple[str, int]]
@@ -60,7 +61,7 @@ class Meeting:
     hello: dict[str, Any]
 
 
-def meet(spec: JobSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirectory | None]:
+def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirectory | None]:
     """Listen, and find out whom to call.
 
     Args:
@@ -146,6 +147,18 @@ def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     )
 
 
+def others_at_work(directory: RunDirectory) -> bool:
+    """Whether an agent answers where the directory says: a machine that comes now has to join it."""
+    try:
+        agents, _ = recorded_agents(directory)
+    except ConfigError:
+        return False
+    for _, address in agents:
+        with suppress(OSError), socket.create_connection(address, timeout=_ANSWERS_S):
+            return True
+    return False
+
+
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """In words, what another agent runs that this one does not."""
     mine, other = ours["versions"], theirs.get("versions")
@@ -158,26 +171,28 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _token(spec: JobSpec, directory: RunDirectory, creates: bool) -> bytes:
+def _token(spec: LocalSpec, directory: RunDirectory, creates: bool) -> bytes:
     path = spec.token_file or directory.path / "agents.token"
     if creates and spec.token_file is None and not path.exists():
         with suppress(ConfigError):  # another agent on this machine was faster
             return create_token(path)
     deadline = time.monotonic() + spec.init_timeout_s
     while True:
+        # Asked before the read: the first agent may be writing it right now.
+        was_whole = _is_whole(path)
         try:
             return read_token(path)
         except ConfigError:
             # The first agent may not have written it yet, and a shared file system may be late.
-            if spec.token_file is not None or time.monotonic() > deadline or _is_wrong(path):
+            if spec.token_file is not None or time.monotonic() > deadline or was_whole:
                 raise
             time.sleep(_LOOK_EVERY_S)
 
 
-def _is_wrong(path: Path) -> bool:
-    """Whether a token file is there and whole, so that waiting does not mend it."""
+def _is_whole(path: Path) -> bool:
+    """Whether all of a token file is there, so that waiting does not mend it."""
     try:
-        return path.stat().st_size > 2 * 32
+        return path.stat().st_size > 2 * TOKEN_BYTES
     except OSError:
         return False
 

@@ -22,7 +22,7 @@ from paceline.agent.workers import Worker
 from paceline.distributed.process import read_failure
 from paceline.distributed.process_state import describe_silence
 from paceline.errors import LaunchError
-from paceline.launchers.base import RenderedProcess
+from paceline.launchers.local.base import RenderedProcess
 from paceline.membership.channel import Beat, Broken, ChannelError, Joined, Leave, Place, Standing, Waits
 from paceline.membership.views import Seat
 from paceline.run_directory import RunDirectory

@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline.distributed.process import WORKER_STOP_SIGNALS, Failure
 from paceline.errors import CheckpointError, CorruptionError, IrreproducibleStepError, NonFiniteLossError
-from paceline.launchers.failures import STOPPED
+from paceline.launchers.local.failures import STOPPED
 
 Meaning = Literal["done", "asked", "fatal", "fault"]
 """done: it ended in good order; asked: it died of a signal that the agent passed on; fatal: it would

@@ -7,7 +7,7 @@ from paceline.agent.control_socket import Status, WorkerStatus
 from paceline.agent.leader import Leader
 from paceline.agent.node import Node
 from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec
+from paceline.launchers.local.base import LocalSpec
 from paceline.run_directory import RunDirectory
 
 
@@ -21,7 +21,7 @@ class Requests:
         node: this machine's workers.
     """
 
-    def __init__(self, spec: JobSpec, directory: RunDirectory, cluster: Cluster, node: Node) -> None:
+    def __init__(self, spec: LocalSpec, directory: RunDirectory, cluster: Cluster, node: Node) -> None:
         self._spec, self._directory, self._cluster, self._node = spec, directory, cluster, node
 
     def status(self) -> Status:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-_BYTES = 32
-_HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * _BYTES))
+TOKEN_BYTES = 32
+_HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 
 
 def create_token(path: Path) -> bytes:
@@ -20,7 +20,7 @@ def create_token(path: Path) -> bytes:
     Raises:
         ConfigError: there is such a file already, or it cannot be written.
     """
-    token = secrets.token_bytes(_BYTES)
+    token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -54,12 +54,12 @@ def read_token(path: Path) -> bytes:
         ) from error
     try:
         _check(path, os.fstat(descriptor))
-        content = os.read(descriptor, 2 * _BYTES + 2).removesuffix(b"\n")
+        content = os.read(descriptor, 2 * TOKEN_BYTES + 2).removesuffix(b"\n")
     finally:
         os.close(descriptor)
     if not _HEX.fullmatch(content):
         raise ConfigError(
-            f"the token file {path} must hold {2 * _BYTES} hexadecimal digits, and does not. "
+            f"the token file {path} must hold {2 * TOKEN_BYTES} hexadecimal digits, and does not. "
             "Copy it again from the node that started the run."
         )
     return bytes.fromhex(content.decode())

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from paceline.bench.faults import drawn_kills
 from paceline.bench.machine import describe_machine
-from paceline.bench.rounds import sigterm_interrupts
 from paceline.bench.trials import RECOVERERS, STEP_S, Recoverer, Trial, run_trial
 from paceline.bench.workload import GLOBAL_BATCH_SIZE, STEPS_PER_EPOCH
+from paceline.distributed.process import sigterm_interrupts
 from paceline.errors import ConfigError
 
 SPACING = 150

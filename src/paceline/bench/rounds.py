@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import psutil
 
 from paceline.bench.workload import REPORT
+from paceline.distributed.process import sigterm_interrupts
 from paceline.errors import LaunchError
 
 Sample = dict[str, float]
@@ -212,20 +211,3 @@ def log_tails(directory: Path) -> str:
         if lines:
             tails += "\n  " + "\n  ".join([f"The end of what {log.stem} printed:", *lines])
     return tails
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends a benchmark as Ctrl-C does, so that its processes are ended too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: FrameType | None) -> Any:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from paceline.bench.workload import (
     unbalanced_command,
 )
 from paceline.errors import ConfigError
+from paceline.launchers.local.spawn import free_master_port
 from paceline.task import Task
 
 Progress = Callable[[str], None]
@@ -238,7 +238,7 @@ def bench_shares(*, rounds: int, steps: int, warmup: int, progress: Progress) ->
             argv = unbalanced_command(
                 directory, balance=balance, max_steps=warmup + steps, record_every=record_every
             )
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_master_port("torch", RANKS))}
             return [
                 Command(argv, _rank_variables(rank) | meeting, half_speed=rank == RANKS - 1)
                 for rank in range(RANKS)
@@ -269,12 +269,6 @@ def _read_shares(directory: Path, warmup: int, steps: int) -> Sample:
         SLOW_SHARE.key: shares[-1][-1] if shares else UNBALANCED_SHARDS // RANKS,
         "changes": len(shares),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _compare(

@@ -111,3 +111,41 @@ class WideMLP(FashionMNISTMLP):
 @dataclass
 class TimedWideMLP(Timed, WideMLP):
     """The 20-million-parameter MLP."""
+
+
+@dataclass
+class DeepMLP(FashionMNISTMLP):
+    """7 million parameters in eight layers of equal work: what every strategy can split."""
+
+    def build_model(self) -> nn.Module:
+        """A 784-1024-...-1024-10 MLP: images (B, 1, 28, 28) -> logits (B, 10)."""
+        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(784, 1024), nn.ReLU()]
+        for _ in range(6):
+            layers += [nn.Linear(1024, 1024), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(1024, 10))
+
+    def build_dataset(self, split: str) -> TensorDataset | None:
+        """The training split only, so that nobody evaluates."""
+        return super().build_dataset(split) if split == "train" else None
+
+
+@dataclass
+class TimedDeepMLP(Timed, DeepMLP):
+    """The deep MLP."""
+
+
+@dataclass
+class GiantMLP(WideMLP):
+    """102 million parameters in 26 layers: 1.2 GiB with gradients and momentum."""
+
+    def build_model(self) -> nn.Module:
+        """A 784-2048-...-2048-10 MLP: images (B, 1, 28, 28) -> logits (B, 10)."""
+        layers: list[nn.Module] = [nn.Flatten(), nn.Linear(784, 2048), nn.ReLU()]
+        for _ in range(24):
+            layers += [nn.Linear(2048, 2048), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+
+@dataclass
+class TimedGiantMLP(Timed, GiantMLP):
+    """The 102-million-parameter MLP."""

@@ -14,6 +14,9 @@ BATCH_SIZE = 64
 UNBALANCED_SHARDS = 12
 """Shards that ranks of unequal speed share."""
 
+MICRO_BATCHES = 8
+"""Of a pipeline's step."""
+
 GLOBAL_BATCH_SIZE = 48
 STEPS_PER_EPOCH = 10
 """Of what is trained while workers are killed; every process count from 1 to 4 divides the batch."""

@@ -62,6 +62,7 @@ class Conductor:
         directory: the run's.
         agent: of the run.
         plan: the faults, in order.
+        steps: of the whole run; once they are done, no fault comes any more.
         write_faults: makes the workers' writes fail.
         tell: called with a sentence about each fault.
 
@@ -72,6 +73,7 @@ class Conductor:
     directory: RunDirectory
     agent: AgentConnection
     plan: Sequence[Fault]
+    steps: int
     write_faults: WriteFaults
     tell: Callable[[str], None]
     injected: list[Injection] = field(default_factory=list)
@@ -106,7 +108,7 @@ class Conductor:
                 self._gather(status)
             return
         fault = self.plan[len(self.injected)]
-        if status.step < fault.step:
+        if not fault.step <= status.step < self.steps:
             return
         if self._can_come(fault, status):
             with suppress(ConfigError):  # the run is about to end, and takes no orders

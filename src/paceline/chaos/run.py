@@ -79,7 +79,7 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
     )
     took = f"{result['steps']} steps in {result['seconds']:.1f} s"
     tell(f"{took}; now with {len(plan)} faults, in {disturbed.path}")
-    injected, code = _disturb(disturbed, chaos_options, plan, tell)
+    injected, code = _disturb(disturbed, chaos_options, plan, result["steps"], tell)
     return _report(config, clean, disturbed, plan, injected, code)
 
 
@@ -118,6 +118,7 @@ def _disturb(
     directory: RunDirectory,
     options: Mapping[str, Any],
     plan: Sequence[Fault],
+    steps: int,
     tell: Callable[[str], None],
 ) -> tuple[list[Injection], int]:
     """Train under faults; return those that came, and the exit code."""
@@ -129,6 +130,7 @@ def _disturb(
                 directory,
                 agent,
                 plan,
+                steps,
                 write_faults,
                 lambda text: tell(f"{len(conductor.injected):>3}/{len(plan)}  {text}"),
             )

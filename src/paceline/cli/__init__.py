@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
+from contextlib import suppress
+from typing import TextIO
 
-from cyclopts import App, CoercionError, CycloptsError, UnusedCliTokensError
+from cyclopts import App, CoercionError, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from paceline import __version__
 from paceline.errors import ConfigError, PacelineError
@@ -19,6 +22,11 @@ app = App(
 _COMMANDS = {
     "train": ("train:train", "Train a task, on one process or several."),
     "resume": ("train:resume", "Continue a run at its exact next sample."),
+    "launch": ("launch:launch", "Start any program on one process or many machines."),
+    "jobs": ("jobs:jobs", "List the jobs that were submitted."),
+    "status": ("jobs:status", "Say where a job stands."),
+    "cancel": ("jobs:cancel", "End a job."),
+    "doctor": ("doctor:doctor", "Look at a job's machines, and what is between them, before the job."),
     "runs": ("runs:app", "List runs, with state and results; show what happened in one."),
     "logs": ("logs:logs", "Show what each rank of a run printed."),
     "join": ("join:join", "Join a run that other machines are at."),
@@ -26,6 +34,9 @@ _COMMANDS = {
     "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
     "chaos": ("chaos:chaos", "Train under faults, and prove that nothing is lost."),
     "checkpoint": ("checkpoint:app", "List, verify and remove a run's checkpoints."),
+    "verify": ("verify:verify", "Train under every strategy, and compare with one process."),
+    "scan": ("scan:scan", "Train with several numbers of processes, and say how well it scales."),
+    "plan": ("plan:plan", "Predict memory and step time of each strategy, and recommend one."),
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }
@@ -37,6 +48,13 @@ def main() -> int:
     """Run the command line; return the exit code."""
     try:
         code = app(_given(sys.argv[1:]), exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout):
+            raise
+        # Python's own flush at exit must not fail on it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
@@ -49,11 +67,33 @@ def main() -> int:
     return code if isinstance(code, int) else 0
 
 
+def _has_lost_its_reader(output: TextIO) -> bool:
+    """Whether nobody reads what we print any more: ``| head`` has seen enough."""
+    poll = select.poll()
+    poll.register(output.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def _given(words: list[str]) -> list[str]:
     """What the user wrote: ``torch.distributed.launch`` adds an option of its own, beside the variable."""
     if "LOCAL_RANK" not in os.environ:
         return words
     return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
+
+
+def _unknown(error: UnknownOptionError) -> str:
+    """An option that is nobody's, or another launcher's than the one in question."""
+    from paceline.launchers.own_options import own_flags, whose
+
+    flag = error.token.keyword or error.token.value
+    owners = whose(flag)
+    with suppress(ConfigError, IndexError, ValueError):  # no launcher was named, or none of ours
+        on = sys.argv[sys.argv.index("--on") + 1]
+        known = own_flags(on)
+        if owners:
+            return f"--on {on} knows no {flag}. {owners}--on {on} takes: {known}."
+        return f"{error} --on {on} takes, besides what all launchers do: {known}."
+    return f"{error} {owners}".rstrip()
 
 
 def _explain(error: CycloptsError) -> str:
@@ -62,6 +102,8 @@ def _explain(error: CycloptsError) -> str:
 
     if isinstance(error, UnusedCliTokensError):
         return f"there is nothing to do with {' '.join(map(repr, error.unused_tokens or ()))}."
+    if isinstance(error, UnknownOptionError):
+        return _unknown(error)
     if isinstance(error, CoercionError) and error.token is not None:
         field = (error.token.keyword or "").lstrip("-").replace("-", "_")
         if field in RunConfig.__dataclass_fields__:

@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
     from paceline.bench.recovery import RecoveryResult
+    from paceline.bench.strategies import StrategiesResult
     from paceline.bench.suites import BenchResult
     from paceline.bench.workload import Workload
 
@@ -20,6 +21,12 @@ _ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
 
 RecovererName = Literal["torchrun", "paceline-torchrun", "paceline-inplace"]
 _ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
+
+SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory"]
+
+app.command(
+    "paceline.cli.bench_comm:comm", name="comm", help="How fast collectives are, and whether they are right."
+)
 
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
 Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]
@@ -175,6 +182,32 @@ def recovery(
     return show(result, json=json, markdown=markdown)
 
 
+@app.command
+def strategies(
+    *,
+    only: Annotated[
+        tuple[SuiteName, ...],
+        Parameter(
+            consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
+        ),
+    ] = (),
+    rounds: Rounds = 3,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 200,
+    warmup: Annotated[int, Parameter(help="Steps before those.")] = 50,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Strategies beside the same thing by hand with torch's own APIs, each with the bar it is to meet.
+
+    fsdp, tp, pp: steps a second at 2 ranks. schedules: those of the pipeline. memory: of a rank of 4, fsdp
+    against ddp.
+    """
+    from paceline.bench.strategies import bench_strategies
+
+    result = bench_strategies(only=only, rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
 def _workloads(name: str) -> list[Workload]:
     from paceline.bench.workload import WORKLOADS
 
@@ -186,7 +219,9 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def show(result: BenchResult | RecoveryResult, *, json: bool = False, markdown: bool = False) -> int:
+def show(
+    result: BenchResult | RecoveryResult | StrategiesResult, *, json: bool = False, markdown: bool = False
+) -> int:
     """Print a benchmark's result: tables, Markdown or JSON."""
     if json:
         print(json_module.dumps(result.as_json(), indent=2))

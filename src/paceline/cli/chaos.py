@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json as json_module
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 
 from paceline.chaos.plan import KINDS, Kind
 from paceline.cli.options import Options, given
+from paceline.distributed.process import sigterm_interrupts
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,20 +62,13 @@ def chaos(
         faults=faults,
         kinds=_parse_kinds(kinds),
     )
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with sigterm_interrupts():
         report = run_chaos(request, lambda line: print(f"chaos: {line}", file=sys.stderr, flush=True))
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if json:
         print(json_module.dumps(report.to_json()))
     else:
         _print(report)
     return 0 if report.ok else 1
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _parse_kinds(text: str) -> tuple[Kind, ...]:

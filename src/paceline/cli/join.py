@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from paceline.agent.meeting import recorded_agents
 from paceline.errors import ConfigError
 from paceline.job import Job
-from paceline.launchers.job import launch
+from paceline.launchers.training import launch
 from paceline.run_directory import RunDirectory
 
 

@@ -1,4 +1,4 @@
-"""``paceline logs``: what the ranks of a run printed, live if wanted."""
+"""``paceline logs``: what the ranks of a run or a job printed, live if wanted."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 from cyclopts import Parameter
 
+from paceline.distributed.process import describe, read_failure
 from paceline.errors import ConfigError, RunDirectoryError
+from paceline.launchers.log_files import Tail, fold
+from paceline.launchers.registry import JobRecord, find_record, read_records
 from paceline.run_directory import RunDirectory
 
 _POLL_S = 0.2
-_BLOCK_BYTES = 64 * 1024
 _RESTART_S = 5.0
 """How long a run without a lock and without a last word may be between two of its processes."""
 
@@ -26,35 +28,88 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def logs(
-    run: Annotated[Path, Parameter(help="The run's directory.")],
+    run: Annotated[str, Parameter(help="The run's directory, or a job of paceline jobs.")],
     *,
-    rank: Annotated[int | None, Parameter(help="Only this rank; else all, each line with its rank.")] = None,
+    rank: Annotated[int | None, Parameter(help="Only this rank; else all, each line with its ranks.")] = None,
+    grep: Annotated[str | None, Parameter(help="Only lines that this regular expression is in.")] = None,
     follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], negative="", help="Go on until the run ends or Ctrl-C.")
+        bool, Parameter(name=["--follow", "-f"], negative="", help="Go on until the end or Ctrl-C.")
     ] = False,
     lines: Annotated[int, Parameter(name=["--lines", "-n"], help="How many last lines of each rank.")] = 50,
 ) -> int:
-    """Print what the ranks printed: the last lines of each, then, with -f, new ones as they come."""
+    """Print what the ranks printed: the last lines of each, then, with -f, new ones as they come.
+
+    A line that several ranks printed is shown once, one that is repeated with its number. Of a run that
+    failed, the first error comes first.
+    """
     if lines < 0:
         raise ConfigError(f"--lines must be 0 or more, but is {lines}.")
-    directory = RunDirectory(run)
-    if not directory.exists():
-        raise RunDirectoryError(
-            f"{run} is not a run directory: it has no run.toml. `paceline runs` lists runs."
-        )
-    ranks = ranks_with_logs(directory)
-    if rank is not None and rank not in ranks:
-        raise RunDirectoryError(f"{run} has no log of rank {rank}. {_which_there_are(ranks)}")
-    if not ranks and not follow:
-        raise RunDirectoryError(f"{run} has no logs: it has not started yet. Wait for it with -f.")
+    wanted = _pattern(grep)
+    directory = RunDirectory(Path(run))
+    record = None if directory.exists() else _job(run)
+    if record is not None and record.run is not None:
+        directory = RunDirectory(Path(record.run))
     try:
-        _print_logs(directory, rank, follow, lines)
+        if record is not None and not ranks_with_logs(directory):
+            return _print_job(record, wanted, rank, follow)
+        if not directory.exists() and record is None:
+            raise RunDirectoryError(
+                f"{run} is not a run directory: it has no run.toml. `paceline runs` lists runs, "
+                "`paceline jobs` jobs."
+            )
+        ranks = ranks_with_logs(directory)
+        if rank is not None and rank not in ranks:
+            raise RunDirectoryError(f"{run} has no log of rank {rank}. {_which_there_are(ranks)}")
+        if not ranks and not follow:
+            raise RunDirectoryError(f"{run} has no logs: it has not started yet. Wait for it with -f.")
+        if rank is None and grep is None and not follow:
+            _print_first_error(directory)
+        _print_logs(directory, rank, wanted, follow, lines)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough; Python's own flush at exit must not fail on it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _pattern(grep: str | None) -> re.Pattern[str]:
+    try:
+        return re.compile(grep or "")
+    except re.error as error:
+        raise ConfigError(f"--grep {grep!r} is no regular expression: {error}.") from error
+
+
+def _job(text: str) -> JobRecord | None:
+    """The job of that name; None where there is none, and ``text`` may be a path."""
+    looks_like_a_path = os.sep in text or Path(text).exists()
+    return find_record(text) if read_records() and not looks_like_a_path else None
+
+
+def _print_job(record: JobRecord, wanted: re.Pattern[str], rank: int | None, follow: bool) -> int:
+    """What a job printed that keeps no log for each rank."""
+    if rank is not None:
+        raise ConfigError(f"{record.id} keeps no log for each rank. Leave out --rank.")
+    printed = False
+    for line in record.handle().logs(follow=follow):
+        printed = True
+        if wanted.search(line):
+            print(line, flush=follow)
+    if not printed:
+        status = record.status()
+        stands = f"{status.state}, {status.detail}" if status.detail else status.state
+        print(
+            f"paceline: {record.id} has printed nothing that was kept. It stands at: {stands}.\n"
+            f"  Its script and files: {record.directory}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _print_first_error(directory: RunDirectory) -> None:
+    """Which rank failed first, and why, where one recorded it."""
+    recorded = [read_failure(path) for path in directory.logs.glob("rank-*.error.json")]
+    failures = [failure for failure in recorded if failure is not None]
+    if failures:
+        first = min(failures, key=lambda failure: (failure.victim, failure.time, failure.rank))
+        print(f"first error: {describe(first, directory)}\n")
 
 
 def ranks_with_logs(directory: RunDirectory) -> list[int]:
@@ -67,32 +122,40 @@ def _which_there_are(ranks: list[int]) -> str:
     return f"There are: {', '.join(map(str, ranks))}." if ranks else "There are no logs yet."
 
 
-def _print_logs(directory: RunDirectory, rank: int | None, follow: bool, lines: int) -> None:
+def _print_logs(
+    directory: RunDirectory, rank: int | None, wanted: re.Pattern[str], follow: bool, lines: int
+) -> None:
     with ExitStack() as stack:
-        tails: dict[int, _Tail] = {}
+        tails: dict[int, Tail] = {}
 
         def open_new(last_lines: int | None) -> None:
             for number in ranks_with_logs(directory):
                 if number not in tails and rank in (None, number):
-                    prefix = "" if rank is not None else _prefix(number)
-                    tails[number] = stack.enter_context(_Tail(directory.log_of(number), prefix, last_lines))
+                    tails[number] = stack.enter_context(Tail(directory.log_of(number), last_lines))
 
-        def print_new() -> None:
-            for tail in tails.values():
-                for line in tail.new_lines():
-                    sys.stdout.write(line)
+        def show(printed: Mapping[int, Sequence[str]]) -> None:
+            found = {number: [line for line in own if wanted.search(line)] for number, own in printed.items()}
+            if rank is not None:
+                for line in found.get(rank, ()):
+                    sys.stdout.write(f"{line}\n")
+            else:
+                for ranks, line, times in fold(found):
+                    again = f"  ({times} times)" if times > 1 else ""
+                    sys.stdout.write(f"{_prefix(ranks)}{line}{again}\n")
             sys.stdout.flush()
 
+        def show_new() -> None:
+            show({number: list(tail.new_lines()) for number, tail in tails.items()})
+
         open_new(lines)
-        print_new()
+        show_new()
         if follow:
             for _ in _until_ended(directory):
                 # A rank whose log appears while we watch is shown from its first line.
                 open_new(None)
-                print_new()
-        for tail in tails.values():
-            sys.stdout.write(tail.unfinished_line())
-        sys.stdout.flush()
+                show_new()
+        unfinished = {number: tail.unfinished_line() for number, tail in tails.items()}
+        show({number: [line] for number, line in unfinished.items() if line})
 
 
 def _until_ended(directory: RunDirectory) -> Iterator[None]:
@@ -111,75 +174,19 @@ def _until_ended(directory: RunDirectory) -> Iterator[None]:
         time.sleep(_POLL_S)
 
 
-class _Tail:
-    """The last lines of a file, and then those that are added, also after it was cut or replaced."""
-
-    def __init__(self, path: Path, prefix: str, last_lines: int | None) -> None:
-        self._path = path
-        self._prefix = prefix
-        self._file: BinaryIO = path.open("rb")
-        if last_lines is not None:
-            self._file.seek(_start_of_last_lines(self._file, last_lines))
-        self._partial = b""
-
-    def __enter__(self) -> _Tail:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def new_lines(self) -> Iterator[str]:
-        """The whole lines since the last call, each with its prefix and line end."""
-        self._reopen_if_replaced()
-        while block := self._file.read(_BLOCK_BYTES):
-            *complete, self._partial = (self._partial + block).split(b"\n")
-            for line in complete:
-                yield self._shown(line)
-
-    def unfinished_line(self) -> str:
-        """What follows the last line end, as a line; empty if there is nothing."""
-        return self._shown(self._partial) if self._partial else ""
-
-    def _shown(self, line: bytes) -> str:
-        return f"{self._prefix}{line.decode(errors='replace')}\n"
-
-    def _reopen_if_replaced(self) -> None:
-        try:
-            now = self._path.stat()
-        except FileNotFoundError:
-            return
-        opened = os.fstat(self._file.fileno())
-        if not os.path.samestat(now, opened):
-            self._file.close()
-            self._file = self._path.open("rb")
-        elif now.st_size < self._file.tell():
-            self._file.seek(0)
-            self._partial = b""
-
-
-def _start_of_last_lines(file: BinaryIO, count: int) -> int:
-    """The offset at which the last ``count`` lines begin; an unfinished last line counts."""
-    position = end = file.seek(0, os.SEEK_END)
-    if count == 0 or end == 0:
-        return end
-    # The line end of the last line begins no line.
-    wanted = count
-    searched_to = end - 1
-    while searched_to > 0:
-        position = max(0, searched_to - _BLOCK_BYTES)
-        file.seek(position)
-        block = file.read(searched_to - position)
-        found = len(block)
-        while (found := block.rfind(b"\n", 0, found)) >= 0:
-            wanted -= 1
-            if wanted == 0:
-                return position + found + 1
-        searched_to = position
-    return 0
-
-
-def _prefix(rank: int) -> str:
-    text = f"rank {rank} | "
+def _prefix(ranks: Sequence[int]) -> str:
+    text = f"{'rank' if len(ranks) == 1 else 'ranks'} {_in_short(ranks)} | "
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return text
-    return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+    return f"\x1b[{_COLOURS[ranks[0] % len(_COLOURS)]}m{text}\x1b[0m"
+
+
+def _in_short(ranks: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> 0-2,5."""
+    parts: list[list[int]] = []
+    for number in ranks:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -34,8 +34,8 @@ Options = _make_options()
 
 
 def given(options: Any) -> dict[str, Any]:
-    """The options that were given on the command line."""
+    """The options that were given on the command line, as far as they differ from a default."""
     if options is None:
         return {}
-    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    return {name: value for name, value in values.items() if value is not None}
+    values = {f.name: (getattr(options, f.name), f.default) for f in dataclasses.fields(options)}
+    return {name: value for name, (value, default) in values.items() if value != default}

@@ -60,6 +60,7 @@ class RunSummary:
 
 app = App(name="runs", help="List runs, with state and results; show what happened in one.")
 app.command("paceline.cli.runs_show:show", name="show", help="Show a run's timeline and goodput.")
+app.command("paceline.cli.runs_pipeline:pipeline", name="pipeline", help="Show and draw a pipeline's bubble.")
 
 
 @app.default

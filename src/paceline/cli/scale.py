@@ -1,9 +1,10 @@
-"""``paceline scale RUN``."""
+"""``paceline scale RUN`` and ``paceline scale JOB``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from paceline.errors import ConfigError, PacelineError
+from paceline.launchers.registry import JobRecord, find_record, read_records
 from paceline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -21,21 +23,22 @@ _LOOK_S = 0.1
 
 
 def scale(
-    run: Path,
+    run: str,
     *,
     nproc: int | None = None,
     nodes: int | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Change the number of processes of a run at work; the final weights stay the same.
+    """Change the number of processes of a run at work, or of a job's machines; the weights stay the same.
 
     Processes leave after a step, in good order; new ones copy the state from a peer and join after a
     step. The command returns once the run goes on with so many. It needs a run with --recover inplace.
+    A job on Kubernetes is given other machines, up to the --nodes MIN:MAX that it was submitted with.
 
     Parameters
     ----------
     run
-        The run's directory.
+        The run's directory, or a job of paceline jobs.
     nproc
         Processes on this machine: at least 1, at most the run's shards.
     nodes
@@ -47,8 +50,11 @@ def scale(
 
     if (nproc is None) == (nodes is None):
         raise ConfigError("say how many: --nproc N or --nodes N.")
+    directory = RunDirectory(Path(run))
+    if not directory.exists() and os.sep not in run and read_records():
+        return _scale_job(find_record(run), nodes, json=json)
     wanted = {name: n for name, n in (("nproc", nproc), ("nodes", nodes)) if n is not None}
-    with AgentConnection(RunDirectory(run)) as agent:
+    with AgentConnection(directory) as agent:
         before = len(agent.status().members)
         status = agent.scale(**wanted)
         print(f"paceline: from {before} to {status.target} processes, after a step ...", file=sys.stderr)
@@ -57,6 +63,20 @@ def scale(
         print(json_module.dumps(dataclasses.asdict(status)))
     else:
         print(f"{run} goes on with {len(status.members)} processes, at step {status.step}.")
+    return 0
+
+
+def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
+    """Have a job's system change its machines."""
+    if nodes is None:
+        raise ConfigError(f"{record.id} is a job: its machines can be changed. Give --nodes N.")
+    if record.status().ended:
+        raise ConfigError(f"{record.id} has ended: {record.status().state}.")
+    record.handle().scale(nodes)
+    if json:
+        print(json_module.dumps({"id": record.id, "nodes": nodes}))
+    else:
+        print(f"{record.id} is to have {nodes} machine(s). See paceline status {record.id}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 import tomllib
 from collections.abc import Mapping
@@ -10,15 +11,32 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from paceline.cli.job_options import JobOptions, start
+from paceline.cli.launcher_options import TaskLauncherOptions
 from paceline.cli.options import Options, given
-from paceline.config import config_from_mapping, read_config_file
+from paceline.config import (
+    RunConfig,
+    config_from_mapping,
+    flag,
+    parse_duration_s,
+    parse_nodes,
+    parse_nproc,
+    read_config_file,
+)
 from paceline.distributed.environment import detect_environment
+from paceline.errors import ConfigError
 from paceline.job import Job
-from paceline.launchers.job import launch, prepare, require_recovery
+from paceline.launchers.base import LAUNCHER_NAMES, Command, get_launcher
+from paceline.launchers.own_options import make_options
+from paceline.launchers.submission import machines_python, task_job
+from paceline.launchers.training import check_task, launch, prepare, require_recovery
 from paceline.run_directory import RunDirectory
 
 Flag = Annotated[bool, Parameter(negative="")]
 RunOptions = Annotated[Options | None, Parameter(name="*")]
+JobFlags = Annotated[JobOptions | None, Parameter(name="*")]
+LauncherFlags = Annotated[TaskLauncherOptions | None, Parameter(name="*")]
+_HERE = ("auto", "inprocess", "spawn", "torchrun")
 
 
 def train(
@@ -27,11 +45,15 @@ def train(
     run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
     config: Annotated[Path | None, Parameter(group="Task")] = None,
     options: RunOptions = None,
+    job: JobFlags = None,
+    launcher_options: LauncherFlags = None,
     dry_run: Flag = False,
     json: Flag = False,
     quiet: Flag = False,
 ) -> int:
     """Train TASK, on one process or several; continue it where it stands if it exists.
+
+    A launcher's own options are shown with its name: paceline train --on slurm --help.
 
     Parameters
     ----------
@@ -59,18 +81,20 @@ def train(
         if length in asked:
             values.pop(other, None)
     values |= asked
-    return _start(values, dry_run=dry_run, json=json, quiet=quiet)
+    return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
 def resume(
     run: str,
     *,
     options: RunOptions = None,
+    job: JobFlags = None,
+    launcher_options: LauncherFlags = None,
     dry_run: Flag = False,
     json: Flag = False,
     quiet: Flag = False,
 ) -> int:
-    """Continue the run in directory RUN at its exact next sample, with as many processes as before.
+    """Continue the run in directory RUN at its exact next sample, with the processes and strategy of before.
 
     Parameters
     ----------
@@ -84,23 +108,44 @@ def resume(
         Show no progress.
     """
     recorded = RunDirectory(Path(run)).read_complete_manifest()["config"]
+    asked = given(options)
     kept = {name: recorded[name] for name in _KEPT if name in recorded}
-    values = {**kept, **given(options), "run": run, "resume": "must"}
-    return _start(values, dry_run=dry_run, json=json, quiet=quiet)
+    if asked.keys() & {"strategy", "mesh"} or recorded.get("strategy") == "single":
+        kept = {name: value for name, value in kept.items() if name not in ("strategy", "mesh")}
+    values = {**kept, **asked, "run": run, "resume": "must"}
+    return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
 # Options that decide no bit of the model but that a continued run is expected to keep.
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
+    *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split"),
+    *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "checkpoint_activations", "checkpoint_blocks"),
+    *("ps_mode", "staleness", "servers"),
     *("checkpoint_every", "keep", "backup_to", "log_every"),
     *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
 )
 
 
-def _start(values: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool) -> int:
+def _start(
+    values: Mapping[str, Any],
+    job_options: JobOptions | None,
+    own: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    json: bool,
+    quiet: bool,
+) -> int:
     config = config_from_mapping(values, "the command line")
+    if config.on not in _HERE:
+        return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json)
+    preflight = given(job_options) == {"preflight": True}
+    if own or not (job_options is None or preflight):
+        _refuse_job_options(config.on, job_options, own)
     job = Job(config=config, given=frozenset(values), quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
+    if preflight and environment.source != "single":
+        raise ConfigError("--preflight is for the command that starts the ranks; it runs once on a machine.")
     if environment.source != "single" and not dry_run:
         # Some launcher has made this process a rank: be one.
         from paceline.worker import run_reported
@@ -110,16 +155,100 @@ def _start(values: Mapping[str, Any], *, dry_run: bool, json: bool, quiet: bool)
         if json and result is not None and environment.rank == 0:
             print(json_module.dumps(result), flush=True)
         return code
+    first = _preflight(job) if preflight else None
     if dry_run:
-        _, rendered, job, directory = prepare(job)
-        print(f"# {directory.path}/job.toml")
-        print("".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
-        print(rendered.text, end="")
+        _show_what_would_run(job, first, json=json)
         return 0
+    if first is not None:
+        from paceline.doctor.job import run_preflight
+
+        if code := run_preflight(first):
+            return code
     code, directory = launch(job)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)
     return code
+
+
+def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None:
+    _, rendered, job, directory = prepare(job)
+    if json:
+        commands = [first] if first is not None else []
+        commands += [Command(title=p.title, argv=p.argv, env=p.env) for p in rendered.processes]
+        files = {str(directory.path / "job.toml"): job.to_toml()}
+        print(json_module.dumps({"files": files, "commands": list(map(dataclasses.asdict, commands))}))
+        return
+    if first is not None:
+        print(first.text)
+    print(f"# {directory.path}/job.toml")
+    print("".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
+    print(rendered.text, end="")
+
+
+def _preflight(job: Job) -> Command:
+    """What examines this machine, and those that the same command is given on, before the run."""
+    from paceline.doctor.job import preflight_command
+
+    config = job.config
+    _, rendered, _, directory = prepare(job)
+    spec = rendered.spec
+    from paceline.doctor.examination import Examination
+
+    examination = Examination(
+        directory=directory.path.absolute() / "doctor",
+        run=directory.path.absolute(),
+        task=config.task,
+        nproc=parse_nproc(config.nproc) or (spec.nproc,),
+        threads=spec.threads,
+        interface=spec.interface,
+        keep=config.keep,
+    )
+    return preflight_command(examination, spec.nodes, spec.node_rank, spec.rdzv_endpoint)
+
+
+def _submit(
+    config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
+) -> int:
+    """Have a launcher start ``paceline train`` on its machines."""
+    for name in ("contract", "roles"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"{flag(name)} is for scripts: a task finds its place by itself. Leave it out; or start a "
+                "script with paceline launch."
+            )
+    launcher = get_launcher(config.on)
+    launcher_options = make_options(launcher, own)
+    nodes, counts = launcher.sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), launcher_options)
+    if launcher.files != "image":
+        check_task(config)
+    if counts is None:
+        raise ConfigError(f"--nproc auto does not work with --on {config.on}: give the processes a machine.")
+    fields = {
+        **options.spec_fields(None),
+        "nodes": nodes,
+        "nproc": counts,
+        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
+        "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
+    }
+    spec = task_job(config, fields, launcher, machines_python(launcher, None))
+    return start(
+        launcher,
+        spec,
+        launcher_options,
+        options,
+        dry_run=dry_run,
+        json=json,
+        task=config.task,
+        keep=config.keep,
+    )
+
+
+def _refuse_job_options(on: str, job_options: JobOptions | None, own: Mapping[str, Any]) -> None:
+    words = [flag(name) for name in (*(given(job_options) if job_options else ()), *own)]
+    raise ConfigError(
+        f"{', '.join(words)}: these are for jobs on a cluster, and --on is {on}. Say where: --on "
+        f"{', '.join(name for name in LAUNCHER_NAMES if name not in _HERE) or 'NAME'}."
+    )
 
 
 def _recorded_task(run_toml: Path) -> dict[str, Any]:

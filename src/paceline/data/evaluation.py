@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class EvalBatches:
                 inner, seed=seed, device=device, workers=workers, collate=collate, split=split
             )
 
-    def read(self, blocks: range) -> Iterator[MicroBatch]:
+    def read(self, blocks: Sequence[int]) -> Iterator[MicroBatch]:
         """These blocks in order; ``shard`` is the block's number.
 
         Raises:
@@ -74,7 +74,7 @@ class EvalBatches:
         if self._source is not None:
             self._source.close()
 
-    def _read_samples(self, source: SampleSource, blocks: range) -> Iterator[MicroBatch]:
+    def _read_samples(self, source: SampleSource, blocks: Sequence[int]) -> Iterator[MicroBatch]:
         numbers_of = (self._numbers(block) for block in blocks)
         source.start((Request(0, n, self._rows(n)) for n in numbers_of), ahead=2)
         for block in blocks:

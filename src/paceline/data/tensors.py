@@ -96,14 +96,17 @@ class TensorLoader:
 
     def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
         """See :class:`Loader`; the micro-batches are views of one gather."""
-        bounds = self._order.shard_bounds(step)[shards.start : shards.stop]
+        bounds = self._order.shard_bounds(step)[shards.start : shards.stop : shards.step]
         if not bounds:
             return []
         start, stop = bounds[0][0], bounds[-1][1]
         if epoch != self._epoch or start < self._start or stop > self._stop:
             self._compute(epoch, start, stop)
         offset = self._start
-        tensors = self._gather.take(self._rows[start - offset : stop - offset])
+        rows = self._rows[start - offset : stop - offset]
+        if shards.step != 1:
+            rows = torch.cat([self._rows[a - offset : b - offset] for a, b in bounds])
+        tensors = self._gather.take(rows)
         sizes = [b - a for a, b in bounds]
         # One split a tensor, not one slice a shard: a slice costs 2 us.
         batches = zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)

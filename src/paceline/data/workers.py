@@ -148,7 +148,7 @@ class SampleLoader:
         # Not known to be due until all of it has been read.
         self._due = None
         micro_batches = []
-        for shard in shards[: len(self._order.shard_bounds(step)[shards.start : shards.stop])]:
+        for shard in shards[: len(self._order.shard_bounds(step)[shards.start : shards.stop : shards.step])]:
             request, batch = self._source.next()
             micro_batches.append(MicroBatch(shard, batch, len(request.numbers), checksum(request.numbers)))
         last = step + 1 == self._order.steps_per_epoch
@@ -163,7 +163,7 @@ class SampleLoader:
         """Every micro-batch of these shards from a step on, without end."""
         for e in itertools.count(epoch):
             for t in range(step if e == epoch else 0, self._order.steps_per_epoch):
-                for start, stop in self._order.shard_bounds(t)[shards.start : shards.stop]:
+                for start, stop in self._order.shard_bounds(t)[shards.start : shards.stop : shards.step]:
                     numbers = self._order.indices(e, start, stop)
                     yield Request(e, numbers, self._rows(numbers))
 

@@ -97,6 +97,14 @@ class Activity:
         """The exchange is over."""
         self.left = self.entered
 
+    def step_out(self) -> None:
+        """Go out of an exchange that goes on, to work for it; :meth:`enter` then enters the same one again.
+
+        So a rank for whose work the others wait counts one exchange less than they.
+        """
+        self.entered -= 1
+        self.moved_at = monotonic()
+
     @property
     def limit_s(self) -> float:
         """How long the stage may take."""

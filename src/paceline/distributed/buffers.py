@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -19,13 +19,20 @@ class ShardedBuffers:
 
     ``counts`` is an int64 vector: the shards present, then for each floating-point buffer how many
     shards changed it.
+
+    Where forwards of several shards come before the first one's backward, each forward is put between
+    :meth:`lend` and :meth:`take_back`, and :meth:`give_back` comes before :meth:`add_to`.
+
+    Args:
+        module: whose buffers are meant.
+        holds: says of a buffer whether it is one of them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, holds: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         places: dict[int, tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = {}
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
-                if buffer is not None:
+                if buffer is not None and holds(buffer):
                     places.setdefault(id(buffer), (owner._buffers, name, buffer))
         self._floats = [place for place in places.values() if place[2].is_floating_point()]
         self._integers = [
@@ -56,6 +63,24 @@ class ShardedBuffers:
         """Go back to the base values of the step under way."""
         self._restore(self._floats, self._float_base)
         self._restore(self._integers, self._integer_base)
+
+    def lend(self) -> None:
+        """Have the next forward write to tensors of its own: an earlier one's backward reads the others."""
+        for owner, name, buffer in (*self._floats, *self._integers):
+            owner[name] = buffer.clone()
+
+    def take_back(self) -> list[torch.Tensor]:
+        """What the forward left; the buffers are those of the step's base again."""
+        places = (*self._floats, *self._integers)
+        left = [_current(place) for place in places]
+        for place in places:
+            _bind(place)
+        return left
+
+    def give_back(self, left: Sequence[torch.Tensor]) -> None:
+        """Have the buffers be what a forward left."""
+        for (owner, name, _), value in zip((*self._floats, *self._integers), left, strict=True):
+            owner[name] = value
 
     def add_to(
         self,

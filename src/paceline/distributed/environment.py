@@ -187,7 +187,7 @@ def _pmi(environ: Mapping[str, str]) -> Environment | None:
         _integer(environ, "MPI_LOCALRANKID"),
         _integer(environ, "MPI_LOCALNRANKS"),
     )
-    return replace(place, job_id=environ.get("PMI_JOBID") or environ.get("HYDI_CONTROL_FD"))
+    return replace(place, job_id=environ.get("PMI_JOBID"))
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | None:

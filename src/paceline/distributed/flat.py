@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from paceline.distributed.transport import Bucket, Slot
@@ -51,7 +50,7 @@ class FlatLayout:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        parameters: Iterable[tuple[str, torch.Tensor]],
         float_buffers: Iterable[torch.Tensor],
         integer_buffers: Iterable[torch.Tensor],
         counts: torch.Tensor,
@@ -95,6 +94,18 @@ class FlatLayout:
             for dtype, numel in self.lanes.items()
             if numel > self.gradients.get(dtype, 0)
         ]
+
+    def stretch(self, parameters: range) -> dict[torch.dtype, slice]:
+        """Where the gradients of neighbouring parameters lie in each lane."""
+        found: dict[torch.dtype, slice] = {}
+        for number in parameters:
+            place = self._gradient_places[number]
+            if place.dtype not in self.lanes:
+                continue
+            before = found.get(place.dtype, slice(place.start, place.start))
+            start, stop = min(before.start, place.start), max(before.stop, place.start + place.shape.numel())
+            found[place.dtype] = slice(start, stop)
+        return found
 
     def gradient_views(self, slot: Slot) -> list[torch.Tensor]:
         """One view for each parameter, with its shape and memory format."""

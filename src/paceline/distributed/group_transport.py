@@ -60,11 +60,7 @@ class GroupTransport:
         self._sent[bucket] = self._all_reduce(bucket) if self._plan.kind == "fast" else self._scatter(bucket)
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
-        mine = torch.tensor(header, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self._world.world_size)]
-        with lost_peers_reported():
-            dist.all_gather(rows, mine, group=self._world.group)
-        return [row.tolist() for row in rows]
+        return gathered_headers(self._world, header)
 
     def reduce(self, combine: Combine) -> None:
         gathering: list[dist.Work] = []
@@ -128,7 +124,7 @@ class GroupTransport:
         group = self._world.group
         # Both ends skip empty chunks alike. The tag (a node's number) tells a peer's messages apart.
         operations = [
-            dist.P2POp(operation, tensor, peer, group, tag)
+            dist.P2POp(operation, tensor, group=group, tag=tag, group_peer=peer)
             for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
             for tensor, peer, tag in messages
             if tensor.numel()
@@ -147,6 +143,19 @@ class GroupTransport:
             return slice(0, 0)
         numel, position = where.stop - where.start, owners.index(rank)
         return slice(position * numel // len(owners), (position + 1) * numel // len(owners))
+
+
+def gathered_headers(world: World, header: Sequence[float]) -> list[Sequence[float]]:
+    """Every rank's header, by rank; all ranks call this together.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    mine = torch.tensor(header, dtype=torch.float64)
+    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
+    with lost_peers_reported():
+        dist.all_gather(rows, mine, group=world.group)
+    return [row.tolist() for row in rows]
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

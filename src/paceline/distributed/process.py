@@ -189,9 +189,10 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
         if failure.type == DataError.__name__ and directory is not None:
             return f"{failure.message}\n  log: {directory.log_of(failure.rank)}"
         return failure.message
-    who = f"rank {failure.rank}" if failure.rank >= 0 else "torchrun"
+    who = f"rank {failure.rank}"
     if failure.type in ("Killed", "Exited"):
-        lines = [f"{who} {failure.message}."]
+        # What has ranks below it and is none says itself what it is.
+        lines = [f"{who} {failure.message}." if failure.rank >= 0 else f"{failure.message}."]
     elif failure.victim:
         lines = [
             f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."
@@ -238,3 +239,20 @@ def dump_stacks_on_signal() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     offer_stacks()
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that what it has started is ended too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: Any) -> Any:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

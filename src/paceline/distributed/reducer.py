@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,9 @@ from paceline.distributed.buffers import ShardedBuffers
 from paceline.distributed.flat import FlatLayout
 from paceline.distributed.group_transport import GroupTransport
 from paceline.distributed.header import ShardSums, StepHeader, add_fields
+from paceline.distributed.sharded_state import distributed_part, local_part
 from paceline.distributed.shared_memory import SharedMemoryTransport, supported
-from paceline.distributed.transport import LocalTransport, Slot, Transport, add_slot
+from paceline.distributed.transport import Bucket, LocalTransport, Slot, Transport, add_slot
 from paceline.distributed.tree import Accumulate, ReductionPlan
 from paceline.distributed.world import World
 from paceline.errors import DataError, TaskError
@@ -58,6 +59,7 @@ class GradientReducer:
 
     Attributes:
         watched: the fingerprint of the shard that :meth:`watch` named; 0 where this rank has not computed it.
+        buffers: for whoever runs several shards' forwards before the first one's backward.
 
     Args:
         module: whose parameters and buffers are summed.
@@ -66,6 +68,9 @@ class GradientReducer:
         row_length: float64 numbers that each rank gives every other rank in a step.
         timeout_s: how long a rank may keep the others waiting.
         with_gradients: False where somebody else sums the gradients.
+        holds: says of a parameter or buffer whether it is summed here; by default whether it is on this rank.
+        transport: makes what brings the sums together; by default what fits the ranks. One that leaves
+            the total to some ranks only has to be asked by these whether it is finite.
     """
 
     def __init__(
@@ -77,19 +82,28 @@ class GradientReducer:
         row_length: int,
         timeout_s: float,
         with_gradients: bool = True,
+        holds: Callable[[torch.Tensor], bool] = lambda tensor: not tensor.is_meta,
+        transport: Callable[[FlatLayout], Transport] | None = None,
     ) -> None:
         self.plan = plan
         self._rank = world.rank
         self._activity = world.activity
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad] if with_gradients else []
+        there = [(n, p) for n, p in module.named_parameters() if holds(p)]
+        named = [(n, p) for n, p in there if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
-        self._frozen = [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
-        self._buffers = ShardedBuffers(module)
-        layout = FlatLayout(named, self._buffers.floats, self._buffers.integers, self._buffers.counts)
+        self._frozen = [(n, p) for n, p in there if not p.requires_grad]
+        self.buffers = ShardedBuffers(module, holds)
+        # Of a distributed parameter each rank sums the part that it holds.
+        parts = [(n, local_part(p)) for n, p in named]
+        layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
         self._header = StepHeader(plan, world.rank, row_length)
-        self._transport = _make_transport(world, plan, layout, self._header.length, timeout_s)
+        self._transport = (
+            make_transport(world, plan, layout.lanes, layout.buckets, self._header.length, timeout_s)
+            if transport is None
+            else transport(layout)
+        )
         slots = self._transport.slots
-        self._gradients = [layout.gradient_views(slot) for slot in slots]
+        self._gradients = [self._as_parameters(layout.gradient_views(slot)) for slot in slots]
         self._aside = Aside(layout, slots[0])
         self._watch: int | None = None
         self._check: Callable[[list[Sequence[float]]], None] | None = None
@@ -134,7 +148,7 @@ class GradientReducer:
                     f"parameter {name!r} requires a gradient now, but did not when training began. "
                     "Build the model with it trainable, and give it a learning rate of 0 until then."
                 )
-        self._buffers.begin()
+        self.buffers.begin()
         if not present:
             for slot in self._transport.slots:
                 _zero(slot)
@@ -169,7 +183,7 @@ class GradientReducer:
         loss_sum, weight = forward_backward()
         for index in range(len(self._parameters)):
             self._collect_replaced_gradient(index, self._slot)
-        self._buffers.reset()
+        self.buffers.reset()
         self._slot = -1
         return self._aside.fingerprint(loss_sum, weight, checksum)
 
@@ -203,7 +217,7 @@ class GradientReducer:
             self._slot = -1
             if len(self._steps) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
-        self._buffers.add_to(
+        self.buffers.add_to(
             self._float_sums[step.slot],
             self._integer_sums[step.slot],
             self._counts[step.slot],
@@ -253,7 +267,7 @@ class GradientReducer:
         samples, weight, loss_sum, checksum = sums[combine.root]
         if self._slot != 0:
             self._point_gradients_at(0)
-        self._buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
+        self.buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
         # One step shows how the model is built; from then on the check would only cost.
         while self._guards:
             self._guards.pop().remove()
@@ -269,7 +283,7 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Drop a step that cannot be finished: the buffers are again what they were before it."""
-        self._buffers.abandon()
+        self.buffers.abandon()
 
     def close(self) -> None:
         """Let go of the gradients and of the transport's memory."""
@@ -305,10 +319,13 @@ class GradientReducer:
             parameter.grad = gradient
         self._slot = slot
 
+    def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [distributed_part(part, p) for part, p in zip(parts, self._parameters, strict=True)]
+
     def _point_gradients_aside(self) -> None:
         slot = len(self._transport.slots)
         if len(self._gradients) == slot:
-            self._gradients.append(self._aside.views())
+            self._gradients.append(self._as_parameters(self._aside.views()))
         self._aside.zero()
         self._point_gradients_at(slot)
 
@@ -362,15 +379,30 @@ def _zero(slot: Slot) -> None:
         lane.zero_()
 
 
-def _make_transport(
-    world: World, plan: ReductionPlan, layout: FlatLayout, header_length: int, timeout_s: float
+def make_transport(
+    world: World,
+    plan: ReductionPlan,
+    lanes: Mapping[torch.dtype, int],
+    buckets: Sequence[Bucket],
+    header_length: int,
+    timeout_s: float,
 ) -> Transport:
+    """The fastest transport for these ranks; all of them make it together.
+
+    Args:
+        world: the ranks.
+        plan: who sums what.
+        lanes: elements of each dtype's lane.
+        buckets: stretches of the lanes, which together cover them.
+        header_length: numbers that a rank gives every other rank in an exchange.
+        timeout_s: how long a rank may keep the others waiting.
+    """
     if world.world_size == 1:
-        return LocalTransport(plan.slots[0], layout.lanes, world.device)
+        return LocalTransport(plan.slots[0], lanes, world.device)
     if supported(world):
         try:
-            return SharedMemoryTransport(world, plan, layout.lanes, header_length, timeout_s)
+            return SharedMemoryTransport(world, plan, lanes, header_length, timeout_s)
         except OSError as error:
             if world.rank == 0:
                 _log.warning("no %s; gradients go through %s instead", error, world.backend)
-    return GroupTransport(world, plan, layout.lanes, layout.buckets)
+    return GroupTransport(world, plan, lanes, buckets)

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from paceline.distributed.environment import Environment, is_loopback, parse_endpoint
-from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, interface_address
+from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, interface_address, job_port
 from paceline.errors import ConfigError, PeerLostError
 from paceline.run_directory import write_atomically
 
@@ -315,9 +315,7 @@ def _agreed_ports(environment: Environment) -> list[int]:
             "nothing says where they meet. Give --rdzv-endpoint HOST:PORT with rank 0's host, or export "
             "MASTER_ADDR and MASTER_PORT."
         )
-    seed = int.from_bytes(hashlib.sha256(environment.job_id.encode()).digest()[:4], "big")
-    # Below the range from which the kernel takes ephemeral ports.
-    return [20000 + (seed + 997 * i) % 12000 for i in range(8)]
+    return [job_port(environment.job_id, attempt) for attempt in range(8)]
 
 
 def _meeting_file(environment: Environment) -> Path:

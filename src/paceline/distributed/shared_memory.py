@@ -72,7 +72,7 @@ class SharedMemoryTransport:
         header_bytes = _round_up(header_length * 8)
         headers_at = world.world_size * _CACHE_LINE
         slots_at = headers_at + 2 * world.world_size * header_bytes
-        memory = _map_shared(world, slots_at + sum(plan.slots) * slot_bytes)
+        memory = map_shared(world, slots_at + sum(plan.slots) * slot_bytes)
 
         words = memoryview(memory)
         arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
@@ -93,7 +93,8 @@ class SharedMemoryTransport:
                 all_slots[-1].append(slot)
         self.slots = all_slots[self._rank]
 
-        shards = plan.shards_of(self._rank)
+        first = plan.first_shards[self._rank]
+        shards = range(first, first + plan.shares[self._rank])
         self._is_spare = not shards
         chunks = {dtype: _chunk(numel, shards, plan.num_shards) for dtype, numel in lanes.items()}
         mine = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
@@ -242,11 +243,14 @@ def _chunk(numel: int, shards: range, num_shards: int) -> slice:
     return slice(min(start, numel), min(stop, numel))
 
 
-def _map_shared(world: World, nbytes: int) -> mmap.mmap:
-    """Map the same fresh memory in every rank.
+def map_shared(world: World, nbytes: int) -> mmap.mmap:
+    """Map the same fresh memory, all zeros, in every rank; all ranks call this together.
 
     The file has no name, so that nothing stays behind whenever a rank is killed, and lies in no file
     system, whose limit (64 MiB in many containers' /dev/shm) would be ours.
+
+    Raises:
+        OSError: there is too little; raised on every rank.
     """
     memory: mmap.mmap | None = None
     descriptor, place, failure = -1, "", ""

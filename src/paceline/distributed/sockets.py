@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import socket
 
@@ -11,6 +12,19 @@ import psutil
 from paceline.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+
+_FIRST_PORT, _PORTS = 20000, 12000  # below the range from which the kernel takes ephemeral ports
+
+
+def job_port(job_id: str, attempt: int = 0) -> int:
+    """A port that all machines of a job compute alike, and other jobs hardly do.
+
+    Args:
+        job_id: what the job's system calls it.
+        attempt: how many such ports were taken by others.
+    """
+    digest = hashlib.sha256(job_id.encode()).digest()
+    return _FIRST_PORT + (int.from_bytes(digest[:4], "big") + 997 * attempt) % _PORTS
 
 
 def inherited_socket(descriptor: int) -> socket.socket:

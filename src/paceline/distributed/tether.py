@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,6 +29,11 @@ def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def tethered(command: Sequence[str]) -> tuple[str, ...]:
+    """``command``, so that it is killed when the thread that starts it ends."""
+    return (sys.executable, __file__, str(int(signal.SIGKILL)), str(os.getpid()), *command)
 
 
 if __name__ == "__main__":

@@ -69,14 +69,20 @@ class ReductionPlan:
     Attributes:
         shares: the number of shards of each rank, 0 for a spare; by default equally many. Ranges follow
             each other in the order of the ranks.
+        in_rounds: shard k is rank k % W's instead, so that the shards of a round are neighbours.
     """
 
     num_shards: int
     world_size: int
     kind: Kind = "exact"
     shares: tuple[int, ...] = ()
+    in_rounds: bool = False
 
     def __post_init__(self) -> None:
+        if self.in_rounds:
+            assert not self.shares
+            counts = (len(range(r, self.num_shards, self.world_size)) for r in range(self.world_size))
+            object.__setattr__(self, "shares", tuple(counts))
         if not self.shares:
             assert 1 <= self.world_size <= self.num_shards
             object.__setattr__(self, "shares", equal_shares(self.num_shards, self.world_size))
@@ -86,6 +92,8 @@ class ReductionPlan:
 
     def shards_of(self, rank: int) -> range:
         """The shards that ``rank`` computes."""
+        if self.in_rounds:
+            return range(rank, self.num_shards, self.world_size)
         return range(self.first_shards[rank], self.first_shards[rank] + self.shares[rank])
 
     @functools.cached_property
@@ -102,6 +110,8 @@ class ReductionPlan:
     def nodes(self) -> tuple[tuple[Node, ...], ...]:
         """Each rank's nodes; a node lives in the slot of its position in this tuple."""
         ranges = (self.shards_of(rank) for rank in range(self.world_size))
+        if self.in_rounds:
+            return tuple(tuple(Node(shard, 1) for shard in shards) for shards in ranges)
         if self.kind == "fast":
             return tuple((Node(shards.start, len(shards)),) if shards else () for shards in ranges)
         return tuple(whole_subtrees(shards) for shards in ranges)
@@ -203,5 +213,5 @@ def _combination(nodes: tuple[Node, ...], present: tuple[bool, ...], kind: Kind)
         additions.append((into, other))
         return into
 
-    root = total(0, 1 << (nodes[-1].stop - 1).bit_length(), held)
+    root = total(0, 1 << (max(node.stop for node in nodes) - 1).bit_length(), held)
     return Combine(tuple(additions), root)

@@ -25,7 +25,9 @@ from torch._C._distributed_c10d import set_debug_level_from_env
 from paceline.distributed.activity import Activity
 from paceline.distributed.environment import Environment
 from paceline.distributed.rendezvous import met
+from paceline.distributed.sharded_state import is_distributed
 from paceline.distributed.sockets import interface_address, loopback_interface
+from paceline.distributed.variables import variables_set
 from paceline.errors import ConfigError, PeerLostError
 
 _LOST_PEER = re.compile(
@@ -60,6 +62,7 @@ class World:
         abandoned: whether it is known from elsewhere that a rank is gone; may be asked at any time.
         computing: ranks 0 to ``computing`` - 1 share the work; the others are spares, which hold the
             same state at every step. None: all compute.
+        subgroup: what finds the group where these ranks are only some of all; None: they are all.
         activity: what this rank is doing; every exchange between the ranks is entered there.
     """
 
@@ -73,6 +76,7 @@ class World:
     one_host: bool
     abandoned: Callable[[], bool] = lambda: False
     computing: int | None = None
+    subgroup: Callable[[], dist.ProcessGroup] | None = None
     activity: Activity = field(default_factory=Activity)
 
     @property
@@ -84,7 +88,9 @@ class World:
     def group(self) -> dist.ProcessGroup | None:
         """For tensors on the CPU and on ``device``; None in a world of one."""
         # Not kept: a group that outlives its destruction can abort the interpreter's exit.
-        return dist.group.WORLD if self.world_size > 1 else None
+        if self.world_size == 1:
+            return None
+        return dist.group.WORLD if self.subgroup is None else self.subgroup()
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (JSON types), by rank.
@@ -115,15 +121,15 @@ class World:
             return json.loads(content)
         with self._exchange("broadcast"):
             size = torch.tensor([len(content)])
-            dist.broadcast(size, src=source, group=self.group)
+            dist.broadcast(size, group_src=source, group=self.group)
             message = torch.empty(int(size), dtype=torch.uint8)
             if self.rank == source:
                 message = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            dist.broadcast(message, src=source, group=self.group)
+            dist.broadcast(message, group_src=source, group=self.group)
         return json.loads(bytes(message.numpy()))
 
     def broadcast_module(self, module: nn.Module, source: int = 0) -> None:
-        """Give every rank the parameters and buffers of rank ``source``.
+        """Give every rank the parameters and buffers of rank ``source``; not those that are distributed.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -131,7 +137,9 @@ class World:
         if self.group is not None:
             with torch.no_grad(), self._exchange("broadcast"):
                 for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor, src=source, group=self.group)
+                    if is_distributed(tensor):
+                        continue  # what it was laid out from was the same on all ranks
+                    dist.broadcast(tensor, group_src=source, group=self.group)
 
     def barrier(self) -> None:
         """Return once every rank is here.
@@ -282,15 +290,9 @@ def _communication_variables(interface: str | None, one_host: bool, comm_debug: 
             values[name] = loopback_interface()
     if comm_debug:
         values |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    set_debug_level_from_env()
     try:
-        yield
+        with variables_set(values):
+            set_debug_level_from_env()
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
         set_debug_level_from_env()

@@ -1,200 +1,341 @@
-"""Describe a job, render it as text, submit it: the one interface of all launchers.
+"""One interface to every launcher: describe a job, render it as text, submit it, follow it.
 
-Rendering is pure, and its text is what ``--dry-run`` prints; submitting does what the text says.
+Rendering is pure: its text is what ``--dry-run`` prints, it needs neither the system that is rendered for nor
+its client libraries, and submitting does what the text says.
+
+A launcher only has to get one command started, once on each machine or once for each rank, in an environment
+that says which machine or rank it is. That command is :mod:`paceline.launchers.node` or
+:mod:`paceline.launchers.rank`; what happens on a machine from there on is the same under all launchers.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
+import re
 import shlex
-import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal
 
-from paceline.distributed.environment import Environment, default_threads
+from paceline.config import flag
 from paceline.errors import ConfigError
-from paceline.run_directory import RunDirectory
 
-Recovery = Literal["inplace", "restart", "none"]
+Contract = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
+"""Which variables tell a process its place; see :mod:`paceline.launchers.contracts`."""
+
+Inner = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
+"""What starts the ranks, where a job's machines are there."""
+
+ONCE_A_RANK: tuple[Inner, ...] = ("srun", "mpi", "horovod")
+"""These start each rank themselves; under the others one command is started on each machine."""
+
+Files = Literal["shared", "image", "uploaded"]
+"""What a job's machines see of this one's files: all, only what an image has, or a copy of the workdir."""
+
+State = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What is to run, and how often.
+    """What is to run, on how many machines, and what each process is told.
 
     Attributes:
-        command: Python's arguments: ``("-m", "paceline.worker", "JOB.toml")``, or a script and its own.
-        nproc: processes on this machine.
-        nodes: machines; on each the same command is given.
-        node_rank: this machine's number.
-        rdzv_endpoint: HOST:PORT of machine 0, where several machines meet.
-        rdzv_id: a name that all machines of the job share.
-        threads: CPU threads a process; default: OMP_NUM_THREADS, else CPUs over ``nproc``.
-        env: environment variables, added to this process's own.
-        directory: where ranks above 0 print, and where failures are recorded; None: all print here.
-        grace_s: how long the others may take to end after one rank failed.
-        master_port: port of rank 0's store on one machine; default: a free one.
-        python: the interpreter.
-        recover: what happens when a worker dies: "inplace": it is replaced, and the others go on; "restart":
-            all are started again; "none": the job ends.
-        max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
-        heartbeat_s: a worker or an agent that is silent for so long is taken for lost.
-        least_nodes: with fewer machines a job that recovers waits for others; default: it goes on with one.
-        most_nodes: how many machines may join; default: ``nodes``.
-        spares: processes, over all machines, that hold the state and compute only once others are lost.
-        task_code: a digest of the task's code and options; equal on all machines of a job.
-        joins: this machine joins a job that runs.
+        command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
+            ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
+        name: shown in lists and by the cluster's own tools.
+        directory: absolute, and shared by the machines: what is rendered, and the job's logs, are kept there.
+        nodes: the least and the greatest number of machines.
+        nproc: processes a machine: one number for all, or one for each.
+        gpus_per_node: to ask the cluster for.
+        cpus_per_task: CPUs of each process, to ask the cluster for.
+        walltime_s: how long the job may take.
+        env: variables for every process.
+        threads: OMP_NUM_THREADS of every process; default: what the inner launcher does.
+        inner: what starts the ranks.
+        contract: which variables tell a process its place.
+        roles: with the tensorflow contract: what each rank is, such as ``("chief", "worker", "ps")``.
+        is_task: the command is ``paceline train``, which the agent may start.
+        run: the run's directory, of a task.
+        max_restarts: how often torchrun may start its workers again.
         interface: the network interface to other machines.
-        token_file: holds the secret that the job's agents share; default: in the run's directory.
-        init_timeout_s: how long to look for the other machines.
+        master_port: where rank 0 listens; default: made from the job's number, so that jobs do not clash.
+        workdir: where the command runs.
+        python: the interpreter on the machines.
+        preflight: runs first on each machine, where the job is started once on each; the job is only started
+            where it ends with 0. It has the same placeholders.
     """
 
     command: tuple[str, ...]
-    nproc: int = 1
-    nodes: int = 1
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str = "paceline"
-    threads: int | None = None
+    name: str
+    directory: Path
+    nodes: tuple[int, int] = (1, 1)
+    nproc: tuple[int, ...] = (1,)
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    walltime_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    directory: RunDirectory | None = None
-    grace_s: float = 10.0
-    master_port: int | None = None
-    python: str = sys.executable
-    recover: Recovery = "none"
-    max_restarts: int = 8
-    heartbeat_s: float = 2.0
-    least_nodes: int = 1
-    most_nodes: int | None = None
-    spares: int = 0
-    task_code: str = ""
-    joins: bool = False
+    threads: int | None = None
+    inner: Inner = "torchrun"
+    contract: Contract = "torch"
+    roles: tuple[str, ...] = ()
+    is_task: bool = False
+    run: Path | None = None
+    max_restarts: int = 0
     interface: str | None = None
-    token_file: Path | None = None
-    init_timeout_s: float = 300.0
+    master_port: int | None = None
+    workdir: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
+    preflight: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise ConfigError("there is no command to launch.")
-        for name in ("nproc", "nodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
-        most = self.most_nodes or self.nodes
-        if most > 1 and self.rdzv_endpoint is None and not self.joins:
-            raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
-        if self.node_rank is not None and not 0 <= self.node_rank < most:
-            raise ConfigError(f"--node-rank must be between 0 and {most - 1}, but is {self.node_rank}.")
+            raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
+        least, most = self.nodes
+        if len(self.nproc) > 1 and not least == most == len(self.nproc):
+            raise ConfigError(
+                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} machines, but --nodes is "
+                f"{least if least == most else f'{least}:{most}'}."
+            )
+        for name in ("gpus_per_node", "cpus_per_task", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "gpus_per_node" else 1):
+                raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
 
-    def thread_variables(self) -> dict[str, str]:
-        """OMP_NUM_THREADS as a worker must find it, so that it is the same under every launcher."""
-        if self.threads is None and "OMP_NUM_THREADS" in {**os.environ, **self.env}:
-            return {}
-        share = Environment(world_size=self.nproc, local_world_size=self.nproc)
-        return {"OMP_NUM_THREADS": str(default_threads(share, self.threads, {}))}
+    def processes_on(self, node_rank: int) -> int:
+        """How many processes a machine starts."""
+        return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
+
+    @property
+    def world_size(self) -> int:
+        """Processes over the least number of machines."""
+        return sum(self.nproc) if len(self.nproc) > 1 else self.nproc[0] * self.nodes[0]
+
+    @property
+    def starts_each_rank(self) -> bool:
+        """Whether the command is started once for each rank, not once on each machine."""
+        return self.inner in ONCE_A_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedProcess:
-    """One process to start: ``env`` is added to the launcher's own; ``log`` takes its output."""
+class Command:
+    """A command to run here. ``env`` is added to this process's own variables; ``stdin`` is what it reads."""
 
     title: str
     argv: tuple[str, ...]
-    env: Mapping[str, str]
-    rank: int | None = None
-    log: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""
 
     @property
     def text(self) -> str:
-        """The process as a shell command that can be pasted."""
+        """The command for a shell, ready to be pasted."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        words.append(shlex.join(self.argv))
-        if self.log is not None:
-            words.append(f">>{shlex.quote(str(self.log))} 2>&1")
-        return f"# {self.title}\n" + " \\\n  ".join(words) + "\n"
+        text = f"# {self.title}\n" + " \\\n  ".join([*words, shlex.join(self.argv)])
+        if not self.stdin:
+            return f"{text}\n"
+        end = "END"
+        while end in self.stdin.splitlines():
+            end += "_"
+        return f"{text} <<'{end}'\n{self.stdin}{end}\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """What would run: everything that :meth:`Launcher.submit` needs."""
+    """What :meth:`Launcher.submit` would do.
+
+    Attributes:
+        spec: what was asked for.
+        options: the launcher's own.
+        files: texts by name, to be written into the job's directory.
+        commands: to run here, one after another or all at once, as the launcher does.
+    """
 
     spec: JobSpec
-    processes: tuple[RenderedProcess, ...]
+    options: Any = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[Command, ...] = ()
 
     @property
     def text(self) -> str:
-        """One shell command for each process, with the variables that it gets."""
-        return "\n".join(process.text for process in self.processes)
+        """All of it, as ``--dry-run`` prints it."""
+        parts = [f"# {self.spec.directory / name}\n{text}" for name, text in self.files.items()]
+        return "\n".join([*parts, *(command.text for command in self.commands)])
 
 
-class JobHandle(Protocol):
-    """A submitted job."""
+class RenderedOnlyError(ConfigError):
+    """This launcher writes a job's files, and they stay; the message says what submits them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """Where a job stands.
+
+    Attributes:
+        state: in one word, the same for all launchers.
+        detail: in the system's own words: "PENDING (Resources)".
+        exit_code: once it has ended, where the system tells.
+        restarts: how often the system started it again.
+    """
+
+    state: State
+    detail: str = ""
+    exit_code: int | None = None
+    restarts: int = 0
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """The processes that the launcher started and that still run."""
+    def ended(self) -> bool:
+        """Whether it will not change any more."""
+        return self.state in ENDED
 
-    def wait(self) -> int:
-        """Return the job's exit code: 0, the first culprit's, or 75 or 130 after a requested stop."""
 
+class JobHandle(ABC):
+    """A job that was submitted, by this process or an earlier one."""
+
+    @property
+    @abstractmethod
+    def reference(self) -> dict[str, Any]:
+        """What :meth:`Launcher.reopen` needs to find the job again, as JSON."""
+
+    @abstractmethod
+    def status(self) -> JobStatus:
+        """Ask the system where the job stands."""
+
+    @abstractmethod
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """What its processes print, line by line without line ends; with ``follow`` until the job ends."""
+
+    @abstractmethod
     def cancel(self) -> None:
-        """Ask the job to stop, and kill what remains after the grace period; :meth:`wait` then returns."""
+        """End the job, and all that it started; nothing happens to one that has ended."""
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Return the exit code once the job has ended: 0 only if it did what was asked."""
+
+    def scale(self, nodes: int) -> None:
+        """Have the system give the job another number of machines; those there are stay.
+
+        Raises:
+            ConfigError: it cannot be, or the job cannot have so many.
+            LaunchError: the system refused it.
+        """
+        raise ConfigError(
+            "this job's system cannot change its machines. Paceline's agents can: paceline scale RUN."
+        )
 
 
 class Launcher(ABC):
-    """Starts the processes of a job."""
+    """Gets a job's command started on its machines.
+
+    Attributes:
+        name: what ``--on`` calls it.
+        inners: what may start the ranks in it, the default for scripts first; "agent" is for tasks.
+        contracts: which variables its processes can be given, the default first.
+        attached: a job ends with the command that started it, as under ``mpirun``; the others are
+            submitted to a system that keeps them.
+        files: what its machines see of this one's files. Where they do not share them, a run's directory is
+            a path there, and what is rendered is kept here, beside the job's record.
+        default_run: a task's run directory there, where the system has a place for it.
+        machines_given: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
+        extra: the extra of Paceline that submitting needs, such as "ray".
+        options_type: a frozen dataclass with the launcher's own options, each made by :func:`option`.
+    """
+
+    name: ClassVar[str]
+    inners: ClassVar[tuple[Inner, ...]]
+    contracts: ClassVar[tuple[Contract, ...]] = ("torch", "tensorflow", "none")
+    attached: bool = False
+    files: ClassVar[Files] = "shared"
+    default_run: ClassVar[str | None] = None
+    machines_given: ClassVar[bool] = False
+    extra: ClassVar[str | None] = None
+    options_type: ClassVar[type | None] = None
 
     @abstractmethod
-    def render(self, spec: JobSpec) -> Rendered:
-        """Say what would run; starts and writes nothing.
+    def render(self, spec: JobSpec, options: Any = None) -> Rendered:
+        """Say what would run; starts, writes and contacts nothing.
+
+        Args:
+            spec: the job.
+            options: an ``options_type``, or None where there is none or all are left out.
 
         Raises:
-            ConfigError: this launcher cannot run the job.
+            ConfigError: this launcher cannot run the job; the message says which option is in the way.
         """
+
+    def sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """The machines, and the processes on each, where the launcher's own options say so too.
+
+        Raises:
+            ConfigError: they say something else than ``--nodes`` and ``--nproc``.
+        """
+        return nodes, nproc
 
     @abstractmethod
     def submit(self, rendered: Rendered) -> JobHandle:
         """Start it.
 
         Raises:
-            LaunchError: a process could not be started; none is left.
+            LaunchError: the system is not installed, not reachable, or refused the job; nothing is left.
         """
+
+    @abstractmethod
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find a job again by its handle's ``reference``."""
+
+
+def option(help: str, default: Any = None) -> Any:
+    """A field of a launcher's ``options_type``; its type may be str, int, float, bool or tuple[str, ...]."""
+    return field(default=default, metadata={"help": help})
 
 
 _LAUNCHERS = {
-    "inprocess": "paceline.launchers.inprocess:InProcessLauncher",
-    "spawn": "paceline.launchers.spawn:SpawnLauncher",
-    "torchrun": "paceline.launchers.torchrun:TorchrunLauncher",
+    "inprocess": "paceline.launchers.here:InProcess",
+    "spawn": "paceline.launchers.here:Spawn",
+    "torchrun": "paceline.launchers.here:Torchrun",
+    "slurm": "paceline.launchers.slurm.launcher:Slurm",
+    "submitit": "paceline.launchers.submitit.launcher:Submitit",
+    "ray": "paceline.launchers.ray.launcher:Ray",
+    "mpi": "paceline.launchers.mpi:MpiLauncher",
+    "horovod": "paceline.launchers.horovod:HorovodLauncher",
+    "ssh": "paceline.launchers.ssh.launcher:Ssh",
+    "kubernetes": "paceline.launchers.kubernetes.launcher:Kubernetes",
+    "sagemaker": "paceline.launchers.sagemaker.launcher:SageMaker",
+    "azureml": "paceline.launchers.azureml:AzureML",
+    "google": "paceline.launchers.google:Google",
 }
 LAUNCHER_NAMES = tuple(_LAUNCHERS)
 
 
 def get_launcher(name: str) -> Launcher:
-    """The launcher of that name; its module is imported now.
+    """The launcher of that name; its module is imported now, the system's own library is not.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    if name not in _LAUNCHERS:
-        raise ConfigError(f"there is no launcher {name!r}. Choose one of: {', '.join(_LAUNCHERS)}.")
-    module, _, attribute = _LAUNCHERS[name].partition(":")
-    launcher = getattr(importlib.import_module(module), attribute)()
+    launcher = made_launcher(name, _LAUNCHERS)
     assert isinstance(launcher, Launcher)
     return launcher
 
 
-def bound_loopback_socket(port: int = 0) -> socket.socket:
-    """A TCP socket bound to ``port`` on loopback (0: a free one), not listening yet."""
-    bound = socket.socket()
-    # With this, a script's own TCPStore can still listen on the port that the socket reserves for it.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(("127.0.0.1", port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
+def made_launcher(name: str, places: Mapping[str, str]) -> object:
+    """A launcher of the class that ``places`` says, as ``module:Class``, for its name.
+
+    Raises:
+        ConfigError: it says none; the message lists those there are.
+    """
+    if name not in places:
+        raise ConfigError(f"there is no launcher {name!r}. Choose one of: {', '.join(places)}.")
+    module, _, attribute = places[name].partition(":")
+    launcher: object = getattr(importlib.import_module(module), attribute)()
+    return launcher
+
+
+def job_name(text: str) -> str:
+    """``text`` as every system takes it for a name: lower-case letters, digits and single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "job"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paceline.monitoring.phases import PhaseTimer
@@ -32,8 +32,8 @@ class Monitor:
     ``time`` is Unix time; ``seconds`` counts the run's time over all restarts; ``epoch`` counts
     from 0 and ``step`` from 1; ``lr`` is the first parameter group's, and all of them are in
     ``learning_rates`` where there are several. ``samples_per_s`` leaves evaluations out.
-    ``imbalance`` is the slowest rank's busy time over the mean's. Where a number is NaN or
-    infinite, or unknown, there is ``null``.
+    ``imbalance`` is the slowest rank's busy time over the mean's. ``logged`` is there where the task
+    logs something besides. Where a number is NaN or infinite, or unknown, there is ``null``.
 
     Args:
         directory: the run's directory, which exists.
@@ -110,6 +110,7 @@ class Monitor:
         loss: float | Callable[[], float],
         learning_rates: Sequence[float] | Callable[[], Sequence[float]],
         rows: Rows | Callable[[], Rows] = (),
+        logged: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Report a step; called by every rank after each.
 
@@ -122,13 +123,14 @@ class Monitor:
             learning_rates: one a parameter group, or what gets them; used when a record is due.
             rows: every rank's :class:`RankStatus`, in the order of ranks, or what gets them; used when
                 a record is due. None at all where they are not known.
+            logged: what the task logs besides; used when a record is due.
         """
         if self.rank != 0:
             return
         self._samples += samples
         due = step % self._log_every == 0 or step == self._total_steps
         if due or (self._line_every and step % self._line_every == 0) or perf_counter() >= self._refresh_s:
-            self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due)
+            self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due, logged)
 
     def _report(
         self,
@@ -138,19 +140,27 @@ class Monitor:
         learning_rates: Sequence[float] | Callable[[], Sequence[float]],
         rows: Rows | Callable[[], Rows],
         due: bool,
+        logged: Mapping[str, float],
     ) -> None:
         from paceline.monitoring.terminal import REFRESH_S, Standing
 
         training_s = self.timer.training_s()
         if due:
             rates = learning_rates() if callable(learning_rates) else learning_rates
-            self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s)
+            self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged)
         if perf_counter() >= self._refresh_s or not self._terminal.refreshes or step == self._total_steps:
             self._terminal.progress(Standing(step, epoch, loss, self._samples, training_s))
             self._refresh_s = perf_counter() + REFRESH_S if self._terminal.refreshes else math.inf
 
     def _record(
-        self, step: int, epoch: int, loss: float, rates: Sequence[float], rows: Rows, training_s: float
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        rates: Sequence[float],
+        rows: Rows,
+        training_s: float,
+        logged: Mapping[str, float],
     ) -> None:
         assert len(rows) in (0, self._world_size), f"{len(rows)} rows for {self._world_size} ranks"
         samples, seconds = self._samples - self._recorded_samples, training_s - self._recorded_s
@@ -171,6 +181,8 @@ class Monitor:
         }
         if len(rates) > 1:
             record["learning_rates"] = list(rates)
+        if logged:
+            record["logged"] = dict(logged)
         self._write(record)
 
     def activity(self, text: str) -> None:

@@ -44,11 +44,18 @@ def _facts(result: Mapping[str, Any], directory: RunDirectory) -> Text:
             "samples": number(result["samples"]) if "samples" in result else None,
             "speed": f"{result['samples_per_s']:,.0f} samples/s" if result.get("samples_per_s") else None,
             "time": duration(result["seconds"]) if "seconds" in result else None,
+            "staleness": _staleness(result.get("staleness")),
             "restarts": number(result["restarts"]) if result.get("restarts") else None,
             "model sha256": result.get("model_sha256"),
             "run": str(directory.path),
         }
     )
+
+
+def _staleness(found: Mapping[str, Any] | None) -> str | None:
+    if not found:
+        return None
+    return f"{found['mean']:.2f} updates in the mean, {found['max']} at most"
 
 
 def _next_steps(directory: RunDirectory) -> Text:

@@ -144,6 +144,8 @@ def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"train/{name}", record[name]
     for number, rate in enumerate(record.get("learning_rates", ())):
         yield f"train/lr/{number}", rate
+    for name, value in record.get("logged", {}).items():
+        yield f"train/{name}", value
     for status in record["ranks"]:
         for name in ("step_ms", "memory_mib", "utilisation"):
             if math.isfinite(status[name]):

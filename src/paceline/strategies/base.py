@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from paceline.distributed.reducer import GradientReducer, StepSums
-from paceline.distributed.tree import Kind, ReductionPlan
-from paceline.distributed.world import World
+from paceline.data.microbatch import MicroBatch
+from paceline.distributed.reducer import StepSums
+from paceline.distributed.tree import Kind
+from paceline.task import Loss
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The types of ``--precision``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +24,14 @@ class StrategyOptions:
     """What every strategy is built with.
 
     Attributes:
-        shares: the number of shards of each rank; together S.
+        shares: the number of shards of each rank that has data of its own; together S.
         kind: the order in which gradients are summed.
         row_length: numbers that a rank adds to a step's sums.
         timeout_s: how long a rank may keep the others waiting.
         compile: compile the model with ``torch.compile``.
         static_graph: the task uses the same parameters in every step.
+        global_batch_size: of a step, in samples.
+        directory: the run's; rank 0 may write to it.
     """
 
     shares: tuple[int, ...]
@@ -33,42 +40,96 @@ class StrategyOptions:
     timeout_s: float
     compile: bool
     static_graph: bool
+    global_batch_size: int
+    directory: Path
+
+
+class ShardWork(Protocol):
+    """What a shard's forward and backward are; the trainer knows."""
+
+    def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
+        """The shard's loss, with the randomness of this step and shard.
+
+        Args:
+            model: what the task's ``loss`` is called with.
+            microbatch: the shard's.
+            ahead: by how many steps the shard's step comes after the one under way.
+
+        Raises:
+            TaskError: the loss is none, or nothing can be learned from it.
+        """
+
+    def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
+        """The shard's loss with whatever randomness there is; several threads may call this at once.
+
+        Raises:
+            TaskError: as :meth:`forward`.
+        """
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as backward gets it."""
+
+    def done(self) -> None:
+        """The shard's backward has been run, or enqueued."""
 
 
 class Strategy(Protocol):
     """Places a model's work on the ranks and sums a step over them.
 
-    A step is :meth:`begin_step`; for each of this rank's present shards :meth:`begin_shard`,
-    forward, :meth:`backward` and :meth:`end_shard`; then :meth:`finish_step`.
+    A step is :meth:`begin_step`, :meth:`compute` and :meth:`finish_step`.
 
     Attributes:
         module: the model itself, whose state is saved.
         model: what the task's ``loss`` is called with (it may be wrapped or compiled).
         shards: the shards that this rank computes.
-        needs_backward: whether a rank without a present shard must still run one (weighing nothing).
+        spare_rounds: how many more forwards and backwards, weighing nothing, this rank must run in the step
+            after those of its shards, because the others wait for it in theirs.
+        overlaps_steps: the next step's first forwards may run before this step's end: see :meth:`go_on`.
+        figures: what there is to tell of how the work went, for the run's result, by name.
     """
 
     module: nn.Module
     model: nn.Module
     shards: range
-    needs_backward: bool
+
+    overlaps_steps: bool
+
+    @property
+    def spare_rounds(self) -> int: ...
+
+    @property
+    def figures(self) -> Mapping[str, Any]: ...
 
     def begin_step(self, present: Sequence[int]) -> None:
         """Start a step in which this rank computes the shards ``present``."""
 
-    def begin_shard(self) -> None:
-        """Get ready for the next shard's forward."""
+    def go_on(self, following: Sequence[MicroBatch]) -> None:
+        """In the step that was begun: another one follows at once; called where steps may overlap.
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the shard's gradient of ``loss``, a sum over its samples."""
+        Where this is not called, all ranks have done the step when they finish it, and nothing of another.
 
-    def end_shard(
-        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
-    ) -> None:
-        """Take in the shard's sums."""
+        Args:
+            following: what this rank computes in the next step.
+        """
+
+    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+        """Forward and backward of this rank's shards, and what they add to the step's sums."""
+
+    def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+        """Forward and backward of one of the rounds that weigh nothing.
+
+        Args:
+            loss: called with the model.
+        """
 
     def finish_step(self, row: Sequence[float]) -> StepSums:
         """Sum over all shards; gradients and buffers then hold the step's means on every rank.
+
+        In a step that another one overlaps with, the rows are those of the step before it, or none: all
+        ranks see the same, and none waits for another.
+
+        Args:
+            row: this rank's numbers, which every rank gets to see.
 
         Raises:
             PeerLostError: a rank went away.
@@ -79,53 +140,3 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Free what the strategy holds."""
-
-
-class ReducerStrategy:
-    """Every rank holds the whole model, and the :class:`GradientReducer` sums the gradients.
-
-    Attributes:
-        plan: who computes which shard.
-        reducer: what sums.
-    """
-
-    needs_backward = False
-
-    def __init__(self, module: nn.Module, world: World, options: StrategyOptions) -> None:
-        plan = self.plan = ReductionPlan(sum(options.shares), world.world_size, options.kind, options.shares)
-        self.module = module
-        self.model: nn.Module = compiled(module) if options.compile else module
-        self.shards = plan.shards_of(world.rank)
-        self.reducer = GradientReducer(
-            module, plan, world, row_length=options.row_length, timeout_s=options.timeout_s
-        )
-
-    def begin_step(self, present: Sequence[int]) -> None:
-        self.reducer.begin(present)
-
-    def begin_shard(self) -> None:
-        self.reducer.begin_shard()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def end_shard(
-        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
-    ) -> None:
-        self.reducer.end_shard(samples, weight, loss_sum, checksum)
-
-    def finish_step(self, row: Sequence[float]) -> StepSums:
-        return self.reducer.finish(row)
-
-    def abandon(self) -> None:
-        self.reducer.abandon()
-
-    def close(self) -> None:
-        self.reducer.close()
-
-
-def compiled(module: nn.Module) -> nn.Module:
-    """The module, compiled on its first call."""
-    wrapped = torch.compile(module)
-    assert isinstance(wrapped, nn.Module)
-    return wrapped

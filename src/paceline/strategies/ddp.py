@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.strategies.base import ReducerStrategy
+from paceline.strategies.shard_by_shard import ReducerStrategy
 
 
 class DDP(ReducerStrategy):

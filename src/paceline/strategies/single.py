@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.distributed.world import World
+from paceline.distributed.mesh import Mesh
 from paceline.errors import ConfigError
-from paceline.strategies.base import ReducerStrategy, StrategyOptions
+from paceline.strategies.base import StrategyOptions
+from paceline.strategies.shard_by_shard import ReducerStrategy
 
 
 class Single(ReducerStrategy):
@@ -16,9 +17,8 @@ class Single(ReducerStrategy):
         ConfigError: there are several processes.
     """
 
-    def __init__(self, module: nn.Module, world: World, options: StrategyOptions) -> None:
-        if world.world_size != 1:
-            raise ConfigError(
-                f"--strategy single is for one process, but there are {world.world_size}. Use ddp."
-            )
-        super().__init__(module, world, options)
+    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
+        processes = mesh.world.world_size
+        if processes != 1:
+            raise ConfigError(f"--strategy single is for one process, but there are {processes}. Use ddp.")
+        super().__init__(module, mesh, options)

@@ -89,17 +89,27 @@ class ShareBalance:
         by_speed: whether they share by speed; else equally.
         speed: this rank's, from an earlier world.
         directory: where rank 0 records shares that are not equal.
+        servers: how many ranks, the first ones, have no shards at all.
 
     Raises:
         PeerLostError: a rank is gone.
     """
 
     def __init__(
-        self, world: World, num_shards: int, *, by_speed: bool, speed: Speed | None, directory: RunDirectory
+        self,
+        world: World,
+        num_shards: int,
+        *,
+        by_speed: bool,
+        speed: Speed | None,
+        directory: RunDirectory,
+        servers: int = 0,
     ) -> None:
-        computing = world.num_computing
+        assert not (servers and by_speed)
+        computing = world.num_computing - servers
         self._rank = world.rank
-        self._spares = (0,) * (world.world_size - computing)
+        self._servers = (0,) * servers
+        self._spares = (0,) * (world.world_size - computing - servers)
         self._earlier = speed
         self._directory = directory
         self._stopwatch: Stopwatch | None = None
@@ -113,8 +123,8 @@ class ShareBalance:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Each rank's shards; none are the spares'."""
-        return self._balancer.shares + self._spares
+        """Each rank's shards; none are the servers' and the spares'."""
+        return self._servers + self._balancer.shares + self._spares
 
     @property
     def speed(self) -> Speed | None:

@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.storage import find_version
+from paceline.distributed.sharded_state import load_module
 from paceline.monitoring.phases import OUTSIDE_STEPS
 from paceline.monitoring.writers import finite
 from paceline.strategies.selection import strategy_name
@@ -36,7 +37,8 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     phases = trainer.phases()
     training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)
-    sha256 = model_sha256(trainer.state.module.state_dict())
+    weights = trainer.replica.whole_model(world)
+    sha256 = world.broadcast_json(model_sha256(weights) if world.rank == 0 else None)
     metrics: dict[str, dict[str, float]] = {}
     if progress.best_metrics:
         metrics["val"] = progress.best_metrics
@@ -45,17 +47,25 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         with closing(test):
             _load_best(trainer)
             trainer.monitor.activity("evaluating test")
+            trainer.state.callback.evaluation_begins("test", trainer.state.evaluated_module)
             try:
-                metrics["test"] = test.run(world, trainer.state.evaluated_module, trainer.stop_asked)
+                measured = test.run(
+                    trainer.mesh,
+                    trainer.state.evaluated_module,
+                    trainer.stop_asked,
+                    in_step=trainer.replica.in_step,
+                )
             except EvaluationStopped as stopped:
                 trainer.stop(stopped.stop)
+            metrics["test"] = dict(trainer.state.callback.evaluated("test", measured))
             trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
     phases = trainer.phases()
     return {
         "task": run.task_name,
         "run": str(run.directory.path),
         "strategy": strategy_name(config, world.world_size),
-        "reduction": config.reduction,
+        "reduction": config.summed_by if config.comm_hook == "none" else config.comm_hook,
+        **({"sync_every": config.sync_every} if config.sync_every else {}),
         "world_size": world.world_size,
         "shards": run.num_shards,
         "global_batch_size": run.global_batch_size,
@@ -66,10 +76,12 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "state_version": progress.version,
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
+        **trainer.findings,
         "model_sha256": sha256,
         **world.broadcast_json(starts(run.directory.read_events()) if world.rank == 0 else None),
         "seconds": round(seconds, 3),
         "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
+        **trainer.strategy.figures,
         "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "threads": torch.get_num_threads(),
@@ -92,10 +104,19 @@ def _load_best(trainer: Trainer) -> None:
     if progress.best_version is None or progress.best_step == progress.step:
         return
     trainer.replica.valid = False  # from here on the model is not that of the run's end
+    if trainer.replica.in_step:
+        # Each rank takes its part from the directory that all share.
+        state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
+        _load_evaluated(trainer, state)
+        return
     if world.rank == 0:
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
-        if trainer.state.ema is None:
-            module.load_state_dict(state["model"])
-        else:
-            trainer.state.ema.load_state_dict(state["ema"])
+        _load_evaluated(trainer, state)
     world.broadcast_module(module)
+
+
+def _load_evaluated(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    if trainer.state.ema is None:
+        load_module(trainer.state.module, state["model"])
+    else:
+        load_module(trainer.state.ema, state["ema"])

@@ -65,7 +65,9 @@ class Control:
 
 
 def merge(rows: Sequence[Sequence[float]]) -> Control:
-    """The control word that all ranks obey."""
+    """The control word that all ranks obey; where no row is known yet, nothing is asked for."""
+    if not rows:
+        return Control()
     return Control(
         stop=int(max(row[0] for row in rows)),
         save=any(row[1] for row in rows),

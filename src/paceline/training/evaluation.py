@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from paceline.callback import BatchPlace
 from paceline.data.evaluation import EvalBatches
-from paceline.distributed.world import World
+from paceline.distributed.mesh import Mesh
+from paceline.distributed.world import World, lost_peers_reported
 from paceline.errors import TaskError
 from paceline.task import Loss, Task
 from paceline.training.randomness import seed_evaluation
@@ -52,40 +54,55 @@ class Evaluator:
         batches: the split.
         seed: the run's.
         autocast: the precision to evaluate in.
+        split: its name.
     """
 
     def __init__(
-        self, task: Task, device: torch.device, batches: EvalBatches, *, seed: int, autocast: Autocast
+        self,
+        task: Task,
+        device: torch.device,
+        batches: EvalBatches,
+        *,
+        seed: int,
+        autocast: Autocast,
+        split: str = "val",
     ) -> None:
         self._task = task
         self._batches = batches
         self._seed = seed
         self._autocast = autocast
+        self._split = split
         self._whole = WholeMetrics(task, device)
 
     @torch.no_grad()
-    def run(self, world: World, module: nn.Module, stop: Callable[[], int]) -> dict[str, float]:
-        """Metrics by name, among them ``loss``. All ranks of ``world`` evaluate together.
+    def run(
+        self, mesh: Mesh, module: nn.Module, stop: Callable[[], int], *, in_step: bool = False
+    ) -> dict[str, float]:
+        """Metrics by name, among them ``loss``. All ranks evaluate together.
 
         Args:
-            world: the ranks.
+            mesh: the ranks.
             module: what is evaluated.
             stop: asked now and then; if it answers anything but 0 on any rank, all of them stop.
+            in_step: whoever calls the model needs the other ranks to call theirs: one that has no block in a
+                round evaluates the last one again, for nothing.
 
         Raises:
             EvaluationStopped: they stopped; the module is as it was.
             TaskError: the task's metrics are not what they should be.
             PeerLostError: a rank is gone.
         """
+        world, data = mesh.world, mesh.data
         was_training = module.training
         module.eval()
         self._whole.reset()
         num_blocks = self._batches.num_blocks
-        computing = world.num_computing
-        mine = range(world.rank, num_blocks, computing) if world.rank < computing else range(0)
-        blocks = self._batches.read(mine)
-        sums: dict[str, list[tuple[float, float]]] = {}
+        computing = data.num_computing
+        mine = range(data.rank, num_blocks, computing) if data.rank < computing else range(0)
         rounds = -(-num_blocks // computing)
+        own = len(mine)
+        blocks = self._batches.read([*mine, *[num_blocks - 1] * (rounds - own if in_step else 0)])
+        sums: dict[str, list[tuple[float, float]]] = {}
         began, glance_at = time.perf_counter(), 1
         for number in range(rounds):
             if number == glance_at:
@@ -102,8 +119,13 @@ class Evaluator:
             batch = next(blocks, None)
             if batch is not None:
                 seed_evaluation(self._seed, batch.shard)
-                with self._autocast():
+                self._task.begin_batch(
+                    BatchPlace(split=self._split, step=0, number=batch.shard, samples=batch.num_samples)
+                )
+                with self._autocast(), lost_peers_reported():
                     pairs, arguments = self._block(module, batch.batch, batch.num_samples)
+                if number >= own or not mesh.leads:
+                    pairs, arguments = {}, None
                 for name, pair in pairs.items():
                     sums.setdefault(name, []).append(pair)
             self._whole.update(world, arguments)

@@ -16,8 +16,10 @@ from paceline.membership.join import open_view
 from paceline.membership.member import Member
 from paceline.run_directory import RunDirectory
 from paceline.training import preparation
+from paceline.training.automatic import memory_of_process, require_replaceable
 from paceline.training.control import StopSignals, exit_code
 from paceline.training.preparation import Request
+from paceline.training.selection import build_trainer
 from paceline.training.session import Session
 from paceline.training.trainer import Trainer
 
@@ -69,8 +71,10 @@ def train_as_member(
         device=device,
         world_size=world_size,
         processes=processes,
+        memory=memory_of_process(device, processes),
     )
-    with Trainer(run, member) as trainer:
+    require_replaceable(run.config, request.config)
+    with build_trainer(run, member) as trainer:
         session = Session(trainer, notes, started)
         left, why = -1, "has just started"
         while True:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, Self
 
+from paceline.callback import Group
 from paceline.data.workers import data_workers
+from paceline.distributed.mesh import Mesh
 from paceline.distributed.shares import Speed
 from paceline.distributed.world import World
 from paceline.membership.member import Member
@@ -18,6 +20,8 @@ from paceline.training.replica import Replica
 from paceline.training.run import Run
 from paceline.training.saving import Saver
 from paceline.training.state import TrainingState
+from paceline.training.step import StepWork
+from paceline.training.together import Together, require_order
 from paceline.training.validation import Validation
 from paceline.training.verification import Verifier, require_verifiable
 
@@ -40,8 +44,8 @@ class Participant:
         validation: the evaluations that are made on the way.
         samples: of the steps that this process took part in.
         checkpointer: writes its checkpoints, in whichever world it is rank 0.
-        world: the ranks; from :meth:`attach` on, like ``balance``, ``strategy``, ``verifier``,
-            ``monitor``, ``saver``, ``profiler``.
+        mesh, world: the ranks; from :meth:`attach` on, like ``balance``, ``strategy``, ``verifier``,
+            ``together`` (where ranks train apart), ``monitor``, ``saver``, ``profiler``, ``work``.
 
     Args:
         run: what is trained.
@@ -51,6 +55,7 @@ class Participant:
         UserError: the task's model, optimizers or data cannot be built.
     """
 
+    mesh: Mesh
     world: World
     balance: ShareBalance
     strategy: Strategy
@@ -58,9 +63,13 @@ class Participant:
     saver: Saver
     profiler: StepProfiler | None
     verifier: Verifier | None
+    together: Together | None
+    work: StepWork
 
     def __init__(self, run: Run, member: Member | None = None) -> None:
         require_verifiable(run)
+        if run.config.sync_every:
+            require_order(run)
         self.run = run
         self._member = member
         self._resources = ExitStack()
@@ -69,6 +78,7 @@ class Participant:
         self._speed: Speed | None = None
         self.samples = 0
         self.replica = Replica(run)
+        self._resources.callback(self.replica.close)
         self.loader = self.replica.loader = self._resources.enter_context(closing(run.build_loader()))
         self.validation = self._resources.enter_context(closing(Validation(run)))
         self.checkpointer = self._resources.enter_context(open_checkpointer(run))
@@ -87,7 +97,7 @@ class Participant:
         """The model and all that changes with it."""
         return self.replica.state
 
-    def attach(self, world: World) -> None:
+    def attach(self, mesh: Mesh) -> None:
         """Take part in a world whose ranks all hold the state; all of them call this together.
 
         Raises:
@@ -95,17 +105,16 @@ class Participant:
             PeerLostError: a rank is gone.
         """
         run, progress, stack = self.run, self.state.progress, self._of_world
-        self.world = world
+        self.mesh, self.world = mesh, mesh.world
+        world = mesh.world
         world.activity.helpers = data_workers
-        self.balance = ShareBalance(
-            world,
-            run.num_shards,
-            by_speed=run.config.balance == "auto" and run.config.reduction != "torch",
-            speed=self._speed,
-            directory=run.directory,
-        )
+        self.balance = self._share()
         self._build_strategy()
         self.replica.gather_positions(world)
+        self.together = None
+        if run.config.sync_every:
+            self.together = Together(run, mesh, self.state, self.balance.shares)
+            stack.enter_context(closing(self.together))
         self.verifier = None
         if run.config.verify_every:
             self.verifier = stack.enter_context(closing(Verifier(run, world, self.state)))
@@ -115,20 +124,51 @@ class Participant:
         stack.callback(self._keep_phases)
         self.saver = stack.enter_context(
             Saver(
-                run, world, progress, self.replica.recent, self.checkpointer, copies=self._member is not None
+                run,
+                world,
+                progress,
+                self.replica.recent,
+                self.checkpointer,
+                copies=self._member is not None and not self.replica.in_step,
             )
         )
         self.profiler = run.build_profiler(self.monitor, progress.step)
         if self.profiler is not None:
             stack.enter_context(closing(self.profiler))
+        self.work = StepWork(run, self.state, world.activity, self.monitor.timer)
         self.strategy.module.train()
         self.monitor.timer.mark("other")
         self.balance.watch(self.monitor.timer, run.device, progress.step)
         stack.callback(self._keep_speed)
+        self.state.callback.attach(self._group(), step=progress.step, epoch=progress.epoch)
         self._beat()
 
+    def _group(self) -> Group:
+        run, world = self.run, self.world
+        return Group(
+            rank=world.rank,
+            world_size=world.world_size,
+            local_rank=world.local_rank,
+            device=run.device,
+            directory=run.directory.path,
+            log_every=run.config.log_every,
+            gather=world.all_gather_json,
+        )
+
+    def _share(self) -> ShareBalance:
+        """Share the shards for the first time in this world; all ranks do so together."""
+        run = self.run
+        return ShareBalance(
+            self.mesh.data,
+            run.num_shards,
+            by_speed=run.shares_by_speed,
+            speed=self._speed,
+            directory=run.directory,
+            servers=run.config.num_servers(self.world.world_size),
+        )
+
     def _build_strategy(self) -> None:
-        self.strategy = self.run.build_strategy(self.state.module, self.world, self.balance.shares)
+        self.strategy = self.run.build_strategy(self.state.module, self.mesh, self.balance.shares)
 
     def detach(self) -> None:
         """Leave the world, as far as it was attached: the state is what it was after the last whole step.

@@ -37,7 +37,7 @@ def numerics_kept() -> Iterator[None]:
 def configure_numerics(config: RunConfig, threads: int) -> None:
     """Set what makes equal inputs give equal bits, for the whole process; see :func:`numerics_kept`."""
     torch.set_num_threads(threads)
-    exact = config.reduction == "exact"
+    exact = config.summed_by == "exact"
     torch.backends.cudnn.benchmark = not exact
     if exact:
         # Read by cuBLAS when its first handle is made.
@@ -56,7 +56,7 @@ def current_pins(config: RunConfig, device: torch.device) -> dict[str, str | int
         "global_batch_size": config.global_batch_size or 0,
         "shards": config.shards or 0,
         "precision": config.precision,
-        "reduction": config.reduction,
+        "reduction": config.summed_by,
         "compile": config.compile,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,

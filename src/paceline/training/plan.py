@@ -17,14 +17,23 @@ CHANGEABLE = frozenset(
     {
         *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
         *("backend", "spares"),
-        *("init_timeout", "comm_debug", "threads", "device", "strategy", "workers", "run", "resume"),
+        *("init_timeout", "comm_debug", "threads", "device", "strategy", "mesh", "sequence_parallel"),
+        *("pp_schedule", "pp_split"),
+        *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "checkpoint_activations", "checkpoint_blocks"),
+        *("ps_mode", "staleness", "servers"),
+        *("workers", "run", "resume"),
         *("recover", "max_restarts", "heartbeat", "hang_timeout"),
         *("walltime", "verify_every"),
         *("checkpoint_every", "keep", "backup_to", "log_every", "profile", "set", "task", "accumulate"),
-        "balance",
+        *("balance", "dp_devices"),
     }
 )
 """Options that may differ when a run is continued: they decide no bit of the model."""
+
+_ADJUSTABLE = frozenset(
+    {"sync_every", "outer_optimizer", "outer_lr", "outer_momentum", "comm_hook", "powersgd_rank"}
+)
+"""Options that decide bits, but not what a state holds: kept, unless others are asked for."""
 
 
 def resolve(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
@@ -38,9 +47,10 @@ def resolve(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, 
     if shards is None:
         shards = task.defaults.shards if config.accumulate == 1 else "auto"
     if shards in (None, "auto"):
-        shards = world_size * config.accumulate
-        notes.append(f"shards: {shards} ({world_size} processes x {config.accumulate}), fixed for this run")
-    batch = config.global_batch_size or task.defaults.global_batch_size
+        ranks = config.data_ranks(world_size)
+        shards = ranks * config.accumulate
+        notes.append(f"shards: {shards} ({ranks} processes x {config.accumulate}), fixed for this run")
+    batch = config.global_batch_size or task.defaults.global_batch_size or task.recommended_batch_size()
     epochs = config.epochs
     if epochs is None and config.max_steps is None:
         epochs = task.defaults.epochs
@@ -56,12 +66,13 @@ def resolve(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, 
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse more processes than shards.
+    """Refuse processes that the mesh is not for, and more of them than shards.
 
     Raises:
         ConfigError: says which numbers work.
     """
     assert isinstance(config.shards, int)
+    world_size = config.data_ranks(world_size)
     if world_size > config.shards:
         raise ConfigError(
             f"{world_size} processes cannot share {config.shards} shards: each needs at least one. "
@@ -87,6 +98,8 @@ def continued(config: RunConfig, given: Collection[str], recorded: RunConfig) ->
         now, before = getattr(config, field.name), getattr(recorded, field.name)
         if field.name in CHANGEABLE:
             changes[field.name] = now
+        elif field.name in _ADJUSTABLE:
+            changes[field.name] = now if field.name in given else before
         elif field.name in given and now not in (before, "auto"):
             conflicts.append(f"  {flag(field.name)}: {before} when the run was created, {now} now")
     if conflicts:
@@ -150,6 +163,11 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
     if stream is not None:
         if config.val_fraction is not None:
             raise ConfigError("--val-fraction needs a dataset with a length; a stream has none.")
+        if "pp" in config.methods and config.pp_schedule == "pipedream":
+            raise ConfigError(
+                "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
+                "there is one. Use --pp-schedule 1f1b."
+            )
         return DataPlan(train, stream, None, None, val, config.max_steps)
     if not callable(getattr(train, "__len__", None)):
         raise DataError(

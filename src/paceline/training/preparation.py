@@ -24,6 +24,7 @@ from paceline.task import (
     parse_assignments,
     task_fields,
 )
+from paceline.training.automatic import settle_strategy
 from paceline.training.control import StopSignals
 from paceline.training.deadline import Deadline
 from paceline.training.pins import configure_numerics, current_pins
@@ -61,6 +62,7 @@ def prepare(
     device: torch.device,
     world_size: int,
     processes: int,
+    memory: int | None = None,
 ) -> tuple[Run, list[str]]:
     """The run that was asked for, and what to say aloud when it is created.
 
@@ -72,11 +74,16 @@ def prepare(
         device: this process's.
         world_size: how many processes the run is begun with.
         processes: how many of them share this machine.
+        memory: bytes that each of them may take, the same on every rank; None: ``auto`` is ddp.
 
     Raises:
         UserError: options, task or data cannot work, or are not those of the run in the directory.
     """
     task, spec, config, notes = check(request, manifest, world_size)
+    note = None
+    if memory is not None:
+        config, note = settle_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
+    notes += [note] if note is not None else []
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.threads or request.default_threads
     config = dataclasses.replace(config, task=spec, run=str(directory.path), threads=threads)

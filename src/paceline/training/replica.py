@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
+from paceline.callback import Horizon
 from paceline.data.ledger import LedgerEntry
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
+from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
+from paceline.strategies.placement import Placement, Whole
+from paceline.training.activation_checkpointing import checkpoint_activations
 from paceline.training.randomness import seed_model
+from paceline.training.rehearsal import FirstBatch
 from paceline.training.run import Run
 from paceline.training.saving import RECENT_STEPS
 from paceline.training.state import TrainingState, built_model
@@ -20,37 +28,81 @@ class Replica:
     """The state, and what goes with it from one rank to another.
 
     Attributes:
-        state: the model and all that changes with it.
         valid: whether ``state`` is whole, and so is what its version says.
         recent: the last steps' ledger entries.
         loader: of the training data, whose positions belong to the state; set it once that is built.
 
     Args:
         run: what is trained.
-
-    Raises:
-        UserError: the task's model or optimizers cannot be built.
     """
 
     loader: Loader
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.state = self._new_state()
+        self._placement: Placement = Whole()
+        self._state: TrainingState | None = None
         self.valid, self._pristine = False, True
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
+
+    @property
+    def state(self) -> TrainingState:
+        """The model and all that changes with it; built when it is first asked for.
+
+        Raises:
+            UserError: the task's model or optimizers cannot be built.
+        """
+        if self._state is None:
+            self._state = self._new_state()
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """The state's version."""
+        return 0 if self._state is None else self._state.progress.version
+
+    def close(self) -> None:
+        """Let go of the state."""
+        if self._state is not None:
+            self._state.callback.close()
+            self._state = None
 
     def _new_state(self) -> TrainingState:
         run = self._run
         seed_model(run.config.seed)
-        module = built_model(run.task).to(run.device)
-        return TrainingState(run.task, run.config, module, run.device, run.data.total_steps)
+        module = self._placement.place(self._built_model(), run.device)
+        horizon = Horizon(total_steps=run.data.total_steps, steps_per_epoch=run.data.steps_per_epoch)
+        twin = None
+        if run.config.ema is not None:
+            twin = self._placement.twin(self._built_model, module, run.device)
+        state = TrainingState(run.task, run.config, module, run.device, horizon, twin)
+        self._placement.take_optimizers(state.optimizers)
+        return state
 
-    def restore(self, world: World, saved: Mapping[str, Any] | None) -> None:
+    def _built_model(self) -> nn.Module:
+        config = self._run.config
+        module = built_model(self._run.task)
+        if config.checkpoint_activations != "none":
+            checkpoint_activations(
+                module,
+                config.checkpoint_activations,
+                config.checkpoint_blocks,
+                to_the_end="tp" in config.methods,
+            )
+        return module
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The state changes in here: it is not valid until the end, nor after an error."""
+        self.valid = False
+        yield
+        self.valid = True
+
+    def restore(self, mesh: Mesh, saved: Mapping[str, Any] | None) -> None:
         """Begin, or go on from a checkpoint; all ranks do so together.
 
         Args:
-            world: the ranks.
+            mesh: the ranks.
             saved: the state of the checkpoint, the same on all ranks; None to begin.
 
         Raises:
@@ -59,15 +111,17 @@ class Replica:
         """
         self.valid = False
         self.recent.clear()
-        if not self._pristine:
-            self.state = self._new_state()
+        self._placement = self._run.build_placement(mesh, FirstBatch(self._run))
+        if self._placement.shards_state or not self._pristine:
+            self.close()  # before another one takes its place in memory
         if saved is not None:
             self.take(saved)
             return
-        # A model may be built with randomness that no seed of torch's reaches.
-        world.broadcast_module(self.state.module)
-        if self.state.ema is not None:
-            world.broadcast_module(self.state.ema)
+        if not self._placement.shards_state:
+            # A model may be built with randomness that no seed of torch's reaches.
+            mesh.world.broadcast_module(self.state.module)
+            if self.state.ema is not None:
+                mesh.world.broadcast_module(self.state.ema)
         self.valid, self._pristine = True, False
 
     def take(self, state: Mapping[str, Any]) -> None:
@@ -84,6 +138,23 @@ class Replica:
             self.recent.clear()
             self.recent.extend(LedgerEntry(*entry) for entry in state["recent"])
         self.valid = True
+
+    def whole_state(self, world: World) -> dict[str, Any]:
+        """The state as one process would have it, on rank 0; all ranks call this together."""
+        return dict(self._placement.whole(self.state.state_dict(), keep=world.rank == 0))
+
+    def whole_model(self, world: World) -> dict[str, Any]:
+        """The model's state as one process would have it, on rank 0; all ranks call this together."""
+        return dict(self._placement.whole(self.state.module.state_dict(), keep=world.rank == 0))
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
+        self._placement.clip_gradients(self.state.module, max_norm)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether whoever calls the model needs the other ranks to call theirs."""
+        return self._placement.in_step
 
     def give(self) -> dict[str, Any]:
         """The state for a rank that lacks it: what :meth:`take` takes."""

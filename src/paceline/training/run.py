@@ -16,23 +16,25 @@ from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
+from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.monitoring.monitor import Monitor
 from paceline.run_directory import RunDirectory, backup_path
-from paceline.strategies.base import Strategy, StrategyOptions
-from paceline.strategies.selection import build_strategy
+from paceline.strategies.base import AMP_DTYPES, Strategy, StrategyOptions
+from paceline.strategies.placement import Placement, Rehearsal
+from paceline.strategies.selection import build_placement, build_strategy
 from paceline.task import Task
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.deadline import Deadline
 from paceline.training.evaluation import Evaluator
 from paceline.training.plan import DataPlan
+from paceline.training.rounds import Rounds
 
 if TYPE_CHECKING:
     from paceline.monitoring.profiler import StepProfiler
 
 _STEP_TIMEOUT_S = 1800.0
 _EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
-_AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +85,22 @@ class Run:
         assert self.config.global_batch_size is not None
         return self.config.global_batch_size
 
+    @property
+    def rounds(self) -> Rounds:
+        """When ranks that train apart come together."""
+        return Rounds(self.config.sync_every or 1, self.data.steps_per_epoch, self.data.total_steps)
+
+    @property
+    def shares_by_speed(self) -> bool:
+        """Whether ranks that are slower may compute fewer shards."""
+        config = self.config
+        return config.balance == "auto" and config.summed_by in ("exact", "fast") and not config.rigid
+
     def autocast(self) -> AbstractContextManager[Any]:
         """A fresh context of the run's precision."""
         if self.config.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, _AMP_DTYPES[self.config.precision])
+        return torch.autocast(self.device.type, AMP_DTYPES[self.config.precision])
 
     def build_loader(self, *, workers: int | None = None) -> Loader:
         """The training data.
@@ -145,23 +158,54 @@ class Run:
             index_map=index_map,
             split=split,
         )
-        return Evaluator(task, self.device, batches, seed=self.config.seed, autocast=self.autocast)
+        return Evaluator(
+            task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split
+        )
 
-    def build_strategy(self, module: nn.Module, world: World, shares: tuple[int, ...]) -> Strategy:
-        """The strategy, with the model in it; all ranks of ``world`` build it together.
+    def build_mesh(self, world: World) -> Mesh:
+        """The ranks of ``world``, laid out as the options say; all of them build it together.
+
+        Raises:
+            ConfigError: the options are for another number of ranks.
+        """
+        return Mesh(world, self.config.axes(world.world_size))
+
+    def build_placement(self, mesh: Mesh, rehearsal: Rehearsal) -> Placement:
+        """How the model lies on the ranks.
+
+        Args:
+            mesh: the ranks.
+            rehearsal: what may be tried of the task for it.
+
+        Raises:
+            ConfigError: it cannot lie so on so many.
+        """
+        return build_placement(self.config, mesh, self.task, rehearsal)
+
+    def build_strategy(self, module: nn.Module, mesh: Mesh, shares: tuple[int, ...]) -> Strategy:
+        """The strategy, with the model in it; all ranks build it together.
 
         Raises:
             ConfigError: it cannot work with so many processes.
         """
-        options = StrategyOptions(
+        return build_strategy(module, mesh, self.config, self.strategy_options(shares))
+
+    def strategy_options(self, shares: tuple[int, ...]) -> StrategyOptions:
+        """What every strategy is built with.
+
+        Args:
+            shares: of each rank that has data of its own.
+        """
+        return StrategyOptions(
             shares=shares,
-            kind="exact" if self.config.reduction == "exact" else "fast",
+            kind="exact" if self.config.summed_by == "exact" else "fast",
             row_length=ROW_LENGTH,
             timeout_s=_STEP_TIMEOUT_S,
             compile=self.config.compile,
             static_graph=self.task.static_graph,
+            global_batch_size=self.global_batch_size,
+            directory=self.directory.path,
         )
-        return build_strategy(module, world, self.config, options)
 
     def build_monitor(self, world: World, first_step: int) -> Monitor:
         """What shows and records this rank's progress from a step on."""

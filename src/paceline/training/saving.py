@@ -183,8 +183,9 @@ class Saver:
 
     def is_due(self, progress: Progress) -> bool:
         """Whether a save is due by steps or epochs, or because this is the best model so far."""
+        since = self._run.rounds.begun(progress)
         return progress.best_version == progress.version or any(
-            is_due(every, progress) for every in self._every
+            is_due(every, progress, since) for every in self._every
         )
 
     def is_due_by_clock(self) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 
 from paceline.config import Interval, RunConfig, parse_interval
 from paceline.training.plan import DataPlan
+from paceline.training.rounds import Rounds
 from paceline.training.state import Progress
 
 
@@ -15,9 +16,13 @@ class Schedule:
     Args:
         config: the run's options.
         data: how long it goes on.
+
+    Attributes:
+        rounds: evaluations happen at their ends only.
     """
 
     def __init__(self, config: RunConfig, data: DataPlan) -> None:
+        self.rounds = Rounds(config.sync_every or 1, data.steps_per_epoch, data.total_steps)
         self._epochs = config.epochs or 0
         self._evaluate_every = parse_interval(config.eval_every, "eval_every", allow_time=False)
         self._total_steps = data.total_steps
@@ -42,7 +47,9 @@ class Schedule:
         if progress.step == progress.evaluated_step:
             return False
         every = self._evaluate_every
-        return is_due(every, progress) or (self.finished(progress) and every != Interval())
+        # A run may come from another strategy, in the middle of a round.
+        since = max(self.rounds.begun(progress), progress.evaluated_step)
+        return is_due(every, progress, since) or (self.finished(progress) and every != Interval())
 
     def evaluation_follows(self, progress: Progress, *, more: bool) -> bool:
         """Whether an evaluation will be due after the step under way.
@@ -62,8 +69,8 @@ class Schedule:
         return self.evaluation_is_due(after)
 
 
-def is_due(every: Interval, progress: Progress) -> bool:
-    """Whether something that happens ``every`` so many steps or epochs is due now."""
+def is_due(every: Interval, progress: Progress, since: int) -> bool:
+    """Whether something that happens ``every`` so many steps or epochs became due after step ``since``."""
     if every.steps is not None:
-        return progress.step % every.steps == 0
+        return progress.step // every.steps > since // every.steps
     return every.epochs is not None and progress.step_in_epoch == 0 and progress.epoch % every.epochs == 0

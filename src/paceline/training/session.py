@@ -13,16 +13,19 @@ from typing import Any
 
 from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import holds_version
+from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, PacelineError, PeerLostError
 from paceline.membership.handover import Agreement, agree, hand_over
 from paceline.run_directory import RunDirectory
 from paceline.training import preparation
+from paceline.training.automatic import memory_of_process
 from paceline.training.conclusion import conclude
 from paceline.training.control import StopSignals
 from paceline.training.preparation import Request
 from paceline.training.restoring import newest_checkpoint
 from paceline.training.saving import insist, lacks_steps
+from paceline.training.selection import build_trainer
 from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
         if world.rank == 0:
             _say_finished(request, directory)
         return dict(found["result"])
+    memory = memory_of_process(world.device, world.local_world_size)
     run, notes = preparation.prepare(
         request,
         found["manifest"],
@@ -60,8 +64,9 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
         device=world.device,
         world_size=world.world_size,
         processes=world.local_world_size,
+        memory=min(world.all_gather_json(memory)),
     )
-    with Trainer(run) as trainer:
+    with build_trainer(run) as trainer:
         try:
             result = Session(trainer, notes, started).take_part(world)
         except Exception as error:
@@ -106,8 +111,9 @@ class Session:
             PacelineError: as :func:`train` says.
         """
         trainer = self._trainer
-        self._agree_on_state(world)
-        trainer.attach(world)
+        mesh = self.run.build_mesh(world)
+        self._agree_on_state(mesh)
+        trainer.attach(mesh)
         joined()
         if not trainer.fit():
             return None
@@ -124,10 +130,10 @@ class Session:
         """Close what belongs to the world; a second call does nothing."""
         self._trainer.detach()
 
-    def _agree_on_state(self, world: World) -> None:
+    def _agree_on_state(self, mesh: Mesh) -> None:
         """Have every rank hold the state that the furthest one holds, or else the newest that is saved."""
-        trainer = self._trainer
-        agreement = agree(world, valid=trainer.replica.valid, version=trainer.state.progress.version)
+        trainer, world = self._trainer, mesh.world
+        agreement = agree(world, valid=trainer.replica.valid, version=trainer.replica.version)
         if agreement.source is not None:
             state = trainer.replica.give() if world.rank == agreement.source else None
             received = hand_over(world, agreement, state)
@@ -141,7 +147,7 @@ class Session:
         directory = self.run.directory
         new = bool(world.broadcast_json(not directory.exists()))
         run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
-        trainer.replica.restore(world, newest_checkpoint(self.run, world, run_id))
+        trainer.replica.restore(mesh, newest_checkpoint(self.run, world, run_id))
         if world.rank == 0:
             # Only now: where the model could not be built, no run was created.
             if new:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from paceline.callback import Horizon
 from paceline.checkpoint.state import scheduler_state
 from paceline.config import RunConfig
+from paceline.distributed.sharded_state import load_module, load_optimizer
 from paceline.errors import CheckpointError, TaskError
 from paceline.task import Task
+from paceline.training.average import MovingAverage
+from paceline.training.outer import OuterOptimizer
+from paceline.training.scaler import PartScaler
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Progress:
         step_in_epoch: steps done in this epoch.
         samples: samples seen, over all epochs.
         epoch_ended: a stream has no more data in this epoch.
+        epochs_concluded: epochs whose end the task's callback was told of.
         evaluated_step: the last step after which the model was evaluated.
         best: the best validation value so far.
         best_step, best_version: where it was reached.
@@ -44,6 +50,7 @@ class Progress:
     step_in_epoch: int = 0
     samples: int = 0
     epoch_ended: bool = False
+    epochs_concluded: int = 0
     evaluated_step: int = 0
     best: float | None = None
     best_step: int | None = None
@@ -62,30 +69,40 @@ class TrainingState:
         config: precision and moving average.
         module: the model, on its device.
         device: the model's.
-        total_steps: of the whole run, for the schedulers; None if unknown.
+        horizon: how long the run goes on, for the schedulers.
+        twin: a second model equal to ``module``, for the moving average; by default a copy.
 
     Raises:
         TaskError: the task's optimizers or schedulers are not what they should be.
     """
 
     def __init__(
-        self, task: Task, config: RunConfig, module: nn.Module, device: torch.device, total_steps: int | None
+        self,
+        task: Task,
+        config: RunConfig,
+        module: nn.Module,
+        device: torch.device,
+        horizon: Horizon,
+        twin: nn.Module | None = None,
     ) -> None:
         self.module = module
+        self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
         self.schedulers = {
             name: scheduler
             for name, optimizer in self.optimizers.items()
-            if (scheduler := _build_scheduler(task, optimizer, total_steps)) is not None
+            if (scheduler := _build_scheduler(task, optimizer, horizon.total_steps)) is not None
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
         if self.scaler is not None:
             # It gets its tensors with the first loss, and a rank may have no shard in its first step.
             self.scaler.scale(torch.zeros((), device=device))
-        self.ema: AveragedModel | None = None
+        self.ema: MovingAverage | None = None
         if config.ema is not None:
-            average = get_ema_multi_avg_fn(config.ema)  # type: ignore[no-untyped-call]
-            self.ema = AveragedModel(module, multi_avg_fn=average, use_buffers=True)
+            self.ema = MovingAverage(deepcopy(module) if twin is None else twin, config.ema)
+        self.outer: OuterOptimizer | None = None
+        if config.outer_optimizer == "nesterov":
+            self.outer = OuterOptimizer(module, lr=config.outer_lr, momentum=config.outer_momentum)
         self.progress = Progress()
 
     @property
@@ -101,13 +118,18 @@ class TrainingState:
         """The loss as backward gets it."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def update(self, clip_norm: float | None) -> None:
-        """Apply the gradients: unscale, clip, step, and move schedules and average along."""
+    def update(self, clip: Callable[[], object] | None) -> None:
+        """Apply the gradients: unscale, clip, step, and move schedules and average along.
+
+        Args:
+            clip: clips them; None where nothing does.
+        """
         if self.scaler is not None:
             for optimizer in self.optimizers.values():
                 self.scaler.unscale_(optimizer)
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.module.parameters(), clip_norm)
+        self.callback.gradients_ready()
+        if clip is not None:
+            clip()
         skipped = False
         if self.scaler is None:
             for optimizer in self.optimizers.values():
@@ -139,11 +161,14 @@ class TrainingState:
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "schedulers": {name: scheduler_state(scheduler) for name, scheduler in self.schedulers.items()},
             "progress": dataclasses.asdict(self.progress),
+            "callback": self.callback.state_dict(),
         }
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
+        if self.outer is not None:
+            state["outer"] = self.outer.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,14 +178,19 @@ class TrainingState:
             CheckpointError: it is of another model, or of other optimizers.
         """
         try:
-            self.module.load_state_dict(state["model"])
-            _load_each(self.optimizers, state["optimizers"])
-            _load_each(self.schedulers, state["schedulers"])
+            load_module(self.module, state["model"])
+            for optimizer, saved in _matched(self.optimizers, state["optimizers"]):
+                load_optimizer(optimizer, saved)
+            for scheduler, saved in _matched(self.schedulers, state["schedulers"]):
+                scheduler.load_state_dict(saved)
             if self.scaler is not None:
                 self.scaler.load_state_dict(state["scaler"])
             if self.ema is not None:
-                self.ema.load_state_dict(state["ema"])
+                load_module(self.ema, state["ema"])
+            if self.outer is not None and "outer" in state:
+                self.outer.load_state_dict(state["outer"])
             self.progress = Progress(**state["progress"])
+            self.callback.load_state_dict(state.get("callback", {}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the task as it is now: {error}\n"
@@ -189,13 +219,12 @@ def built_model(task: Task) -> nn.Module:
     return module
 
 
-def _load_each(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+def _matched(parts: Mapping[str, Any], states: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     if parts.keys() != states.keys():
         raise ValueError(
             f"it holds {', '.join(states) or 'none'}, the task builds {', '.join(parts) or 'none'}"
         )
-    for name, part in parts.items():
-        part.load_state_dict(states[name])
+    return [(part, states[name]) for name, part in parts.items()]
 
 
 def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
@@ -242,4 +271,4 @@ def _gradient_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradS
     assert config.global_batch_size is not None
     assert isinstance(config.shards, int)
     shard_bits = (-(-config.global_batch_size // config.shards)).bit_length()
-    return torch.amp.GradScaler(device.type, init_scale=2.0 ** (16 - shard_bits))
+    return PartScaler(device.type, init_scale=2.0 ** (16 - shard_bits))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.data.stream import StreamLoader
 from paceline.distributed.reducer import StepSums
@@ -14,11 +15,12 @@ from paceline.errors import NonFiniteLossError
 from paceline.membership.member import Member
 from paceline.training import control
 from paceline.training.evaluation import EvaluationStopped
+from paceline.training.lookahead import Lookahead
 from paceline.training.non_finite import describe_non_finite
 from paceline.training.participant import Participant
 from paceline.training.run import Run
 from paceline.training.schedule import Schedule
-from paceline.training.step import SpareBatch, shard_loss
+from paceline.training.step import SpareBatch
 from paceline.training.stopping import leave
 
 
@@ -42,6 +44,7 @@ class Trainer(Participant):
         super().__init__(run, member)
         self.schedule = Schedule(run.config, run.data)
         self._spare = SpareBatch(run)
+        self._lookahead = Lookahead(self.schedule)
 
     def fit(self) -> bool:
         """Train to the end, and save.
@@ -62,9 +65,9 @@ class Trainer(Participant):
         self.world.activity.begin("first step")
         while not self.schedule.finished(self.state.progress):
             began = time.monotonic()
-            sums = self._step()
+            sums = self._round()
             self.run.deadline.step_took(time.monotonic() - began)
-            word = control.merge(sums.rows)
+            word = self._lookahead.obeyed(control.merge(sums.rows))
             self.state.progress.epoch_ended = not word.more
             if word.stop:
                 self._save_and_stop(word.stop)
@@ -77,37 +80,46 @@ class Trainer(Participant):
                 self.profiler.step_done(self.state.progress.step)
             if self.balance.observe(control.speeds(sums.rows), self.state.progress.step):
                 self._share_anew()
+        self.state.callback.fit_ends()
         self._save(last=True)
         return True
+
+    def _round(self) -> StepSums:
+        """Steps until all ranks hold the same state again: one, unless they train apart."""
+        while True:
+            sums = self._step()
+            if self.schedule.rounds.ends(self.state.progress):
+                return sums
+            if self.profiler is not None:
+                self.profiler.step_done(self.state.progress.step)
 
     def _step(self) -> StepSums:
         """Fetch, forward and backward, reduce, update, commit."""
         run, progress, strategy = self.run, self.state.progress, self.strategy
         mark, move = self.monitor.timer.mark, self.world.activity.move
+        callback = self.state.callback
+        if progress.step_in_epoch == 0:
+            callback.epoch_begins(progress.epoch)
+        callback.step_begins(progress.step, progress.step_in_epoch)
         move("data")
-        microbatches = self.loader.fetch(progress.epoch, progress.step_in_epoch, strategy.shards)
+        microbatches = self._lookahead.fetch(self.loader, strategy, progress)
         mark("data")
 
         strategy.begin_step([microbatch.shard for microbatch in microbatches])
+        self._lookahead.go_on(self.loader, strategy, progress, self.saver.is_due)
         if self.verifier is not None:
             self.verifier.begin_step(strategy)
             mark("other")
         self.balance.begin()
-        for microbatch in microbatches:
-            move("forward")
-            strategy.begin_shard()
-            loss = shard_loss(run, strategy.model, progress.step, microbatch)
-            mark("forward")
-            move("backward")
-            strategy.backward(self.state.scaled(loss.sum))
-            strategy.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
-            mark("backward")
+        strategy.compute(microbatches, self.work)
         self.balance.end(len(microbatches))
-        if strategy.needs_backward:
-            self._spare.take_part(strategy, microbatches, progress.epoch)
+        self._spare.take_part(strategy, microbatches, progress.epoch)
 
         move("reduction")
-        sums = strategy.finish_step(self._control().row(self._status(), self.balance.row(progress.step)))
+        row = self._control().row(self._status(), self.balance.row(progress.step))
+        sums = strategy.finish_step(row)
+        if self.together is not None:
+            sums = self.together.agreed(sums)
         mark("reduction")
         move("optimizer")
         # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
@@ -115,14 +127,18 @@ class Trainer(Participant):
         if not sums.finite and not overflowed:
             raise NonFiniteLossError(describe_non_finite(run.directory, progress, run.data.order, sums))
 
-        self.replica.valid = False
-        self.state.update(run.config.clip_norm)
-        mark("optimizer")
-        self._commit(sums)
-        self.replica.valid = True
-        return sums
+        logged = callback.step_reduced(due=self.monitor.is_due(progress.step + 1))
+        with self.replica.changing():
+            self._update()
+            mark("optimizer")
+            return self._commit(sums, row, logged)
 
-    def _commit(self, sums: StepSums) -> None:
+    def _update(self) -> None:
+        """Apply the gradients."""
+        clip_norm = self.run.config.clip_norm
+        self.state.update(None if clip_norm is None else partial(self.replica.clip_gradients, clip_norm))
+
+    def _commit(self, sums: StepSums, row: Sequence[float], logged: Mapping[str, float]) -> StepSums:
         """Make the step count: one transition of the state, one ledger entry, one report."""
         progress = self.state.progress
         epoch, step_in_epoch = progress.epoch, progress.step_in_epoch
@@ -132,11 +148,32 @@ class Trainer(Participant):
         progress.samples += sums.samples
         self.samples += sums.samples
         self._beat()
-        self.saver.record_step(progress, epoch, step_in_epoch, sums, self.balance.shares)
+        if self.together is None:
+            self.saver.record_step(progress, epoch, step_in_epoch, sums, self.balance.shares)
+        else:
+            sums = self._come_together(epoch, step_in_epoch, sums, row)
         rows = partial(control.statuses, sums.rows)
-        self.monitor.step_done(progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows)
+        self.state.callback.step_done(progress.step, sums.loss)
+        self.monitor.step_done(
+            progress.step, epoch, sums.samples, sums.loss, self.state.learning_rates, rows, logged
+        )
         self.monitor.timer.mark("other")
         self.world.activity.end()
+        return sums
+
+    def _come_together(
+        self, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float]
+    ) -> StepSums:
+        """At a round's end have all ranks hold one state, and enter the round into the ledger."""
+        assert self.together is not None
+        self.world.activity.move("reduction")
+        done, rows = self.together.step_done(epoch, step_in_epoch, sums, row)
+        for record in done:
+            self.saver.record_step(
+                record.progress, record.epoch, record.step_in_epoch, record.sums, self.balance.shares
+            )
+        self.monitor.timer.mark("reduction")
+        return dataclasses.replace(sums, rows=rows)
 
     def _settle(self) -> bool:
         """Make the transitions that are due after a step; return whether the model became the best.
@@ -146,22 +183,39 @@ class Trainer(Participant):
         """
         progress = self.state.progress
         if self.schedule.epoch_ends(progress):
-            progress.epoch += 1
-            progress.step_in_epoch = 0
-            progress.epoch_ended = False
-            progress.version += 1
+            with self.replica.changing():
+                progress.epoch += 1
+                progress.step_in_epoch = 0
+                progress.epoch_ended = False
+                progress.version += 1
+                if not self._evaluation_is_due():
+                    self._conclude_epoch()
             self.saver.flush_ledger()
-        if not self.validation.exists or not self.schedule.evaluation_is_due(progress):
-            return False
-        return self._evaluate()
+        return self._evaluate() if self._evaluation_is_due() else False
+
+    def _evaluation_is_due(self) -> bool:
+        return self.validation.exists and self.schedule.evaluation_is_due(self.state.progress)
+
+    def _conclude_epoch(self) -> None:
+        """Tell the task of an epoch's end, once: within the last transition that the end brings about."""
+        callback, progress = self.state.callback, self.state.progress
+        if progress.epochs_concluded < progress.epoch:
+            callback.epoch_ends(progress.epoch - 1)
+            progress.epochs_concluded = progress.epoch
+        progress.stopped_early = progress.stopped_early or callback.should_stop
 
     def _evaluate(self) -> bool:
         self.world.activity.begin("evaluation")
         try:
-            improved = self.validation.run(self.world, self.state, self.monitor, self.stop_asked)
+            metrics = self.validation.measure(
+                self.mesh, self.state, self.monitor, self.stop_asked, in_step=self.replica.in_step
+            )
         except EvaluationStopped as stopped:
             # It changed nothing, and is made again when the run goes on.
             self._save_and_stop(stopped.stop)
+        with self.replica.changing():
+            improved = self.validation.apply(metrics, self.state, self.monitor)
+            self._conclude_epoch()
         self.monitor.timer.mark("evaluation")
         self.world.activity.end()
         return improved
@@ -180,7 +234,9 @@ class Trainer(Participant):
 
     def _status(self) -> Sequence[float] | None:
         step = self.state.progress.step + 1
-        return self.monitor.status(step) if self.monitor.is_due(step) else None
+        # Where steps overlap, the rows that come with a step are those of the one before.
+        due = self.monitor.is_due(step) or (self.strategy.overlaps_steps and self.monitor.is_due(step + 1))
+        return self.monitor.status(step) if due else None
 
     def stop_asked(self, *, evaluates: bool = False) -> int:
         """What asks for a stop, as in the control word.
@@ -208,9 +264,18 @@ class Trainer(Participant):
         """
         leave(self.run, self.world, stop, step=self.state.progress.step, idle=not self.samples)
 
+    def _whole_state(self) -> dict[str, Any]:
+        """What is to be saved, on rank 0; all ranks call this together."""
+        return self.replica.whole_state(self.world)
+
+    @property
+    def findings(self) -> dict[str, Any]:
+        """What the run found out, besides, for ``result.json``."""
+        return {}
+
     def _save(self, *, last: bool = False) -> None:
         self.world.activity.begin("checkpoint")
-        state = self.state.state_dict()
+        state = self._whole_state()
         # Who dies later takes its positions along: others then read its shards on from these.
         streams = self.replica.gather_positions(self.world, self.strategy.shards)
         if streams is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from paceline.distributed.world import World
+from paceline.distributed.mesh import Mesh
 from paceline.monitoring.monitor import Monitor
 from paceline.training.judge import Judge
 from paceline.training.run import Run
@@ -29,28 +29,51 @@ class Validation:
         """Whether the task has a validation split."""
         return self._evaluator is not None
 
-    def run(self, world: World, state: TrainingState, monitor: Monitor, stop: Callable[[], int]) -> bool:
-        """Evaluate, and have plateau schedules, early stop and the best model follow.
+    def measure(
+        self,
+        mesh: Mesh,
+        state: TrainingState,
+        monitor: Monitor,
+        stop: Callable[[], int],
+        *,
+        in_step: bool = False,
+    ) -> dict[str, float]:
+        """Evaluate; nothing changes.
 
         Args:
-            world: all its ranks evaluate together.
-            state: makes one transition.
-            monitor: told of the metrics.
+            mesh: all its ranks evaluate together.
+            state: its model is evaluated.
+            monitor: told what is done.
             stop: what asks for a stop, as in the control word.
+            in_step: whoever calls the model needs the other ranks to call theirs.
 
         Returns:
-            Whether the model is the best so far.
+            The metrics, by name.
 
         Raises:
-            EvaluationStopped: somebody asked for a stop; nothing has changed.
+            EvaluationStopped: somebody asked for a stop.
         """
         assert self._evaluator is not None
         monitor.activity("evaluating val")
         began = time.monotonic()
+        state.callback.evaluation_begins("val", state.evaluated_module)
         try:
-            metrics = self._evaluator.run(world, state.evaluated_module, stop)
+            return self._evaluator.run(mesh, state.evaluated_module, stop, in_step=in_step)
         finally:
             self._deadline.evaluation_took(time.monotonic() - began)
+
+    def apply(self, measured: Mapping[str, float], state: TrainingState, monitor: Monitor) -> bool:
+        """Have plateau schedules, early stop and the best model follow.
+
+        Args:
+            measured: the metrics.
+            state: makes one transition.
+            monitor: told of the metrics.
+
+        Returns:
+            Whether the model is the best so far.
+        """
+        metrics = state.callback.evaluated("val", measured)
         progress = state.progress
         progress.evaluated_step = progress.step
         progress.version += 1

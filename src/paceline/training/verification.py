@@ -13,7 +13,8 @@ import torch
 from paceline.data.microbatch import Loader
 from paceline.distributed.world import World
 from paceline.errors import ConfigError, CorruptionError, IrreproducibleStepError, PeerLostError
-from paceline.strategies.base import ReducerStrategy, Strategy
+from paceline.strategies.base import Strategy
+from paceline.strategies.shard_by_shard import ReducerStrategy
 from paceline.training import control
 from paceline.training.randomness import verification_key
 from paceline.training.run import Run

@@ -1,0 +1,62 @@
+"""A script for Hugging Face Accelerate that knows nothing of Paceline.
+
+    accelerate launch --cpu --num_processes 2 examples/accelerate_script.py
+    paceline launch --on spawn --nproc 2 --env ACCELERATE_USE_CPU=true -- examples/accelerate_script.py
+
+Both start two processes, which share the batches and end with the same weights. ACCELERATE_USE_CPU is what
+``accelerate launch --cpu`` sets; with GPUs it is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def points(number: int) -> TensorDataset:
+    """Points in the plane, and whether they lie within a circle."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(number, 2, generator=generator)
+    return TensorDataset(x, (x.square().sum(dim=1) < 1.4).long())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=0.05)
+    options = parser.parse_args()
+
+    accelerator = Accelerator()
+    set_seed(1)
+    model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    loader = DataLoader(points(512), batch_size=32, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    loss = torch.zeros(())
+    for _ in range(options.epochs):
+        for x, label in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x), label)
+            accelerator.backward(loss)
+            optimizer.step()
+
+    weights = nn.utils.parameters_to_vector(accelerator.unwrap_model(model).parameters())
+    digest = hashlib.sha256(weights.detach().cpu().numpy().tobytes()).hexdigest()[:16]
+    print(
+        f"rank {accelerator.process_index} of {accelerator.num_processes}: "
+        f"{len(loader)} batches an epoch, weights {digest}",
+        flush=True,
+    )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""``paceline bench comm``: by itself it starts the ranks; started by another launcher, it is one."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from paceline.bench.communication.collectives import COLLECTIVES, Op, parse_sizes
+from paceline.bench.communication.link import find_link
+from paceline.bench.communication.plan import Backend, CommunicationPlan, Mode
+from paceline.distributed.environment import detect_environment
+from paceline.errors import ConfigError
+from paceline.launchers.base import JobSpec, get_launcher
+
+if TYPE_CHECKING:
+    from paceline.bench.communication.report import CommunicationReport
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def comm(
+    *,
+    backend: Backend = "gloo",
+    op: Annotated[tuple[Op, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = (
+        "all_reduce",
+    ),
+    sizes: str = "8B:64MiB",
+    mode: Mode = "process-per-device",
+    nproc: int = 2,
+    iterations: int = 20,
+    warmup: int = 5,
+    link_gbps: float | None = None,
+    interface: str | None = None,
+    plot: Path | None = None,
+    json: Flag = False,
+    markdown: Flag = False,
+) -> int:
+    """Time of collectives, their algorithm and bus bandwidth as in nccl-tests; every result is checked.
+
+    Over several machines, start it with any launcher: paceline launch --on slurm --nodes 2 --nproc 8 -- -m
+    paceline bench comm. The exit code is 0 if all results are right.
+
+    Parameters
+    ----------
+    backend
+        Who carries the data: gloo (CPU), nccl (GPUs), mpi (mpi4py).
+    op
+        What to run; several may be given. Default: all_reduce.
+    sizes
+        Bytes, doubling from the first to the last: 8B:256MiB; or one size.
+    mode
+        A process for each rank; one process and one thread for all GPUs; or a thread for each rank.
+    nproc
+        Ranks of this machine; under another launcher with threads-per-device, of each process.
+    iterations
+        Timed repetitions of each.
+    warmup
+        Repetitions before those.
+    link_gbps
+        The link's limit in Gbit/s. Default: the network interface's, between machines.
+    interface
+        Network interface to the other machines.
+    plot
+        Write a chart into this SVG file.
+    json
+        Print JSON.
+    markdown
+        Print Markdown.
+    """
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot writes SVG, so its name must end in .svg, but is {plot}.")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot: there is no directory {plot.absolute().parent}.")
+    plan = CommunicationPlan(
+        backend=backend,
+        mode=mode,
+        ops=tuple(name for name in COLLECTIVES if name in op),
+        sizes=parse_sizes(sizes),
+        nproc=nproc,
+        iterations=iterations,
+        warmup=warmup,
+        interface=interface,
+    )
+    place = detect_environment()
+    link = find_link(link_gbps, one_machine=place.nodes == 1, interface=interface)
+    if place.source == "single" and mode == "process-per-device" and nproc > 1:
+        return _start_ranks(plan, sys.argv[1:])
+
+    from paceline.bench.communication.measure import Measured
+    from paceline.bench.communication.report import CommunicationReport
+    from paceline.bench.communication.run import run_plan
+
+    results: list[Measured] = []
+    carrier, ranks = run_plan(plan, place, results.append)
+    if place.rank != 0:
+        return 0
+    report = CommunicationReport(carrier, mode, ranks, place.nodes, link, results)
+    if plot is not None:
+        plot.write_text(report.chart(), encoding="utf-8")
+    if json:
+        print(json_module.dumps(report.as_json(), indent=2))
+    elif markdown:
+        print(report.as_markdown())
+        print("\n".join(report.notes()))
+    else:
+        _print(report)
+    return 1 if report.wrong else 0
+
+
+def _start_ranks(plan: CommunicationPlan, words: Sequence[str]) -> int:
+    """Give the same command to the ranks of this machine; the first of them prints."""
+    if plan.backend == "nccl":
+        from paceline.bench.communication.run import require_gpus
+
+        require_gpus(plan, plan.nproc)
+    launcher = get_launcher("mpi" if plan.backend == "mpi" else "spawn")
+    spec = JobSpec(
+        command=(sys.executable, "-m", "paceline", *words),
+        name="bench-comm",
+        directory=Path.cwd(),
+        nproc=(plan.nproc,),
+        inner="mpi" if plan.backend == "mpi" else "spawn",
+        contract="mpi" if plan.backend == "mpi" else "torch",
+    )
+    return launcher.submit(launcher.render(spec)).wait()
+
+
+def _print(report: CommunicationReport) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in report.tables():
+        console.print(table)
+    for note in report.notes():
+        console.print(note, style="bold red" if "WRONG" in note else "dim", markup=False, highlight=False)

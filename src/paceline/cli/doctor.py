@@ -1,0 +1,206 @@
+"""``paceline doctor``: look at a job's machines before the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from paceline.cli.job_options import HERE, parse_env
+from paceline.cli.launcher_options import LauncherOptions
+from paceline.cli.options import given
+from paceline.config import parse_duration_s, parse_nodes, parse_nproc
+from paceline.doctor.checks import Report
+from paceline.doctor.examination import Examination
+from paceline.errors import ConfigError
+from paceline.launchers.base import ONCE_A_RANK, Inner, JobSpec, get_launcher
+from paceline.launchers.own_options import make_options
+from paceline.launchers.submission import choose_inner, job_directory
+from paceline.task import check_spec
+
+Flag = Annotated[bool, Parameter(negative="")]
+_WALLTIME = "15min"
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def doctor(
+    task: Annotated[str, Parameter(show_default=False)] = "",
+    *,
+    on: str = "inprocess",
+    nodes: str = "1",
+    nproc: str = "1",
+    threads: int | None = None,
+    gpus_per_node: int | None = None,
+    cpus_per_task: int | None = None,
+    interface: str | None = None,
+    master_port: int | None = None,
+    run: Path = Path("runs"),
+    keep: int = 3,
+    checkpoint_size: str | None = None,
+    timeout: str = "60s",
+    walltime: str | None = None,
+    env: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
+    python: str | None = None,
+    launcher_options: Annotated[LauncherOptions | None, Parameter(name="*")] = None,
+    horovod: Flag = False,
+    dry_run: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Look at every machine of a job, and at all that is between them, before the job runs.
+
+    Started by the job's own launcher, in an allocation like the job's. The exit code is 0 unless a check
+    fails.
+
+    Parameters
+    ----------
+    task
+        Also try to import this task everywhere; its model's size says how large a checkpoint is.
+    on
+        The launcher. Without one, this machine is looked at.
+    nodes
+        Machines.
+    nproc
+        Processes a machine that the job will have: one number, or a list such as 8,4.
+    threads
+        CPU threads a process that the job will have.
+    gpus_per_node
+        GPUs to ask for, and to find, on each machine.
+    cpus_per_task
+        CPUs to ask for, for each process of the job.
+    interface
+        Network interface to the other machines, e.g. eth0.
+    master_port
+        Where the job's rank 0 will listen.
+    run
+        The run's directory.
+    keep
+        Checkpoints that must find room.
+    checkpoint_size
+        Of one, such as 2GiB. Default: about three times the task's model.
+    timeout
+        How long to wait for all machines to appear.
+    walltime
+        How long the examination's job may take. Default: 15min, on systems that keep jobs.
+    env
+        K=V, for every process; may be repeated.
+    python
+        The interpreter on the machines. Default: this one.
+    horovod
+        Only say what Horovod was built with here, as horovodrun --check-build does.
+    dry_run
+        Print the whole job, and start nothing; works where the system is not installed.
+    json
+        Print the report as one line of JSON.
+    """
+    if horovod:
+        return _show_horovod(python or sys.executable, json=json)
+    if task:
+        check_spec(task)
+    launcher = get_launcher(on if on not in HERE else "spawn")
+    own = given(launcher_options)
+    options = make_options(launcher, own)
+    (least, most), counts = launcher.sizes(parse_nodes(nodes), parse_nproc(nproc), options)
+    if counts is None:
+        raise ConfigError("--nproc auto does not work here: give the processes a machine.")
+    if least != most:
+        raise ConfigError(f"--nodes {nodes}: say how many machines are to be looked at.")
+    if len(counts) > 1 and len(counts) != least:
+        raise ConfigError(f"--nproc {nproc} lists {len(counts)} machines, but --nodes is {least}.")
+    if launcher.files != "shared":
+        raise ConfigError(
+            f"the machines of --on {on} do not see this one's files, so no report can come back from there. "
+            "Give --preflight to the job itself."
+        )
+    several_here = on in HERE and least > 1
+    examination = Examination(
+        directory=run.absolute() / "doctor" if several_here else job_directory("doctor", attached=False),
+        run=run.absolute(),
+        task=task,
+        nproc=counts,
+        threads=threads,
+        gpus_per_node=gpus_per_node,
+        interface=interface,
+        keep=keep,
+        checkpoint_bytes=None if checkpoint_size is None else parse_size(checkpoint_size),
+        timeout_s=parse_duration_s(timeout, "timeout"),
+    )
+    if several_here and "node_rank" not in own:
+        raise ConfigError(
+            "--nodes above 1 without a cluster: give the same command on each machine, with --rdzv-endpoint "
+            "HOST:PORT, --node-rank N and a --run that all of them share."
+        )
+    if on in HERE and least == 1 and not dry_run:
+        from paceline.doctor.job import examine_here
+
+        return _show(examine_here(examination, master_port), json=json)
+    limit = walltime if walltime is not None or launcher.attached else _WALLTIME
+    inner = choose_inner(launcher, "spawn" if "spawn" in launcher.inners else None, "none", is_task=False)
+    spec = JobSpec(
+        command=examination.command(python or sys.executable),
+        name="doctor",
+        directory=examination.directory,
+        nodes=(least, most),
+        # Where ranks are started one by one, as many as the job has, of which one a machine takes part.
+        nproc=counts if inner in ONCE_A_RANK else (1,),
+        # Where nobody can be asked for GPUs, the examination alone looks for them.
+        gpus_per_node=None if launcher.machines_given else gpus_per_node,
+        cpus_per_task=_cpus(cpus_per_task, max(counts), inner, attached=launcher.attached),
+        walltime_s=None if limit is None else parse_duration_s(limit, "walltime"),
+        env=parse_env(env),
+        inner=inner,
+        contract="none" if "none" in launcher.contracts else launcher.contracts[0],
+        interface=interface,
+        master_port=master_port,
+        python=python or sys.executable,
+    )
+    if dry_run:
+        print(launcher.render(spec, options).text, end="")
+        return 0
+    from paceline.doctor.job import examine_by
+
+    return _show(examine_by(launcher, spec, options, examination.directory), json=json)
+
+
+def _cpus(each: int | None, count: int, inner: Inner, *, attached: bool) -> int | None:
+    """CPUs of each process that is started: a machine's one process gets those of all that it stands for."""
+    if inner in ONCE_A_RANK or (attached and each is None):
+        return each
+    return (each or 1) * count
+
+
+def _show(report: Report, *, json: bool) -> int:
+    if json:
+        print(json_module.dumps(report.to_json()))
+    else:
+        from rich.console import Console
+
+        from paceline.doctor.table import print_report
+
+        print_report(report, Console(highlight=False))
+    return 1 if report.status == "fail" else 0
+
+
+def _show_horovod(python: str, *, json: bool) -> int:
+    from paceline.launchers.horovod import check_build
+
+    build = check_build(python)
+    print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB" or "2GiB".
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|[kMGT]B|)", text.strip())
+    if match is None:
+        raise ConfigError(f"--checkpoint-size must be such as 500MB or 2GiB, but is {text!r}.")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,103 @@
+"""``paceline launch --on NAME ... -- COMMAND``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from paceline.cli.job_options import JobOptions, start
+from paceline.cli.launcher_options import LauncherOptions
+from paceline.cli.options import given
+from paceline.config import parse_duration_s, parse_nodes, parse_nproc
+from paceline.errors import ConfigError
+from paceline.launchers.base import JobSpec, get_launcher, job_name
+from paceline.launchers.own_options import make_options
+from paceline.launchers.submission import (
+    choose_contract,
+    choose_inner,
+    job_directory,
+    machines_python,
+    normal_command,
+)
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def launch(
+    *command: str,
+    on: str,
+    nodes: str = "1",
+    nproc: str = "1",
+    threads: int | None = None,
+    walltime: str | None = None,
+    max_restarts: int = 0,
+    interface: str | None = None,
+    python: str | None = None,
+    job: Annotated[JobOptions | None, Parameter(name="*")] = None,
+    launcher_options: Annotated[LauncherOptions | None, Parameter(name="*")] = None,
+    dry_run: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Start any program on one process or many machines: a .py file, -m module, or an executable.
+
+    A launcher's own options are shown with its name: paceline launch --on slurm --help.
+
+    Parameters
+    ----------
+    command
+        After --: the program and its arguments, in which {master_addr}, {master_port}, {node_rank} and
+        {nnodes} are replaced.
+    on
+        The launcher.
+    nodes
+        Machines, N or MIN:MAX.
+    nproc
+        Processes a machine: one number, or a list such as 8,4.
+    threads
+        OMP_NUM_THREADS of every process.
+    walltime
+        How long the job may take, such as 90min or 2h.
+    max_restarts
+        How often torchrun may start its workers again.
+    interface
+        Network interface to the other machines, e.g. eth0.
+    python
+        The interpreter on the machines. Default: this one; in an image, python.
+    dry_run
+        Print the whole job, and start nothing; works where the system is not installed.
+    json
+        Print the job as JSON.
+    """
+    job = job or JobOptions()
+    launcher = get_launcher(on)
+    own = make_options(launcher, given(launcher_options))
+    machines, counts = launcher.sizes(parse_nodes(nodes), parse_nproc(nproc), own)
+    if counts is None:
+        raise ConfigError("--nproc auto is for tasks. Give the number of processes a machine.")
+    interpreter = machines_python(launcher, python)
+    words = normal_command(command, interpreter, here=launcher.files != "image")
+    contract = choose_contract(launcher, job.contract, job.inner)
+    inner = choose_inner(launcher, job.inner, contract, is_task=False)
+    name = job.name or job_name(Path(next((w for w in words if w.endswith(".py")), words[0])).stem)
+    world_size = sum(counts) if len(counts) > 1 else counts[0] * machines[0]
+    beside_record = launcher.attached or launcher.files != "shared"
+    spec = JobSpec(
+        **{
+            **job.spec_fields(world_size),
+            "command": words,
+            "name": name,
+            "directory": job_directory(name, attached=beside_record),
+            "nodes": machines,
+            "nproc": counts,
+            "threads": threads,
+            "walltime_s": None if walltime is None else parse_duration_s(walltime, "walltime"),
+            "max_restarts": max_restarts,
+            "interface": interface,
+            "contract": contract,
+            "inner": inner,
+            "python": interpreter,
+        }
+    )
+    return start(launcher, spec, own, job, dry_run=dry_run, json=json)

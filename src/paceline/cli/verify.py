@@ -1,0 +1,134 @@
+"""``paceline verify TASK``: the same task under every strategy, compared with one process."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from paceline.cli.options import Options, given
+from paceline.distributed.process import sigterm_interrupts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.verification.report import Report, Row
+
+RunOptions = Annotated[Options | None, Parameter(name="*")]
+
+_IN_WORDS = {
+    "bits": "bits",
+    "tolerance": "tolerance",
+    "reference": "own reference",
+    "convergence": "convergence",
+}
+_STYLES = {"equal": "green", "within": "green", "not applicable": "dim"}
+_VERDICTS = {("within", "tolerance"): "within tolerance", ("within", "convergence"): "converges"}
+_WIDTH = 110
+
+
+def verify(
+    task: str,
+    *,
+    strategies: Annotated[str | None, Parameter(group="What is compared")] = None,
+    worlds: Annotated[str, Parameter(group="What is compared")] = "1,2,4",
+    steps: Annotated[int, Parameter(group="What is compared")] = 4,
+    options: RunOptions = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train TASK some steps under every strategy, and compare losses, gradients and weights with one process.
+
+    Each strategy is judged by what it promises: the same bits; a distance from float64 that is about that of
+    one process in float32; or the bits of a simulation of its own schedule. What differs is named: the first
+    step, module and tensor. The task's arithmetic is looked at as well, and what is probably not meant gets a
+    warning. Runs are on the CPU with one thread a process, unless --device and --threads say otherwise; the
+    exit code is 0 only if every strategy keeps its promise, or cannot be used with the task.
+
+    Parameters
+    ----------
+    task
+        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+    strategies
+        Names with commas, as in the table's first column. Default: all.
+    worlds
+        Numbers of processes, with commas.
+    steps
+        Optimizer steps of each run.
+    json
+        Print the report as one line of JSON.
+    """
+    from paceline.verification.methods import chosen, parse_worlds
+    from paceline.verification.request import Request
+    from paceline.verification.run import verify as run_verification
+
+    request = Request(
+        task=task,
+        options=given(options),
+        methods=chosen(strategies),
+        worlds=parse_worlds(worlds),
+        steps=steps,
+    )
+    with sigterm_interrupts():
+        report = run_verification(request, lambda line: print(f"verify: {line}", file=sys.stderr, flush=True))
+    if json:
+        print(json_module.dumps(report.to_json()))
+    else:
+        _print(report)
+    return 0 if report.ok else 1
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    console.print(_table(report))
+    console.print(
+        f"{report.steps} steps, {report.shards} shards, batch {report.global_batch_size}, "
+        f"seed {report.seed}; a tolerance is {report.factor:g} times one process's own distance from "
+        "float64.",
+        soft_wrap=True,
+    )
+    if report.no_double:
+        console.print(
+            f"There is no run in float64: {report.no_double}", style="red", soft_wrap=True, markup=False
+        )
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
+    if report.ok:
+        console.print("Every strategy computes what it promises.", style="green")
+    else:
+        wrong = ", ".join(f"{row.method} on {row.world_size}" for row in report.rows if not row.ok)
+        console.print(f"Not as promised: {wrong}.", style="bold red", soft_wrap=True)
+
+
+def _table(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table("strategy", "processes", "promises", "result", "measured")
+    table.columns[1].justify = "right"
+    for row in report.rows:
+        verdict = _VERDICTS.get((row.verdict, row.promises), row.verdict)
+        table.add_row(
+            row.method,
+            str(row.world_size),
+            _IN_WORDS[row.promises],
+            verdict,
+            _detail(row),
+            style=_STYLES.get(row.verdict, "red"),
+        )
+    return table
+
+
+def _detail(row: Row) -> str:
+    from rich.markup import escape
+
+    words = [row.detail] if row.detail else []
+    if row.divergence is not None:
+        words.append(str(row.divergence))
+    elif row.distance is not None:
+        words.append(f"{row.distance:.1e} of {row.tolerance:.1e}")
+    return escape("; ".join(words))

@@ -1,0 +1,117 @@
+"""Runs a job on the machines of a Ray cluster: ``python -m paceline.launchers.ray.job FILE``.
+
+Ray finds the machines and starts an actor on each, which runs what every launcher starts there
+(:mod:`paceline.launchers.node`). This process follows them: it shows what they print, passes signals on, and
+replaces a machine that was lost where the job can take another one in. Ray ends the actors with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+from paceline.distributed.environment import parse_endpoint
+from paceline.errors import LaunchError, PacelineError
+from paceline.launchers.ray.node import import_ray
+
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayJob:
+    """What is to run on the machines of a cluster; the content of ``ray-job.json``.
+
+    Attributes:
+        command: what runs on each machine.
+        cpus: CPUs of each machine to reserve.
+        gpus: GPUs of each machine to reserve; None: all, in a cluster of the job's own, else none.
+        placement: Ray's word for how close the machines are to be.
+        workdir: where the command runs.
+        env: variables for it.
+        recovers: what is left of the job goes on when a machine is lost, and takes another one in.
+        replacements: how many lost machines are replaced.
+        own_cluster: nobody else uses the cluster.
+    """
+
+    command: tuple[str, ...]
+    cpus: tuple[int, ...]
+    gpus: int | None
+    placement: str
+    workdir: str
+    env: Mapping[str, str]
+    recovers: bool = False
+    replacements: int = 0
+    own_cluster: bool = False
+
+    @property
+    def machines(self) -> int:
+        """How many there are."""
+        return len(self.cpus)
+
+    @property
+    def text(self) -> str:
+        """The job as JSON, a line for each attribute."""
+        lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(self).items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def read(cls, path: Path) -> RayJob:
+        """Read a job that :attr:`text` has described."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values |= {name: tuple(values[name]) for name in ("command", "cpus")}
+        return cls(**values)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job; return its exit code."""
+    try:
+        job = RayJob.read(Path(argv[0]))
+        # It tells why each attempt to connect has failed, and would try twenty times.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
+        ray = import_ray()
+        from paceline.launchers.ray.following import Following
+
+        _connect(ray)
+        try:
+            return Following(ray, job).run()
+        finally:
+            ray.shutdown()
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _connect(ray: ModuleType) -> None:
+    """Become a driver of the cluster that RAY_ADDRESS names.
+
+    Raises:
+        LaunchError: it does not answer, or refuses.
+    """
+    address = os.environ["RAY_ADDRESS"]
+    if address != "auto":
+        # Ray itself would try for many minutes.
+        endpoint = parse_endpoint(address.removeprefix("ray://"), "--address")
+        try:
+            socket.create_connection(endpoint, timeout=_CONNECT_S).close()
+        except OSError as error:
+            raise LaunchError(
+                f"no Ray cluster answers at --address {address}: {error}. Start one there, or leave "
+                "--address and RAY_ADDRESS out, for a cluster of the job's own."
+            ) from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except Exception as error:
+        raise LaunchError(
+            f"the Ray cluster at {address} cannot be used: {error}. Something answers there: is it a Ray "
+            "cluster, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""Lock-free training in shared memory (``--strategy hogwild``).
+
+All processes of one machine compute whole steps and update the same parameters in place, without a lock:
+Recht et al., "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", 2011. What one
+reads may be half of another one's update. Each process has optimizer state of its own, moved by its own
+gradients; the first one's is saved. Only the numbers of the steps are handed out under a lock, so that each
+is computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from paceline.distributed.mesh import Mesh
+from paceline.distributed.reducer import StepSums
+from paceline.distributed.shared_memory import map_shared
+from paceline.distributed.world import World, lost_peers_reported
+from paceline.errors import ConfigError, NonFiniteLossError
+from paceline.membership.member import Member
+from paceline.training.non_finite import describe_non_finite
+from paceline.training.run import Run
+from paceline.training.stretches import StretchTrainer
+
+_ALIGNMENT = 64
+_TAKEN, _APPLIED = 0, 1
+
+
+class SharedModel:
+    """A model's trainable parameters, and two counters, in memory that all processes of a machine share.
+
+    Args:
+        module: its parameters are moved there, with rank 0's values.
+        world: the ranks; all of them make it together.
+        lock_at: a directory that is locked while somebody counts.
+
+    Raises:
+        ConfigError: the ranks cannot share memory, or there is too little.
+    """
+
+    def __init__(self, module: nn.Module, world: World, lock_at: str) -> None:
+        if not world.one_host or world.device.type != "cpu":
+            raise ConfigError(
+                "--strategy hogwild shares memory between the processes of one machine, on its CPU. "
+                "Use --strategy ps --ps-mode async, which sends messages, or --device cpu."
+            )
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        starts, end = [], _ALIGNMENT
+        for parameter in trainable:
+            starts.append(end)
+            end += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
+        try:
+            memory = map_shared(world, end)
+        except OSError as error:
+            raise ConfigError(f"--strategy hogwild needs {error}.") from error
+        self._counters = torch.frombuffer(memory, dtype=torch.int64, count=2)
+        shared = []
+        for parameter, start in zip(trainable, starts, strict=True):
+            flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=start)
+            shared.append(flat.as_strided(parameter.shape, torch.empty_like(parameter).stride()))
+            if world.rank == 0:
+                shared[-1].copy_(parameter.detach())
+        world.barrier()
+        for parameter, place in zip(trainable, shared, strict=True):
+            parameter.data = place
+        self._lock = os.open(lock_at, os.O_RDONLY)
+
+    def begin(self, world: World) -> None:
+        """Count from 0 again; all ranks call this together."""
+        world.barrier()
+        if world.rank == 0:
+            self._counters.zero_()
+        world.barrier()
+
+    def take(self, limit: int) -> int | None:
+        """The number of the next step; None where ``limit`` steps are taken."""
+        with self._locked():
+            taken = int(self._counters[_TAKEN])
+            if taken == limit:
+                return None
+            self._counters[_TAKEN] = taken + 1
+        return taken
+
+    def applied(self) -> int:
+        """How many updates were made."""
+        return int(self._counters[_APPLIED])
+
+    def apply(self) -> int:
+        """Count an update; return how many were made before it."""
+        with self._locked():
+            before = int(self._counters[_APPLIED])
+            self._counters[_APPLIED] = before + 1
+        return before
+
+    def close(self) -> None:
+        """Let go of the lock; the memory goes with the parameters."""
+        os.close(self._lock)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+class HogwildTrainer(StretchTrainer):
+    """Trains with all processes updating one model.
+
+    A cut comes at least every ``--log-every`` steps: nobody sees what the others do before.
+    """
+
+    def __init__(self, run: Run, member: Member | None = None) -> None:
+        super().__init__(run, member)
+        self._worker_steps: list[int] = []
+
+    def attach(self, mesh: Mesh) -> None:
+        self._model = SharedModel(self.state.module, mesh.world, str(self.run.directory.path))
+        self._of_world.callback(self._model.close)
+        super().attach(mesh)
+        self._scheduled = self.state.progress.step
+        self._worker_steps = [0] * mesh.world.world_size
+
+    @property
+    def findings(self) -> dict[str, Any]:
+        return {**super().findings, "worker_steps": self._worker_steps}
+
+    def _stretch(self, steps: int) -> None:
+        steps = min(steps, self.run.config.log_every)
+        progress, world = self.state.progress, self.world
+        first, first_in_epoch = progress.step, progress.step_in_epoch
+        before = [buffer.clone() for buffer in self.state.module.buffers()]
+        self._model.begin(world)
+        done: list[tuple[int, dict[str, Any], int]] = []
+        with self.replica.changing():
+            while (number := self._model.take(steps)) is not None:
+                applied = self._model.applied()
+                sums = self._compute(first + number, first_in_epoch + number)
+                if not sums.finite:
+                    at = dataclasses.replace(progress, step_in_epoch=first_in_epoch + number)
+                    raise NonFiniteLossError(
+                        describe_non_finite(self.run.directory, at, self.run.data.order, sums)
+                    )
+                self._move_schedules_to(first + number)
+                self._update()
+                self._scheduled += 1
+                done.append((number, {**dataclasses.asdict(sums), "rows": []}, self._model.apply() - applied))
+                self.monitor.timer.mark("optimizer")
+                world.activity.begin("step")
+            progress.step = first
+            world.activity.begin("waiting")
+            told = world.all_gather_json(done)
+            world.activity.begin("step")
+            self._merge_buffers(before, len(done))
+            for _, sums_of_step, behind in sorted(entry for of_rank in told for entry in of_rank):
+                self._commit(StepSums(**sums_of_step), (), {})
+                self.staleness.observe(behind)
+            self._move_schedules_to(progress.step)
+        for rank, of_rank in enumerate(told):
+            self._worker_steps[rank] += len(of_rank)
+
+    def _move_schedules_to(self, step: int) -> None:
+        """Have the learning rates be those of a step, whoever made the steps before."""
+        with warnings.catch_warnings():
+            # A process may get its first step late.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            while self._scheduled < step:
+                for scheduler in self.state.schedulers.values():
+                    if not isinstance(scheduler, ReduceLROnPlateau):
+                        scheduler.step()
+                self._scheduled += 1
+
+    @torch.no_grad()
+    def _merge_buffers(self, before: list[torch.Tensor], steps: int) -> None:
+        """Every process has buffers of its own between two cuts: take their mean, and add up counters."""
+        world = self.world
+        if world.group is None:
+            return
+        total = torch.tensor([float(steps)])
+        world.activity.enter("all-reduce")
+        with lost_peers_reported():
+            dist.all_reduce(total, group=world.group)
+            for buffer, old in zip(self.state.module.buffers(), before, strict=True):
+                if buffer.is_floating_point():
+                    summed = buffer.double() * steps
+                    dist.all_reduce(summed, group=world.group)
+                    buffer.copy_(summed / float(total))
+                elif buffer.dtype != torch.bool:
+                    change = buffer - old
+                    dist.all_reduce(change, group=world.group)
+                    buffer.copy_(old + change)
+        world.activity.leave()

@@ -1,0 +1,74 @@
+"""mpirun and horovodrun in the script of a Slurm job, compared whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.launchers.base import JobSpec, get_launcher
+from paceline.launchers.slurm.options import SlurmOptions
+from paceline.launchers.slurm.script import BODIES
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+def job(**fields: object) -> JobSpec:
+    defaults = {
+        "command": ("./hello",),
+        "name": "hello",
+        "directory": Path("/jobs/hello-1"),
+        "python": "python",
+    }
+    return JobSpec(**{**defaults, "nodes": (2, 2), "nproc": (2,), **fields})  # type: ignore[arg-type]
+
+
+def body(spec: JobSpec) -> str:
+    assert "#SBATCH --ntasks-per-node=2\n" in get_launcher("slurm").render(spec, SlurmOptions()).text
+    return "\n".join(BODIES[spec.inner](spec, "", True))
+
+
+def test_mpirun() -> None:
+    assert (
+        body(job(inner="mpi", contract="mpi"))
+        == """\
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+mpirun -np 4 --map-by ppr:2:node:OVERSUBSCRIBE --bind-to none ./hello &
+steps+=("$!")
+wait_for "$!"
+code=$?"""
+    )
+
+
+def test_mpirun_is_asked_to_stop_by_the_signal_that_it_passes_on() -> None:
+    text = body(job(inner="mpi", is_task=True, run=Path("/runs/a")))
+    assert "\ntrap 'pass_on USR1' TERM INT\nmpirun -np 4 " in text
+    assert "paceline.launchers.rank" in text
+    assert "--master-port 29697" in text
+
+
+def test_horovodrun_as_the_handbooks_have_it() -> None:
+    assert (
+        body(job(inner="horovod", contract="horovod", interface="ib0", command=("python", "train.py")))
+        == """\
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"
+horovodrun -np 4 --gloo --network-interface ib0 -H "$hosts" python train.py &
+steps+=("$!")
+wait_for "$!"
+code=$?"""
+    )
+
+
+def test_a_number_of_machines_that_may_change_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--nodes 1:2: --inner mpi needs one number"):
+        get_launcher("slurm").render(job(inner="mpi", nodes=(1, 2)), SlurmOptions())

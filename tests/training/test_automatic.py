@@ -1,0 +1,96 @@
+"""What ``--strategy auto`` comes to mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.config import RunConfig
+from paceline.errors import ConfigError
+from paceline.recipes.transformer import Transformer
+from paceline.training import automatic
+from paceline.training.automatic import require_replaceable, settle_strategy
+
+MIB = 2**20
+CONFIG = RunConfig(task="transformer", reduction="fast", shards=2, global_batch_size=2)
+
+
+@dataclass
+class Counted(Transformer):
+    """A transformer of 38 MiB of parameters, which counts how often it is built."""
+
+    layers: int = 8
+    width: int = 320
+    context: int = 16
+    built: int = 0
+
+    def build_model(self) -> nn.Module:
+        self.built += 1
+        return super().build_model()
+
+
+def settled(memory: int, config: RunConfig = CONFIG, **changes: Any) -> tuple[RunConfig, str | None]:
+    arguments = {"world_size": 2, "memory": memory, "device": "cpu", **changes}
+    return settle_strategy(config, Counted(), **arguments)
+
+
+def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured"))
+    before = torch.get_rng_state()
+    assert settled(1024 * MIB) == (CONFIG, None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_does_not_fit_ddp_is_split_and_said() -> None:
+    config, note = settled(130 * MIB)
+    assert config.methods != ("ddp",)
+    assert note is not None
+    assert note.startswith(f"strategy: {config.mesh or config.strategy}. ddp needs 0.1")
+    # Nothing else is decided: the bits are the same.
+    assert dataclasses.replace(config, strategy="auto", mesh=None) == CONFIG
+
+
+def test_what_fits_after_all_is_ddp() -> None:
+    assert settled(300 * MIB) == (CONFIG, None)
+
+
+def test_where_nothing_fits_it_is_ddp_and_said() -> None:
+    config, note = settled(MIB)
+    assert config == CONFIG
+    assert note is not None
+    assert note.endswith("paceline plan finds no other that fits")
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [({"strategy": "ddp"}, 2), ({"mesh": "dp=2"}, 2), ({"reduction": "torch"}, 2), ({}, 1)],
+)
+def test_what_was_asked_for_stays(options: dict[str, Any], world: int) -> None:
+    config = dataclasses.replace(CONFIG, **options)
+    assert settled(MIB, config, world_size=world) == (config, None)
+
+
+def test_a_model_that_cannot_be_built_without_content_is_left_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "build_model", lambda self: torch.zeros(1).item())
+    assert settled(MIB) == (CONFIG, None)
+
+
+def test_in_place_recovery_names_what_to_give() -> None:
+    chosen = dataclasses.replace(CONFIG, strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"only ddp can replace .* Give --strategy fsdp"):
+        require_replaceable(chosen, CONFIG)
+    require_replaceable(CONFIG, CONFIG)
+    require_replaceable(chosen, chosen)
+    restarted = dataclasses.replace(CONFIG, recover="restart")
+    require_replaceable(dataclasses.replace(restarted, strategy="fsdp"), restarted)
+
+
+def test_processes_share_the_machine() -> None:
+    cpu = torch.device("cpu")
+    one = automatic.memory_of_process(cpu, 1)
+    assert automatic.memory_of_process(cpu, 4) == one // 4

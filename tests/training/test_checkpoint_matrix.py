@@ -1,0 +1,60 @@
+"""A checkpoint that was written under each strategy is continued under each other one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.states import newest
+
+RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "mp": 2, "ps": 2, "tp": 2}
+OPTIONS: dict[str, dict[str, Any]] = {"dp": {"dp_devices": 2}}
+EXACT = [name for name in RANKS if name != "tp"]
+
+
+def job(strategy: str, path: Path) -> dict[str, Any]:
+    options = {"max_steps": 3, "checkpoint_every": ["2steps"], "eval_every": "never", "run": str(path)}
+    return {"task": "Layered", "options": {**options, "strategy": strategy, **OPTIONS.get(strategy, {})}}
+
+
+def trained(start_trainings: Any, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the jobs came to; each is called after its strategy, or ends in -STRATEGY."""
+    groups = [
+        start_trainings({n: j for n, j in jobs.items() if RANKS[n.rpartition("-")[2]] == ranks}, ranks=ranks)
+        for ranks in (1, 2)
+    ]
+    return {name: result for group in groups for name, result in group.results().items()}
+
+
+@pytest.mark.timeout(600)
+def test_every_strategy_continues_every_others_run(start_trainings: Any, tmp_path: Path) -> None:
+    written = trained(start_trainings, {name: job(name, tmp_path / name) for name in RANKS})
+    assert {written[name]["model_sha256"] for name in EXACT} == {written["single"]["model_sha256"]}
+
+    def after_two_steps(name: str, other: str) -> Path:
+        path = tmp_path / f"{name}-{other}"
+        shutil.copytree(tmp_path / name, path)
+        (path / "result.json").unlink()
+        for checkpoint in (path / "checkpoints").glob("step-00000003-*"):
+            shutil.rmtree(checkpoint)
+        return path
+
+    continued = trained(
+        start_trainings,
+        {f"{one}-{other}": job(other, after_two_steps(one, other)) for one in RANKS for other in RANKS},
+    )
+    errors = {name: result["message"] for name, result in continued.items() if "error" in result}
+    assert errors == {}
+    assert {result["restarts"] for result in continued.values()} == {1}
+    for one in RANKS:
+        # The third step has the same bits, whoever makes it: so they began with the same ones.
+        expected = written if one != "tp" else {"single": continued["tp-ddp"]}
+        assert {continued[f"{one}-{other}"]["model_sha256"] for other in EXACT} == {
+            expected["single"]["model_sha256"]
+        }
+        model, reference = newest(tmp_path / f"{one}-tp")["model"], newest(tmp_path / "single")["model"]
+        for name, tensor in reference.items():
+            torch.testing.assert_close(model[name], tensor, rtol=1e-4, atol=1e-5)
