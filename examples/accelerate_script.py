@@ -33,10 +33,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.05)
     options = parser.parse_args()
 
-    accelerator = Accelerator()
     set_seed(1)
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+    # Before the processes connect: what the first optimizer imports would hold on to their group, whose
+    # threads then abort the interpreter at its end now and then.
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    accelerator = Accelerator()
     loader = DataLoader(points(512), batch_size=32, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
@@ -55,6 +57,8 @@ def main() -> None:
         f"{len(loader)} batches an epoch, weights {digest}",
         flush=True,
     )
+    # DistributedDataParallel holds on to the group, too: it goes first.
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 
 

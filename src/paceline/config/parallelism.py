@@ -24,12 +24,14 @@ class Traits:
         reductions: the values of ``--reduction`` that it takes.
         sums_itself: what the strategy does with gradients in place of ``--reduction``, where it does.
         flexible: ranks may come and go while others go on, and their shares of the work may differ.
+        shards_state: a rank holds a part of the state only: what is saved has to be gathered.
         refuses: options that do not work with it.
     """
 
     reductions: tuple[str, ...] = ("exact", "fast")
     sums_itself: str | None = None
     flexible: bool = False
+    shards_state: bool = False
     refuses: tuple[str, ...] = ()
 
 
@@ -37,11 +39,11 @@ STRATEGIES = {
     "single": Traits(flexible=True),
     "dp": Traits(refuses=("compile", "verify_every", "spares")),
     "ddp": Traits(reductions=("exact", "fast", "torch"), flexible=True),
-    "zero1": Traits(refuses=("spares",)),
-    "fsdp": Traits(refuses=("verify_every", "compile", "spares")),
-    "tp": Traits(refuses=("verify_every", "ema", "compile", "spares")),
-    "pp": Traits(refuses=("verify_every", "ema", "compile", "spares")),
-    "mp": Traits(refuses=("verify_every", "ema", "compile", "spares")),
+    "zero1": Traits(shards_state=True, refuses=("spares",)),
+    "fsdp": Traits(shards_state=True, refuses=("verify_every", "compile", "spares")),
+    "tp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
+    "pp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
+    "mp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
     "horovod": Traits(reductions=("exact",), sums_itself="horovod"),
     "hogwild": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
     "ps": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
@@ -209,6 +211,11 @@ class ParallelOptions(ServerOptions):
         if axes:
             return tuple(OF_AXIS[axis] for axis in axes)
         return ("ddp" if self.strategy == "auto" else self.strategy,)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether a rank holds a part of the state only."""
+        return any(STRATEGIES[name].shards_state for name in self.methods)
 
     @property
     def summed_by(self) -> str:

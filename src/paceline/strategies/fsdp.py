@@ -43,7 +43,6 @@ class FullyShard:
         config: which modules are gathered as one block, and how; "auto" is :data:`AUTO_WRAP`.
     """
 
-    shards_state = True
     in_step = True
 
     def __init__(self, mesh: Mesh, config: RunConfig) -> None:

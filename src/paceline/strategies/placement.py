@@ -28,11 +28,9 @@ class Placement(Protocol):
     """Lays a model out before anything is built from its parameters.
 
     Attributes:
-        shards_state: whether a rank holds a part of the state only: what is saved has to be gathered then.
         in_step: whether whoever calls the model needs the other ranks to call theirs.
     """
 
-    shards_state: bool
     in_step: bool
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
@@ -77,7 +75,6 @@ class InTurn:
         layouts: what lays out, the one of the outermost axis of the mesh first.
     """
 
-    shards_state = True
     in_step = True
 
     def __init__(self, layouts: Sequence[Placement]) -> None:
@@ -107,7 +104,6 @@ class InTurn:
 class Whole:
     """Every rank holds the whole model."""
 
-    shards_state = False
     in_step = False
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:

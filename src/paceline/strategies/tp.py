@@ -53,7 +53,6 @@ class TensorParallel:
         along_sequence: also split what lies between the layers, as the task says.
     """
 
-    shards_state = True
     in_step = True
 
     def __init__(self, mesh: Mesh, task: Task, *, along_sequence: bool) -> None:

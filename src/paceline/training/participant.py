@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from paceline.callback import Group
@@ -41,7 +42,6 @@ class Participant:
         run: what is trained.
         loader: of the training data.
         replica: this rank's copy of the state.
-        validation: the evaluations that are made on the way.
         samples: of the steps that this process took part in.
         checkpointer: writes its checkpoints, in whichever world it is rank 0.
         mesh, world: the ranks; from :meth:`attach` on, like ``balance``, ``strategy``, ``verifier``,
@@ -80,7 +80,6 @@ class Participant:
         self.replica = Replica(run)
         self._resources.callback(self.replica.close)
         self.loader = self.replica.loader = self._resources.enter_context(closing(run.build_loader()))
-        self.validation = self._resources.enter_context(closing(Validation(run)))
         self.checkpointer = self._resources.enter_context(open_checkpointer(run))
 
     def __enter__(self) -> Self:
@@ -91,6 +90,11 @@ class Participant:
             self._of_world.__exit__(*error)
         finally:
             self._resources.__exit__(*error)
+
+    @cached_property
+    def validation(self) -> Validation:
+        """The evaluations that are made on the way; what they need of the task may need its model."""
+        return self._resources.enter_context(closing(Validation(self.run)))
 
     @property
     def state(self) -> TrainingState:

@@ -34,6 +34,9 @@ class Replica:
 
     Args:
         run: what is trained.
+
+    Raises:
+        UserError: the task's model or optimizers cannot be built.
     """
 
     loader: Loader
@@ -41,7 +44,8 @@ class Replica:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._placement: Placement = Whole()
-        self._state: TrainingState | None = None
+        # Where each rank holds all of it: who cannot build it says so before others wait for this one.
+        self._state: TrainingState | None = None if run.config.shards_state else self._new_state()
         self.valid, self._pristine = False, True
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
 
@@ -112,12 +116,12 @@ class Replica:
         self.valid = False
         self.recent.clear()
         self._placement = self._run.build_placement(mesh, FirstBatch(self._run))
-        if self._placement.shards_state or not self._pristine:
+        if self._run.config.shards_state or not self._pristine:
             self.close()  # before another one takes its place in memory
         if saved is not None:
             self.take(saved)
             return
-        if not self._placement.shards_state:
+        if not self._run.config.shards_state:
             # A model may be built with randomness that no seed of torch's reaches.
             mesh.world.broadcast_module(self.state.module)
             if self.state.ema is not None:

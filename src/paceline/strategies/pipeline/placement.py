@@ -36,7 +36,6 @@ class Staged:
         rehearsal: what may be tried of the task.
     """
 
-    shards_state = True
     in_step = True
 
     def __init__(
