@@ -35,7 +35,6 @@ class ShardedOptimizers(Whole):
         ConfigError: there is only one process.
     """
 
-
     def __init__(self, mesh: Mesh) -> None:
         if mesh.world.world_size == 1:
             raise ConfigError(
