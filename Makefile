@@ -75,9 +75,11 @@ install: $(VENV)/.paceline ## Install Paceline into .venv
 install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
 
 # Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without; for
-# tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a Slurm cluster with its accounting.
+# tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a browser for the pages; a Slurm
+# cluster with its accounting.
 test-packages:
 	@scripts/apt-install dataset-fashion-mnist g++ iproute2 nftables faketime openssh-client openssh-server \
+		chromium chromium-driver \
 		$$($(BIN)/python scripts/python_headers.py) \
 		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core
 
