@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnwritableError,
         UserError,
     )
+    from paceline.inference import Inference, TensorSpec
     from paceline.launchers.submitit.functions import FunctionJob
     from paceline.task import Defaults, Loss, Task
 
@@ -44,6 +45,7 @@ __all__ = [
     "Defaults",
     "FunctionJob",
     "HangError",
+    "Inference",
     "IrreproducibleStepError",
     "LaunchError",
     "Loss",
@@ -58,6 +60,7 @@ __all__ = [
     "Task",
     "TaskError",
     "TaskJob",
+    "TensorSpec",
     "UnwritableError",
     "UserError",
     "__version__",
@@ -69,6 +72,7 @@ __all__ = [
 _HOME = {
     "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
     "paceline.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
+    "paceline.inference": ("Inference", "TensorSpec"),
     "paceline.launchers.submitit.functions": ("FunctionJob",),
     "paceline.task": ("Defaults", "Loss", "Task"),
 }

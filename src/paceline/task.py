@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from paceline.callback import BatchPlace, Callback, Horizon
+    from paceline.inference import Inference
 
 RECIPES = {
     "fashion-mnist": "paceline.recipes.fashion_mnist:FashionMNIST",
@@ -145,6 +146,24 @@ class Task:
         tuple is unpacked). None: they are found by tracing the model's forward.
         """
         return None
+
+    def build_inference(self, model: nn.Module) -> Inference | None:
+        """Return what the trained model does for others: what is exported, served and analysed.
+
+        ``model`` is in evaluation mode; the returned module holds it. None: it is only trained.
+        """
+        return None
+
+    def inference_batch(self, batch: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Split a batch of a dataset: the inputs of :meth:`build_inference`'s module, and what it should say.
+
+        Returns:
+            The inputs in their order; and the number of each sample's class, int64 (B,), or None where
+            there are no classes.
+        """
+        raise TaskError(
+            f"{type(self).__name__} defines build_inference and must define inference_batch(self, batch)."
+        )
 
     def begin_batch(self, place: BatchPlace) -> None:
         """Note where the batch stands that :meth:`loss` or :meth:`metrics` is called with next."""

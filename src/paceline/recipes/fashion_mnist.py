@@ -14,10 +14,17 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from paceline.data.fashion_mnist import FILES, load_fashion_mnist
+from paceline.inference import Inference, TensorSpec
 from paceline.task import Defaults, Task
 
 PIXEL_MEAN, PIXEL_STD = 0.2860, 0.3530
 """Of the 60,000 training images, on a scale of 0 to 1."""
+
+LABELS = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+"""The classes, by number."""
 
 
 @dataclass
@@ -80,6 +87,38 @@ class FashionMNIST(Task):
             "accuracy": (logits.argmax(dim=1) == labels).float(),
             "loss": functional.cross_entropy(logits, labels, reduction="none"),
         }
+
+    def build_inference(self, model: nn.Module) -> Inference:
+        """Images as the dataset has them, uint8 (B, 1, 28, 28), -> probabilities (B, 10) and labels (B,)."""
+        return Inference(
+            module=Classifier(model),
+            inputs={"image": TensorSpec(dtype="uint8", shape=(1, 28, 28))},
+            outputs={
+                "probabilities": TensorSpec(dtype="float32", shape=(len(LABELS),)),
+                "label": TensorSpec(dtype="int64"),
+            },
+            labels=LABELS,
+            probabilities="probabilities",
+            label="label",
+        )
+
+    def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The images; their labels."""
+        images, labels = batch
+        return [images], labels
+
+
+class Classifier(nn.Module):
+    """From pixels to classes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Images, uint8 (B, 1, 28, 28) -> probabilities, float32 (B, 10), and labels, int64 (B,)."""
+        logits = self.model(normalise(image))
+        return {"probabilities": logits.softmax(dim=1), "label": logits.argmax(dim=1)}
 
 
 @dataclass

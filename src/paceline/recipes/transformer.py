@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.data.stdlib_text import load_stdlib_text
 from paceline.errors import TaskError
+from paceline.inference import Inference, TensorSpec
 from paceline.task import Defaults, Task
 
 if TYPE_CHECKING:
@@ -150,6 +151,38 @@ class Transformer(Task):
             "bits_per_byte": nats.mean(dim=1) / math.log(2),
             "accuracy": (logits.argmax(dim=2) == targets).float().mean(dim=1),
         }
+
+    def build_inference(self, model: nn.Module) -> Inference:
+        """Bytes, int64 (B, T) with T at most ``context``, -> the next one's probabilities, (B, V)."""
+        return Inference(
+            module=NextByte(model),
+            inputs={"bytes": TensorSpec(dtype="int64", shape=(None,))},
+            outputs={
+                "probabilities": TensorSpec(dtype="float32", shape=(self.vocabulary,)),
+                "byte": TensorSpec(dtype="int64"),
+            },
+            probabilities="probabilities",
+            label="byte",
+        )
+
+    def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """All bytes of a window but the last; that one."""
+        (windows,) = batch
+        tokens = windows.long()
+        return [tokens[:, :-1]], tokens[:, -1]
+
+
+class NextByte(nn.Module):
+    """What comes after a text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Bytes, int64 (B, T) -> the next one's probabilities, (B, vocabulary), and the likeliest, (B,)."""
+        logits = self.model(tokens_BT)[:, -1]
+        return {"probabilities": logits.softmax(dim=1), "byte": logits.argmax(dim=1)}
 
 
 class Decoder(nn.Module):
