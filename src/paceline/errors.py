@@ -7,6 +7,9 @@
     │   ├── ConfigError           an option, or a combination of options
     │   ├── TaskError             the task's name, file, fields or methods
     │   ├── DataError             a dataset, a sample or a download
+    │   ├── ExportError           a model that cannot be exported, or comes out as something else
+    │   ├── PackageError          a package that does not verify, or none where one was named
+    │   │   └── UntrustedError    ... whose program may run code, and that nobody trusted yet
     │   └── RunDirectoryError     a run directory that is foreign or unusable
     │       ├── RunInUseError     ... that another process works in
     │       └── UnwritableError   ... whose disk is full, read-only or broken
@@ -46,6 +49,18 @@ class TaskError(UserError):
 
 class DataError(UserError):
     """A dataset is missing, damaged, or yields what it should not."""
+
+
+class ExportError(UserError):
+    """A model cannot be exported in a format, or what came out computes something else."""
+
+
+class PackageError(UserError):
+    """A package is damaged, is not what its manifest says, or is not there."""
+
+
+class UntrustedError(PackageError):
+    """A package's program may run code, and the user has not said that it may."""
 
 
 class RunDirectoryError(UserError):
