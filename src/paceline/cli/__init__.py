@@ -37,6 +37,8 @@ _COMMANDS = {
     "verify": ("verify:verify", "Train under every strategy, and compare with one process."),
     "scan": ("scan:scan", "Train with several numbers of processes, and say how well it scales."),
     "plan": ("plan:plan", "Predict memory and step time of each strategy, and recommend one."),
+    "export": ("export:export", "Export a run's model as a package."),
+    "registry": ("registry:app", "List, tag, copy and roll back packages."),
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }

@@ -72,9 +72,14 @@ class Tag:
         tag = cls(fields.text("digest"), fields.texts("earlier"))
         fields.end()
         for digest in (tag.digest, *tag.earlier):
-            if not _DIGEST.fullmatch(digest):
+            if not is_digest(digest):
                 raise PackageError(f"{where} holds {digest!r:.80}, which is no digest.")
         return tag
+
+
+def is_digest(text: str) -> bool:
+    """Whether this is a whole digest."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def parse_reference(text: str) -> Reference:
@@ -133,7 +138,7 @@ class Registry:
     def digests(self) -> list[str]:
         """Of all packages."""
         with suppress(FileNotFoundError):
-            return sorted(entry.name for entry in self.packages.iterdir() if _DIGEST.fullmatch(entry.name))
+            return sorted(entry.name for entry in self.packages.iterdir() if is_digest(entry.name))
         return []
 
     def references(self) -> dict[Reference, Tag]:
@@ -171,7 +176,7 @@ class Registry:
             matches = [digest for digest in self.digests() if digest.startswith(match[1])]
             if len(matches) == 1:
                 return matches[0]
-            if matches or text.startswith("sha256:") or _DIGEST.fullmatch(text):
+            if matches or text.startswith("sha256:") or is_digest(text):
                 problem = (
                     f"is the beginning of {len(matches)} digests" if matches else "is no package's digest"
                 )

@@ -1,0 +1,136 @@
+"""``paceline export RUN``: a run's model as a package that serving needs no user code for."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from paceline.packages.package import Package
+
+
+def export(
+    run: Path,
+    *,
+    checkpoint: str | None = None,
+    format: Annotated[
+        tuple[Literal["safetensors", "pt2", "onnx"], ...], Parameter(consume_multiple=True, negative="")
+    ] = ("safetensors", "pt2"),
+    quantize: Literal["int8", "bf16"] | None = None,
+    name: str | None = None,
+    tag: str = "latest",
+    tolerance: float | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Export the model of RUN as a package into the registry, compared with the trained model.
+
+    A package holds the weights, its inputs and outputs, labels, metrics, where it comes from and a model
+    card. It is named by the SHA-256 of all that, and by NAME@TAG. The outputs of every format are compared
+    with the trained model's on the test split; where they differ too much, nothing is exported.
+
+    Parameters
+    ----------
+    run
+        The run's directory.
+    checkpoint
+        best, last or a step. Default: the best where the run knows one, else the last.
+    format
+        What the package holds beside the weights: pt2 runs without the task's code, onnx without torch.
+    quantize
+        Keep weight matrices as int8 (a quarter of the size) or bf16 (half).
+    name
+        The package's name. Default: the task's.
+    tag
+        NAME@TAG means this package from now on.
+    tolerance
+        What an output may differ by. Default: 0.0001 of the largest output; with --quantize, 99 % (int8) or
+        99.5 % (bf16) of the labels must be equal.
+    json
+        Print one JSON object: the package's directory, digest, reference and differences.
+    """
+    from paceline.exporting.package_writer import ExportRequest
+    from paceline.exporting.package_writer import export as export_run
+    from paceline.packages.registry import Registry
+
+    request = ExportRequest(
+        run=run,
+        checkpoint=checkpoint,
+        formats=format,
+        quantization=quantize,
+        name=name,
+        tag=tag,
+        tolerance=tolerance,
+    )
+    with _progress(json) as (on_stage, on_progress):
+        package, reference = export_run(request, Registry.of_user(), on_stage, on_progress)
+    if json:
+        print(json_module.dumps({**as_json(package), "reference": str(reference)}))
+    else:
+        print_package(package, str(reference))
+    return 0
+
+
+def as_json(package: Package) -> dict[str, Any]:
+    """A package as JSON types."""
+    return {
+        "package": str(package.path),
+        "digest": package.digest,
+        "manifest": json_module.loads(package.manifest.to_bytes()),
+    }
+
+
+def print_package(package: Package, title: str) -> None:
+    """A package for people."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    manifest = package.manifest
+    console = Console(highlight=False)
+    console.print(title, style="bold", markup=False)
+    rows = {
+        "package": str(package.path),
+        "digest": package.digest,
+        "task": manifest.provenance.task,
+        "run": f"{manifest.provenance.run}, step {manifest.provenance.step}",
+        "metrics": ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items()),
+        "quantized": manifest.quantization or "no",
+    }
+    for name, value in rows.items():
+        console.print(f"  {name:<10}{value}", markup=False, soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in ("format", "file"):
+        table.add_column(column, no_wrap=True)
+    for column in ("size", "difference", "equal labels", "samples"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for kind, difference in manifest.differences.items():
+        file = manifest.programs.get(kind, manifest.weights)
+        equal = "" if difference.equal_labels is None else f"{difference.equal_labels:.2%}"
+        size = decimal(manifest.files[file].size)
+        table.add_row(kind, file, size, f"{difference.largest:.3g}", equal, f"{difference.samples:,}")
+    console.print(table)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
+    """A bar on a terminal: what is done now, and how many samples are compared."""
+    if quiet or not sys.stderr.isatty():
+        yield (lambda stage: None), (lambda done, total: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield (
+            lambda stage: progress.update(task, description=stage),
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )

@@ -1,0 +1,258 @@
+"""``paceline registry``: packages by name and tag; listed, compared, copied, rolled back."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from paceline.errors import PackageError
+
+if TYPE_CHECKING:
+    from paceline.packages.transfer import OnBytes, Transferred
+
+app = App(name="registry", help="List, tag, copy and roll back packages.")
+
+What = Annotated[str, Parameter(help="NAME@TAG, NAME (its latest), or a digest or the beginning of one.")]
+Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
+
+
+@app.command
+def ls(*, json: Json = False) -> int:
+    """List the packages of the registry, with their tags."""
+    from paceline.packages.package import read_manifest
+    from paceline.packages.registry import Registry
+    from paceline.packages.trust import trusted
+
+    registry = Registry.of_user()
+    tags: dict[str, list[str]] = {}
+    for reference, tag in registry.references().items():
+        tags.setdefault(tag.digest, []).append(str(reference))
+    rows = []
+    known = trusted()
+    for digest in registry.digests():
+        row = {"digest": digest, "tags": tags.get(digest, []), "trusted": digest in known, "problem": None}
+        try:
+            manifest, _ = read_manifest(registry.path_of(digest))
+            row |= {
+                "name": manifest.name,
+                "created": manifest.created,
+                "formats": [*manifest.differences],
+                "quantization": manifest.quantization,
+                "size_bytes": manifest.size_bytes,
+                "run": manifest.provenance.run,
+                "step": manifest.provenance.step,
+                "metrics": dict(manifest.metrics),
+            }
+        except PackageError as error:
+            row["problem"] = str(error)
+        rows.append(row)
+    rows.sort(key=lambda row: str(row.get("created", "")))
+    if json:
+        print(json_module.dumps(rows))
+    elif not rows:
+        print(f"The registry {registry.path} is empty. paceline export RUN puts a package into it.")
+    else:
+        _print_table(rows)
+    return 0
+
+
+@app.command
+def show(package: str, *, json: Json = False) -> int:
+    """Show a package, after verifying every byte of it.
+
+    Parameters
+    ----------
+    package
+        Its directory, NAME@TAG, NAME (its latest), or a digest or the beginning of one.
+    """
+    from paceline.cli.export import as_json, print_package
+    from paceline.packages.package import open_package
+    from paceline.packages.trust import trusted
+
+    opened = open_package(package)
+    is_trusted = opened.digest in trusted()
+    if json:
+        print(json_module.dumps({**as_json(opened), "trusted": is_trusted}))
+    else:
+        print_package(opened, opened.manifest.name)
+        if "pt2" in opened.manifest.programs:
+            print(f"Its pt2 program is {'trusted' if is_trusted else 'not trusted: --trust lets it run'}.")
+    return 0
+
+
+@app.command
+def tag(package: What, tag: str, *, json: Json = False) -> int:
+    """Let a tag mean a package from now on.
+
+    Parameters
+    ----------
+    tag
+        NAME@TAG, or TAG for one of the package's own name.
+    """
+    from paceline.packages.manifest import plain_name
+    from paceline.packages.package import open_package
+    from paceline.packages.registry import Reference, Registry, parse_reference
+
+    registry = Registry.of_user()
+    opened = open_package(registry.path_of(registry.resolve(package)))
+    reference = (
+        parse_reference(tag) if "@" in tag else Reference(opened.manifest.name, plain_name(tag, "a tag"))
+    )
+    before = registry.find(reference)
+    registry.put_tag(reference, opened.digest)
+    return _said(
+        json,
+        {"reference": str(reference), "digest": opened.digest, "before": before and before.digest},
+        f"{reference} is {opened.digest}" + (f", was {before.digest}." if before else "."),
+    )
+
+
+@app.command
+def untag(reference: str, *, json: Json = False) -> int:
+    """Forget a tag; its package stays.
+
+    Parameters
+    ----------
+    reference
+        NAME@TAG.
+    """
+    from paceline.packages.registry import Registry, parse_reference
+
+    parsed = parse_reference(reference)
+    before = Registry.of_user().remove_tag(parsed)
+    return _said(
+        json,
+        {"reference": str(parsed), "before": before.digest},
+        f"{parsed} is no more; was {before.digest}.",
+    )
+
+
+@app.command
+def rollback(reference: str, *, json: Json = False) -> int:
+    """Let a tag mean again what it meant before.
+
+    Parameters
+    ----------
+    reference
+        NAME@TAG, or NAME (its latest).
+    """
+    from paceline.packages.registry import Registry, parse_reference
+
+    parsed = parse_reference(reference)
+    before, now = Registry.of_user().roll_back(parsed)
+    return _said(
+        json,
+        {"reference": str(parsed), "digest": now.digest, "before": before.digest},
+        f"{parsed} is {now.digest} again, was {before.digest}.",
+    )
+
+
+@app.command
+def push(package: What, to: Path, *, json: Json = False) -> int:
+    """Copy a package, and its tag, into another registry.
+
+    Parameters
+    ----------
+    to
+        The other registry's directory; any static file server can serve it.
+    """
+    from paceline.packages.registry import Registry
+    from paceline.packages.transfer import push as push_package
+
+    with _progress(json) as on_bytes:
+        copied = push_package(package, to, Registry.of_user(), on_bytes)
+    return _copied(json, copied, to)
+
+
+@app.command
+def pull(package: str, source: str, *, json: Json = False) -> int:
+    """Copy a package, and its tag, from another registry; verified whole before it is visible.
+
+    What was fetched of a pull that broke off is not fetched again.
+
+    Parameters
+    ----------
+    package
+        NAME@TAG, NAME (its latest), or a whole digest.
+    source
+        The other registry's directory, or its http(s) URL.
+    """
+    from paceline.packages.registry import Registry
+    from paceline.packages.transfer import pull as pull_package
+
+    registry = Registry.of_user()
+    with _progress(json) as on_bytes:
+        copied = pull_package(package, source, registry, on_bytes)
+    return _copied(json, copied, registry.path)
+
+
+def _copied(json: bool, copied: Transferred, place: Path) -> int:
+    path = place / "packages" / copied.digest
+    name = copied.reference or copied.digest
+    return _said(
+        json,
+        {
+            "package": str(path),
+            "digest": copied.digest,
+            "reference": None if copied.reference is None else str(copied.reference),
+            "fetched_bytes": copied.fetched_bytes,
+        },
+        f"{name} is in {path}; {copied.fetched_bytes:,} bytes were copied.",
+    )
+
+
+def _said(json: bool, document: dict[str, object], text: str) -> int:
+    print(json_module.dumps(document) if json else text)
+    return 0
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[OnBytes]:
+    """A bar on a terminal, by bytes."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print_table(rows: list[dict[str, object]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("digest", "name and tags", "formats", "created"):
+        table.add_column(name, no_wrap=name != "name and tags")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        digest, tags, formats = str(row["digest"]), row["tags"], row.get("formats", [])
+        assert isinstance(tags, list)
+        assert isinstance(formats, list)
+        marks = [str(row["quantization"])] if row.get("quantization") else []
+        marks += ["damaged"] if row["problem"] else [] if row["trusted"] else ["not trusted"]
+        size = row.get("size_bytes")
+        table.add_row(
+            digest[:12],
+            Text(", ".join(tags) or str(row.get("name", ""))),
+            " ".join(formats),
+            str(row.get("created", ""))[:16].replace("T", " "),
+            decimal(size) if isinstance(size, int) else "",
+            ", ".join(marks),
+            style="red" if row["problem"] else None,
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,295 @@
+"""One export: from a run's checkpoint to a package in the registry, refused where a format computes else."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline import __version__
+from paceline.checkpoint.files import write_file
+from paceline.checkpoint.manifest import FileRecord
+from paceline.checkpoint.state import model_sha256
+from paceline.errors import ConfigError, ExportError
+from paceline.exporting.card import model_card
+from paceline.exporting.comparison import OnProgress, batch_inputs, compare, first_layer, problem_of
+from paceline.exporting.loading import load_weights, weights_bytes
+from paceline.exporting.programs import (
+    PROGRAM_FILES,
+    Compute,
+    capture,
+    load_onnx,
+    load_pt2,
+    require_onnx,
+    save_onnx,
+    save_pt2,
+    trace,
+)
+from paceline.exporting.quantization import Quantization, quantize
+from paceline.exporting.source import Trained, inference_of, read_trained, source_sha256
+from paceline.inference import Inference
+from paceline.packages.manifest import Difference, Manifest, Provenance, plain_name
+from paceline.packages.package import Package, verify_package
+from paceline.packages.registry import LATEST, Reference, Registry
+from paceline.packages.trust import trust
+
+WEIGHTS = "weights.safetensors"
+CARD = "README.md"
+FORMATS = ("safetensors", "pt2", "onnx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What is to be exported, and how.
+
+    Attributes:
+        run: the run's directory.
+        checkpoint: "best", "last", a step, or None for the best where there is one.
+        formats: of "safetensors", "pt2", "onnx"; the weights are always exported.
+        quantization: "int8", "bf16" or None.
+        name: of the package; None follows from the task's.
+        tag: that means the package from now on.
+        tolerance: what outputs may differ by; None is by quantization.
+    """
+
+    run: Path
+    checkpoint: str | None = None
+    formats: Sequence[str] = ("safetensors", "pt2")
+    quantization: Quantization | None = None
+    name: str | None = None
+    tag: str = LATEST
+    tolerance: float | None = None
+
+
+def export(
+    request: ExportRequest,
+    registry: Registry,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> tuple[Package, Reference]:
+    """Export a run's model into a registry; nothing is left there where it is refused.
+
+    Args:
+        request: what is asked for.
+        registry: takes the package.
+        on_stage: told what begins.
+        on_progress: told how many samples are compared, of how many.
+
+    Raises:
+        UserError: run, checkpoint, task or options cannot work.
+        ExportError: a format cannot be written, or computes something else than the trained model.
+    """
+    if unknown := set(request.formats) - set(FORMATS):
+        raise ConfigError(f"--format must be of {', '.join(FORMATS)}, but is {min(unknown)!r}.")
+    if request.tolerance is not None and not 0 <= request.tolerance < float("inf"):
+        raise ConfigError(f"--tolerance must be a number from 0, but is {request.tolerance}.")
+    if request.name is not None:
+        plain_name(request.name, "--name")
+    plain_name(request.tag, "--tag")
+    if "onnx" in request.formats:
+        require_onnx()
+    on_stage("reading the run")
+    trained = read_trained(request.run, request.checkpoint)
+    reference = Reference(request.name or default_name(trained), request.tag)
+    on_stage(f"evaluating {trained.split}")
+    metrics = trained.measure()
+    with registry.draft() as draft:
+        weights = _write_weights(trained, request.quantization, draft)
+        reloaded = _reloaded(trained, weights, request.quantization)
+        computes = {
+            "safetensors": _as_compute(reloaded),
+            **_write_programs(trained, reloaded, request.formats, draft, on_stage),
+        }
+        on_stage("comparing")
+        compared = compare(trained, computes, on_progress)
+        for kind, (difference, scale) in compared.items():
+            problem = problem_of(difference, scale, request.quantization, request.tolerance)
+            if problem is not None:
+                raise _refusal(trained, reloaded, kind, problem, request.quantization)
+        differences = {kind: difference for kind, (difference, _) in compared.items()}
+        manifest = _manifest(trained, request, reference.name, metrics, differences, draft)
+        registry.commit(draft, manifest)
+    # What this user exported here may run here.
+    trust(manifest.digest)
+    registry.put_tag(reference, manifest.digest)
+    return verify_package(registry.path_of(manifest.digest)), reference
+
+
+def default_name(trained: Trained) -> str:
+    """A recipe's own name, or the task's class in small letters."""
+    spec = trained.spec.rpartition(":")[2] or trained.spec
+    letters = (c if c.isalnum() and c.isascii() else "-" for c in spec.lower())
+    return "".join(letters).strip("-")[:64].strip("-") or "model"
+
+
+def _write_weights(trained: Trained, quantization: Quantization | None, draft: Path) -> bytes:
+    model = trained.model
+    if quantization is not None:
+        model = deepcopy(model)
+        quantize(model, quantization)
+    content = weights_bytes(model)
+    write_file(draft / WEIGHTS, [content])
+    return content
+
+
+def _reloaded(trained: Trained, weights: bytes, quantization: Quantization | None) -> Inference:
+    """The function as somebody gets it who has the weights and the task."""
+    model = trained.task.build_model().eval().requires_grad_(False)
+    load_weights(model, weights, quantization)
+    return inference_of(trained.task, model)
+
+
+def _as_compute(inference: Inference) -> Compute:
+    def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            outputs: Mapping[str, Tensor] = inference.module(*inputs)
+        return outputs
+
+    return compute
+
+
+def _write_programs(
+    trained: Trained,
+    reloaded: Inference,
+    formats: Sequence[str],
+    draft: Path,
+    on_stage: Callable[[str], None],
+) -> dict[str, Compute]:
+    """Write the programs that were asked for; each as it is read back from its file."""
+    wanted = [kind for kind in PROGRAM_FILES if kind in formats]
+    if not wanted:
+        return {}
+    on_stage("tracing")
+    batches = trained.batches()
+    try:
+        batch = next(iter(batches.read(range(1))))
+    finally:
+        batches.close()
+    program = capture(reloaded, batch_inputs(trained, batch.batch))
+    computes: dict[str, Compute] = {}
+    for kind in wanted:
+        on_stage(f"writing {kind}")
+        path = draft / PROGRAM_FILES[kind]
+        if kind == "pt2":
+            save_pt2(program, path)
+            computes[kind] = load_pt2(path.read_bytes())
+        else:
+            save_onnx(program, list(reloaded.inputs), list(reloaded.outputs), path)
+            computes[kind] = load_onnx(path, list(reloaded.outputs))
+    return computes
+
+
+def _refusal(
+    trained: Trained, reloaded: Inference, kind: str, problem: str, quantization: Quantization | None
+) -> ExportError:
+    layer = first_layer(trained, lambda name, given: _alone(reloaded, kind, name, given), quantization)
+    where = (
+        "No layer differs by itself, so what the function does between its layers is not what was "
+        "traced, or it "
+        "gives something else each time."
+        if layer is None
+        else f"The first layer that differs: {layer}."
+    )
+    advice = (
+        "Leave --quantize out, or take bf16"
+        if quantization == "int8"
+        else "Leave --quantize out"
+        if quantization
+        else "A layer must depend on its inputs and its state_dict only: no random numbers, no "
+        "counters in Python"
+    )
+    return ExportError(
+        f"the {kind} export computes something else than the trained model on the {trained.split} "
+        f"split: {problem}. "
+        f"{where} {advice}; or say with --tolerance what may differ. Nothing was exported."
+    )
+
+
+def _alone(reloaded: Inference, kind: str, name: str, given: tuple[Any, ...]) -> Tensor:
+    """One layer's output in a format."""
+    layer = reloaded.module.get_submodule(name)
+    if kind == "safetensors":
+        with torch.no_grad():
+            return cast(Tensor, layer(*given))
+    program = trace(_Named(layer), given)
+    with tempfile.TemporaryDirectory(prefix="paceline-layer-") as directory:
+        path = Path(directory) / PROGRAM_FILES[kind]
+        if kind == "pt2":
+            save_pt2(program, path)
+            return load_pt2(path.read_bytes())(given)["output"]
+        save_onnx(program, [f"input_{number}" for number in range(len(given))], ["output"], path)
+        return load_onnx(path, ["output"])(given)["output"]
+
+
+class _Named(nn.Module):
+    """A layer whose output has a name."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *values: Tensor) -> dict[str, Tensor]:
+        return {"output": self.layer(*values)}
+
+
+def _manifest(
+    trained: Trained,
+    request: ExportRequest,
+    name: str,
+    metrics: Mapping[str, float],
+    differences: Mapping[str, Difference],
+    draft: Path,
+) -> Manifest:
+    inference = trained.inference
+    manifest = Manifest(
+        name=name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        inputs=inference.inputs,
+        outputs=inference.outputs,
+        provenance=_provenance(trained),
+        files={},
+        labels=inference.labels,
+        probabilities=inference.probabilities,
+        label=inference.label,
+        metrics={key: value for key, value in metrics.items() if abs(value) < 1e300},
+        weights=WEIGHTS,
+        programs={kind: PROGRAM_FILES[kind] for kind in differences if kind in PROGRAM_FILES},
+        quantization=request.quantization,
+        differences=differences,
+    )
+    write_file(draft / CARD, [model_card(manifest, trained.task).encode()])
+    files = {path.name: _record(path) for path in sorted(draft.iterdir())}
+    return replace(manifest, files=files)
+
+
+def _provenance(trained: Trained) -> Provenance:
+    return Provenance(
+        run=trained.run,
+        task=trained.spec,
+        fields=trained.fields,
+        step=trained.info.step,
+        state_version=trained.info.state_version,
+        model_sha256=model_sha256(trained.model.state_dict()),
+        data={**trained.data, "compared_split": trained.split},
+        versions={
+            "paceline": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        code_sha256=source_sha256(trained.task),
+    )
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)

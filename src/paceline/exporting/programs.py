@@ -1,0 +1,152 @@
+"""What runs without the task's code: written by torch.export and torch.onnx, and read back."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from paceline.errors import ExportError
+from paceline.inference import Inference
+
+Compute = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+"""A format of the model: inputs in their order -> outputs by name."""
+
+PROGRAM_FILES = {"pt2": "program.pt2", "onnx": "model.onnx"}
+_EXAMPLE_SAMPLES = 2  # torch.export takes a size of 1 for a constant
+
+
+def capture(inference: Inference, inputs: Sequence[Tensor]) -> ExportedProgram:
+    """Trace the function for any batch size, and any size where a shape says None.
+
+    Args:
+        inference: what is traced.
+        inputs: a batch of at least two samples; its values do not get into the program.
+
+    Raises:
+        ExportError: torch.export cannot trace it; says where.
+    """
+    example, dynamic = [], []
+    batch = Dim("batch")
+    for (name, spec), tensor in zip(inference.inputs.items(), inputs, strict=True):
+        example.append(torch.zeros_like(tensor[:_EXAMPLE_SAMPLES]))
+        sizes = {0: batch}
+        sizes |= {d: Dim(f"{name}_{d}") for d, size in enumerate(spec.shape, 1) if size is None}
+        dynamic.append(sizes)
+    return trace(inference.module, tuple(example), tuple(dynamic))
+
+
+def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> ExportedProgram:
+    """``torch.export.export``, whose errors say what to do.
+
+    Raises:
+        ExportError: it cannot trace the module.
+    """
+    try:
+        with _quiet(), torch.no_grad():
+            # Its forward may take its inputs by any names, so that those of Dim may not be looked up by name.
+            return torch.export.export(module, example, dynamic_shapes=dynamic)
+    except Exception as error:
+        raise ExportError(
+            f"torch.export cannot trace {type(module).__name__}: {_first_lines(error)}\n"
+            "A program takes tensor operations only: no branches on values, and no sizes fixed by the batch. "
+            "--format safetensors exports the weights alone, which run with the task's code."
+        ) from error
+
+
+def save_pt2(program: ExportedProgram, path: Path) -> None:
+    """Write a program as torch does."""
+    with _quiet():
+        torch.export.save(program, path)
+
+
+def load_pt2(content: bytes) -> Compute:
+    """The function in a pt2 file; loading it may run any code, so its origin must be trusted."""
+    with _quiet():
+        module = torch.export.load(io.BytesIO(content)).module()
+
+    def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            outputs: Mapping[str, Tensor] = module(*inputs)
+        return outputs
+
+    return compute
+
+
+def require_onnx() -> None:
+    """Before hours are spent.
+
+    Raises:
+        ExportError: a package is missing; says how to install it.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ExportError(
+            f"--format onnx needs {error.name}, which is not installed. Run: pip install 'paceline[onnx]'"
+        ) from error
+
+
+def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], path: Path) -> None:
+    """Write a program as ONNX; weights of more than 2 GB go into a file beside it.
+
+    Raises:
+        ExportError: an operation has no ONNX form; names it.
+    """
+    try:
+        with _quiet():
+            converted = torch.onnx.export(
+                program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False
+            )
+            assert converted is not None
+            converted.save(str(path))
+    except Exception as error:
+        raise ExportError(
+            f"--format onnx: torch.onnx cannot write this model: {_first_lines(error)}\n"
+            "Leave onnx out of --format; pt2 takes every torch operation."
+        ) from error
+
+
+def load_onnx(path: Path, outputs: Sequence[str]) -> Compute:
+    """The function in an ONNX file, by onnxruntime on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+
+    def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        arrays = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
+        return dict(zip(outputs, map(torch.from_numpy, session.run(None, arrays)), strict=True))
+
+    return compute
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of what torch's exporters warn of: their own inside, and libraries that are not needed."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:500] or type(error).__name__
