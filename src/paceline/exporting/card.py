@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 from paceline.inference import TensorSpec
 from paceline.packages.manifest import Manifest
@@ -90,6 +91,6 @@ def _shape(spec: TensorSpec) -> str:
     return "(" + ", ".join(["batch", *("any" if size is None else str(size) for size in spec.shape)]) + ")"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

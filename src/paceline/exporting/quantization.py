@@ -56,9 +56,9 @@ class Bfloat16(nn.Module):
         """bfloat16 -> the weight's own type."""
         return short.to(self._dtype)
 
-    def right_inverse(self, weight: Tensor) -> Tensor:
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
         """A weight, rounded to the nearest."""
-        return weight.to(torch.bfloat16)
+        return (weight.to(torch.bfloat16),)  # alone, it would have to be of the weight's type
 
 
 def quantize(model: nn.Module, quantization: Quantization) -> int:

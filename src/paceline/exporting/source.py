@@ -190,10 +190,9 @@ def inference_of(task: Task, model: nn.Module) -> Inference:
             f"{name} does not say what its model does for others. Define build_inference(self, model) and "
             "inference_batch(self, batch) in the task; the weights of a run need no training for it."
         )
-    if not isinstance(inference, Inference) or not inference.inputs or not inference.outputs:
+    if not inference.inputs or not inference.outputs:
         raise ExportError(
-            f"{name}.build_inference must return a paceline.Inference with inputs and outputs, but returned "
-            f"{inference!r:.80}."
+            f"{name}.build_inference must name inputs and outputs, but named {inference!r:.80}."
         )
     inference.module.eval().requires_grad_(False)
     return inference

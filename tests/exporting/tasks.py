@@ -1,0 +1,128 @@
+"""Tasks so small that they are trained and traced in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from paceline import Defaults, Inference, Task, TensorSpec
+
+SAMPLES = {"train": 96, "val": 32, "test": 70}
+SIZE, CLASSES = 6, 3
+CALLS: list[int] = []
+
+
+@dataclass
+class Shapes(Task):
+    """Which third of a picture is brightest.
+
+    Attributes:
+        lr: of SGD.
+    """
+
+    lr: float = 0.1
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=32, shards=2, best="accuracy:max")
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(4 * SIZE * SIZE, CLASSES),
+        )
+
+    def build_dataset(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(len(split))
+        images = torch.rand(SAMPLES[split], 1, SIZE, SIZE, generator=generator)
+        labels = images.unflatten(2, (CLASSES, -1)).mean(dim=(1, 3, 4)).argmax(dim=1)
+        return TensorDataset(images, labels)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
+        return {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).float()}
+
+    def build_inference(self, model: nn.Module) -> Inference | None:
+        return Inference(
+            module=Classifier(model),
+            inputs={"image": TensorSpec(dtype="float32", shape=(1, SIZE, SIZE))},
+            outputs={
+                "probabilities": TensorSpec(dtype="float32", shape=(CLASSES,)),
+                "label": TensorSpec(dtype="int64"),
+            },
+            labels=("top", "middle", "bottom"),
+            probabilities="probabilities",
+            label="label",
+        )
+
+    def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [batch[0]], batch[1]
+
+
+class Classifier(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.model(image)
+        return {"probabilities": logits.softmax(dim=1), "label": logits.argmax(dim=1)}
+
+
+class Drifting(Shapes):
+    """Its function depends on how often it was called before."""
+
+    def build_inference(self, model: nn.Module) -> Inference | None:
+        assert isinstance(model, nn.Sequential)
+        inference = super().build_inference(nn.Sequential(model[:3], Drift(), model[3:]))
+        return inference
+
+
+class Drift(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(1)
+        return x * (1 + len(CALLS))
+
+
+class Branching(Shapes):
+    """Its function looks at values, so that it cannot be traced."""
+
+    def build_inference(self, model: nn.Module) -> Inference | None:
+        return super().build_inference(nn.Sequential(Branch(), model))
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Silent(Shapes):
+    """It does not say what its model does for others."""
+
+    def build_inference(self, model: nn.Module) -> Inference | None:
+        return None
+
+
+class Misnamed(Shapes):
+    """Its inputs are not of the type that it says."""
+
+    def inference_batch(self, batch: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [batch[0].double()], batch[1]
+
+
+class Untested(Shapes):
+    """It has nothing to be compared on."""
+
+    def build_dataset(self, split: str) -> Any:
+        return super().build_dataset(split) if split == "train" else None

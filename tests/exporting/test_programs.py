@@ -1,0 +1,81 @@
+"""Programs of models whose inputs have more than one open size, and states with ties."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.exporting.loading import load_weights, weights_bytes
+from paceline.exporting.programs import capture, load_onnx, load_pt2, save_onnx, save_pt2
+from paceline.exporting.quantization import quantize
+from paceline.exporting.source import inference_of
+from paceline.recipes.transformer import Transformer
+
+TASK = Transformer(layers=1, width=16, heads=2, context=12, tied=True)
+
+
+def tokens(samples: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 256, (samples, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+def test_a_transformer_takes_texts_of_any_length(kind: str, tmp_path: Path) -> None:
+    inference = inference_of(TASK, TASK.build_model())
+    program = capture(inference, [tokens(4, 12)])
+    path = tmp_path / "program"
+    if kind == "pt2":
+        save_pt2(program, path)
+        compute = load_pt2(path.read_bytes())
+    else:
+        save_onnx(program, list(inference.inputs), list(inference.outputs), path)
+        compute = load_onnx(path, list(inference.outputs))
+    for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
+        expected = inference.module(tokens(samples, length))
+        given = compute([tokens(samples, length)])
+        torch.testing.assert_close(given["probabilities"], expected["probabilities"], rtol=0, atol=1e-6)
+
+
+def test_no_sample_gets_into_a_program() -> None:
+    inference = inference_of(TASK, TASK.build_model())
+    program = capture(inference, [tokens(4, 12) + 1])
+    assert program.example_inputs is not None
+    (example,) = program.example_inputs[0]
+    assert not example.any()
+
+
+def test_what_is_tied_is_kept_once_and_comes_back_tied() -> None:
+    model = TASK.build_model()
+    content = weights_bytes(model)
+    embedding = 256 * 16 * 4
+    assert len(content) < sum(t.numel() * 4 for t in model.state_dict().values()) - embedding // 2
+    fresh = TASK.build_model()
+    load_weights(fresh, content, None)
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+    assert fresh.head.weight is fresh.token_embedding.weight
+
+
+@pytest.mark.parametrize(("quantization", "step"), [("int8", 1 / 254), ("bf16", 1 / 256)])
+def test_rounding_is_to_the_nearest(quantization: str, step: float) -> None:
+    layers = {"linear": nn.Linear(8, 5), "conv": nn.Conv2d(3, 4, 3), "up": nn.ConvTranspose2d(3, 4, 2)}
+    model = nn.ModuleDict(layers).requires_grad_(False)
+    before = {name: layer.weight.clone() for name, layer in layers.items()}
+    assert quantize(model, quantization) == 3  # type: ignore[arg-type]
+    for name, weight in before.items():
+        channel = 1 if name == "up" else 0
+        others = [dim for dim in range(weight.dim()) if dim != channel]
+        largest = weight.abs().amax(dim=others, keepdim=True)
+        error = (layers[name].weight - weight).abs()
+        assert bool((error <= largest * step * 1.001).all()), name
+        assert bool((error > 0).any()), name
+
+
+def test_a_channel_of_zeros_stays_zero() -> None:
+    layer = nn.Linear(4, 2).requires_grad_(False)
+    layer.weight[0] = 0
+    quantize(layer, "int8")
+    assert not layer.weight[0].any()
+    assert bool(layer.weight.isfinite().all())
