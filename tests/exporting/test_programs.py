@@ -21,29 +21,23 @@ def tokens(samples: int, length: int) -> torch.Tensor:
     return torch.randint(0, 256, (samples, length), generator=torch.Generator().manual_seed(length))
 
 
-@pytest.mark.parametrize("kind", ["pt2", "onnx"])
-def test_a_transformer_takes_texts_of_any_length(kind: str, tmp_path: Path) -> None:
-    inference = inference_of(TASK, TASK.build_model())
-    program = capture(inference, [tokens(4, 12)])
-    path = tmp_path / "program"
-    if kind == "pt2":
-        save_pt2(program, path)
-        compute = load_pt2(path.read_bytes())
-    else:
-        save_onnx(program, list(inference.inputs), list(inference.outputs), path)
-        compute = load_onnx(path, list(inference.outputs))
-    for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
-        expected = inference.module(tokens(samples, length))
-        given = compute([tokens(samples, length)])
-        torch.testing.assert_close(given["probabilities"], expected["probabilities"], rtol=0, atol=1e-6)
-
-
-def test_no_sample_gets_into_a_program() -> None:
+def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
     inference = inference_of(TASK, TASK.build_model())
     program = capture(inference, [tokens(4, 12) + 1])
+    save_pt2(program, tmp_path / "program.pt2")
+    save_onnx(program, list(inference.inputs), list(inference.outputs), tmp_path / "model.onnx")
+    computes = {
+        "pt2": load_pt2((tmp_path / "program.pt2").read_bytes()),
+        "onnx": load_onnx(tmp_path / "model.onnx", list(inference.outputs)),
+    }
+    for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
+        expected = inference.module(tokens(samples, length))["probabilities"]
+        for compute in computes.values():
+            given = compute([tokens(samples, length)])["probabilities"]
+            torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
     assert program.example_inputs is not None
     (example,) = program.example_inputs[0]
-    assert not example.any()
+    assert not example.any(), "no sample gets into a program"
 
 
 def test_what_is_tied_is_kept_once_and_comes_back_tied() -> None:

@@ -6,7 +6,7 @@ import re
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -140,7 +140,6 @@ def test_a_plain_file_server_is_enough(
     registry: Registry,
     origin: tuple[Registry, str],
     run_processes: Processes,
-    wait_until: Callable[..., None],
 ) -> None:
     partial = registry.partial_of(origin[1])
     partial.mkdir(parents=True)

@@ -120,26 +120,35 @@ def problem_of(
     return None
 
 
-def first_layer(
-    trained: Trained, alone: Callable[[str, tuple[Any, ...]], Tensor], quantization: str | None
+def layer_at_fault(
+    trained: Trained,
+    alone: Callable[[str, tuple[Any, ...]], Tensor],
+    quantization: str | None,
+    tolerance: float | None,
 ) -> str | None:
     """The first layer, in the order of the forward, that a format computes differently by itself.
+
+    Where weights were rounded, every layer differs; then it is the one that does most.
 
     Args:
         trained: gives the layers' inputs, for one batch.
         alone: a layer's name and its inputs -> its output in the format.
-        quantization: how much it may differ.
+        quantization: what was rounded on purpose.
+        tolerance: what may differ, where the user said so.
     """
-    allowed = ROUNDING if quantization is None else QUANTIZED[quantization] / 2
+    worst, named = 0.0, None
     for name, module, arguments, expected in _calls(trained):
+        label = f"{name} ({type(module).__name__})"
         scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
         try:
-            given = alone(name, arguments)
+            off = distance(expected, alone(name, arguments))
         except ExportError as error:
-            return f"{name} ({type(module).__name__}), which by itself fails: {str(error).splitlines()[0]}"
-        if given.shape != expected.shape or not distance(expected, given) <= allowed * scale:
-            return f"{name} ({type(module).__name__})"
-    return None
+            return f"{label}, which by itself fails: {str(error).splitlines()[0]}"
+        if quantization is None and not off <= min(ROUNDING * scale, tolerance or math.inf):
+            return f"the first layer that differs is {label}"
+        if off / scale > worst:
+            worst, named = off / scale, f"the layer that differs most is {label}"
+    return named if quantization else None
 
 
 def batch_inputs(trained: Trained, batch: Any) -> list[Tensor]:

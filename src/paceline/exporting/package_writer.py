@@ -21,7 +21,7 @@ from paceline.checkpoint.manifest import FileRecord
 from paceline.checkpoint.state import model_sha256
 from paceline.errors import ConfigError, ExportError
 from paceline.exporting.card import model_card
-from paceline.exporting.comparison import OnProgress, batch_inputs, compare, first_layer, problem_of
+from paceline.exporting.comparison import OnProgress, batch_inputs, compare, layer_at_fault, problem_of
 from paceline.exporting.loading import load_weights, weights_bytes
 from paceline.exporting.programs import (
     PROGRAM_FILES,
@@ -114,7 +114,7 @@ def export(
         for kind, (difference, scale) in compared.items():
             problem = problem_of(difference, scale, request.quantization, request.tolerance)
             if problem is not None:
-                raise _refusal(trained, reloaded, kind, problem, request.quantization)
+                raise _refusal(trained, reloaded, kind, problem, request)
         differences = {kind: difference for kind, (difference, _) in compared.items()}
         manifest = _manifest(trained, request, reference.name, metrics, differences, draft)
         registry.commit(draft, manifest)
@@ -189,28 +189,30 @@ def _write_programs(
 
 
 def _refusal(
-    trained: Trained, reloaded: Inference, kind: str, problem: str, quantization: Quantization | None
+    trained: Trained, reloaded: Inference, kind: str, problem: str, request: ExportRequest
 ) -> ExportError:
-    layer = first_layer(trained, lambda name, given: _alone(reloaded, kind, name, given), quantization)
-    where = (
-        "No layer differs by itself, so what the function does between its layers is not what was "
-        "traced, or it "
-        "gives something else each time."
-        if layer is None
-        else f"The first layer that differs: {layer}."
+    quantization = request.quantization
+    layer = layer_at_fault(
+        trained,
+        lambda name, given: _alone(reloaded, kind, name, given),
+        quantization,
+        request.tolerance,
+    )
+    where = layer or (
+        "no layer differs by itself, so it is what lies between them, or the function gives something "
+        "else each time"
     )
     advice = (
         "Leave --quantize out, or take bf16"
         if quantization == "int8"
         else "Leave --quantize out"
         if quantization
-        else "A layer must depend on its inputs and its state_dict only: no random numbers, no "
-        "counters in Python"
+        else "A layer must depend on its inputs and its state_dict only: no random numbers, no counters "
+        "in Python"
     )
     return ExportError(
-        f"the {kind} export computes something else than the trained model on the {trained.split} "
-        f"split: {problem}. "
-        f"{where} {advice}; or say with --tolerance what may differ. Nothing was exported."
+        f"the {kind} export computes something else than the trained model on the {trained.split} split: "
+        f"{problem}; {where}. {advice}; or say with --tolerance what may differ. Nothing was exported."
     )
 
 

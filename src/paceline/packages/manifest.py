@@ -188,7 +188,7 @@ def plain_name(name: str, what: str) -> str:
     if not NAME.fullmatch(name):
         raise PackageError(
             f"{what} must be 1 to 64 lower-case letters, digits, dots, dashes and underscores, and begin "
-            f"with a letter or digit, but is {name!r:.80}"
+            f"with a letter or digit, but is {name!r:.80}."
         )
     return name
 
