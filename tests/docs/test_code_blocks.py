@@ -83,6 +83,8 @@ def run(command: list[str], directory: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",
         "XDG_STATE_HOME": str(directory / ".state"),
+        "XDG_DATA_HOME": str(directory / ".data"),
+        "XDG_CONFIG_HOME": str(directory / ".config"),
     }
     process = subprocess.Popen(
         command,

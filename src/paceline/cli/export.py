@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from paceline.packages.package import Package
+
+_PIPE_COLUMNS = 250
 
 
 def export(
@@ -88,12 +92,11 @@ def as_json(package: Package) -> dict[str, Any]:
 def print_package(package: Package, title: str) -> None:
     """A package for people."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
 
     manifest = package.manifest
-    console = Console(highlight=False)
+    console = wide_console()
     console.print(title, style="bold", markup=False)
     rows = {
         "package": str(package.path),
@@ -116,6 +119,14 @@ def print_package(package: Package, title: str) -> None:
         size = decimal(manifest.files[file].size)
         table.add_row(kind, file, size, f"{difference.largest:.3g}", equal, f"{difference.samples:,}")
     console.print(table)
+
+
+def wide_console() -> Console:
+    """A console that leaves no part of a table out where nobody looks at its width."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_COLUMNS)
 
 
 @contextmanager

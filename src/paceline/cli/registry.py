@@ -229,30 +229,32 @@ def _progress(quiet: bool) -> Iterator[OnBytes]:
 
 def _print_table(rows: list[dict[str, object]]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("digest", "name and tags", "formats", "created"):
-        table.add_column(name, no_wrap=name != "name and tags")
+    from paceline.cli.export import wide_console
+
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("digest", no_wrap=True)
+    table.add_column("name and tags", overflow="fold", min_width=16)
+    table.add_column("programs", no_wrap=True)
+    table.add_column("created", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for row in rows:
-        digest, tags, formats = str(row["digest"]), row["tags"], row.get("formats", [])
+        tags, formats, size = row["tags"], row.get("formats", []), row.get("size_bytes")
         assert isinstance(tags, list)
         assert isinstance(formats, list)
         marks = [str(row["quantization"])] if row.get("quantization") else []
         marks += ["damaged"] if row["problem"] else [] if row["trusted"] else ["not trusted"]
-        size = row.get("size_bytes")
         table.add_row(
-            digest[:12],
-            Text(", ".join(tags) or str(row.get("name", ""))),
-            " ".join(formats),
+            str(row["digest"])[:12],
+            Text("\n".join(tags) or str(row.get("name", ""))),
+            " ".join(kind for kind in formats if kind != "safetensors"),
             str(row.get("created", ""))[:16].replace("T", " "),
             decimal(size) if isinstance(size, int) else "",
             ", ".join(marks),
             style="red" if row["problem"] else None,
         )
-    Console(highlight=False).print(table)
+    wide_console().print(table)

@@ -226,7 +226,7 @@ class Registry:
                 raise PackageError(f"there is no {reference} in the registry {self.path}.")
             if not before.earlier:
                 raise PackageError(
-                    f"{reference} has always been {before.digest}: there is nothing to go back to."
+                    f"{reference} is {before.digest}, and was nothing before: there is nothing to go back to."
                 )
             if not self.holds(before.earlier[0]):
                 raise PackageError(

@@ -143,8 +143,8 @@ class HttpSource:
     def _broken(self, path: str, error: Exception) -> PackageError:
         reason = getattr(error, "reason", None) or error
         return PackageError(
-            f"{self._url}/{path} cannot be read: {reason}. What was fetched stays; the next pull goes "
-            "on from there."
+            f"{self._url}/{path} cannot be read: {reason}. What was fetched of the package, if anything was, "
+            "stays; the next pull goes on from there."
         )
 
 
