@@ -162,6 +162,21 @@ def test_quantized_weights_are_smaller_and_say_the_same(
         torch.testing.assert_close(probabilities, given[0], rtol=0, atol=1e-5)
 
 
+def test_of_a_run_with_a_moving_average_that_is_exported(
+    module_processes: Processes, tmp_path: Path, home: Path
+) -> None:
+    run = tmp_path / "averaged"
+    done = module_processes.paceline(
+        *("train", f"{TASKS}:Shapes", "--max-steps", "4", "--ema", "0.5", "--threads", "1", "--run", run)
+    )
+    assert done.returncode == 0, done.stderr
+    state = load(candidates(run / "checkpoints")[0]).state
+    weights = read_trained(run, "last").model.state_dict()
+    assert any(not torch.equal(weights[name], value) for name, value in state["model"].items())
+    for name, value in weights.items():
+        assert torch.equal(value, state["ema"][f"module.{name}"]), name
+
+
 def as_task(run_directory: Path, target: Path, name: str) -> Path:
     """The same run, of another task in the same file."""
     shutil.copytree(run_directory, target)

@@ -12,6 +12,7 @@ from paceline.exporting.loading import load_weights, weights_bytes
 from paceline.exporting.programs import capture, load_onnx, load_pt2, save_onnx, save_pt2
 from paceline.exporting.quantization import quantize
 from paceline.exporting.source import inference_of
+from paceline.inference import Inference, TensorSpec
 from paceline.recipes.transformer import Transformer
 
 TASK = Transformer(layers=1, width=16, heads=2, context=12, tied=True)
@@ -38,6 +39,29 @@ def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
     assert program.example_inputs is not None
     (example,) = program.example_inputs[0]
     assert not example.any(), "no sample gets into a program"
+
+
+class Masked(nn.Module):
+    """The mean of numbers where a mask is 1, and their count."""
+
+    def forward(self, numbers: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = mask.sum(dim=1)
+        return {"mean": (numbers * mask).sum(dim=1) / count, "count": count}
+
+
+def test_two_open_sizes_that_must_be_equal() -> None:
+    inference = Inference(
+        module=Masked(),
+        inputs={
+            "odd-name": TensorSpec(dtype="float32", shape=(None,)),
+            "mask": TensorSpec(dtype="float32", shape=(None,)),
+        },
+        outputs={"mean": TensorSpec(dtype="float32"), "count": TensorSpec(dtype="float32")},
+    )
+    program = capture(inference, [torch.rand(3, 8), torch.ones(3, 8)]).module()
+    for samples, length in ((1, 1), (4, 8), (2, 30)):
+        inputs = torch.rand(samples, length), torch.ones(samples, length)
+        torch.testing.assert_close(program(*inputs), inference.module(*inputs))
 
 
 def test_what_is_tied_is_kept_once_and_comes_back_tied() -> None:

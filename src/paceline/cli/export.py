@@ -24,7 +24,8 @@ def export(
     *,
     checkpoint: str | None = None,
     format: Annotated[
-        tuple[Literal["safetensors", "pt2", "onnx"], ...], Parameter(consume_multiple=True, negative="")
+        tuple[Literal["safetensors", "pt2", "onnx"], ...],
+        Parameter(consume_multiple=True, negative="", show_default=" ".join),
     ] = ("safetensors", "pt2"),
     quantize: Literal["int8", "bf16"] | None = None,
     name: str | None = None,

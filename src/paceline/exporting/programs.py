@@ -36,11 +36,11 @@ def capture(inference: Inference, inputs: Sequence[Tensor]) -> ExportedProgram:
     """
     example, dynamic = [], []
     batch = Dim("batch")
-    for (name, spec), tensor in zip(inference.inputs.items(), inputs, strict=True):
+    for spec, tensor in zip(inference.inputs.values(), inputs, strict=True):
         example.append(torch.zeros_like(tensor[:_EXAMPLE_SAMPLES]))
-        sizes = {0: batch}
-        sizes |= {d: Dim(f"{name}_{d}") for d, size in enumerate(spec.shape, 1) if size is None}
-        dynamic.append(sizes)
+        # DYNAMIC, and not a name of its own: the lengths of tokens and of their mask may have to be equal.
+        open_sizes = {d: Dim.DYNAMIC for d, size in enumerate(spec.shape, 1) if size is None}
+        dynamic.append({0: batch, **open_sizes})
     return trace(inference.module, tuple(example), tuple(dynamic))
 
 
@@ -52,7 +52,6 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
     """
     try:
         with _quiet(), torch.no_grad():
-            # Its forward may take its inputs by any names, so that those of Dim may not be looked up by name.
             return torch.export.export(module, example, dynamic_shapes=dynamic)
     except Exception as error:
         raise ExportError(
