@@ -112,7 +112,9 @@ def test_another_user_must_trust_the_program_and_not_the_weights(
     with pytest.raises(UntrustedError, match=package.digest):
         load_program(package, "pt2")
     assert load_program(package, "onnx")
-    assert load_with_task(package)
+    with pytest.raises(PackageError, match="Name the task yourself"):
+        load_with_task(package)
+    assert load_with_task(package, f"{TASKS}:Shapes")
 
 
 ONNX_WITHOUT_TORCH = """

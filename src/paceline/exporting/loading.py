@@ -17,7 +17,8 @@ from paceline.exporting.quantization import Quantization, quantize
 from paceline.exporting.source import inference_of
 from paceline.inference import Inference
 from paceline.packages.package import Package
-from paceline.task import Task, TaskReference, load_task_class
+from paceline.packages.trust import trusted
+from paceline.task import RECIPES, Task, TaskReference, load_task_class
 
 TIED = "tied"
 """In the metadata of the weights: entry -> the entry that it is the same tensor as, as JSON."""
@@ -54,15 +55,21 @@ def load_with_task(package: Package, task: Task | str | None = None) -> Inferenc
     Args:
         package: verified.
         task: the task, or its name, which is then given the package's hyperparameters; None is the task that
-            the package names, which must be importable here.
+            the package names, where it is a recipe or this user trusts the package.
 
     Raises:
         TaskError: the task cannot be found or built.
-        PackageError: the weights do not fit the task.
+        PackageError: the weights do not fit the task, or it is not said which code may run.
     """
     manifest = package.manifest
     if not isinstance(task, Task):
         spec = manifest.provenance.task if task is None else task
+        if task is None and spec not in RECIPES and package.digest not in trusted():
+            # Importing it runs it, and the name is only the package's word.
+            raise PackageError(
+                f"package {package.path} says that it is of the task {spec}, and you have not trusted it. "
+                "Name the task yourself, with --task, or say --trust once."
+            )
         load_task_class(spec)  # says what is wrong with the name before fields are blamed
         task = TaskReference(spec, manifest.provenance.fields).load()
     model = task.build_model()
