@@ -9,6 +9,7 @@
     checkpoints/      step-00000469-v00000471/ ...
     tensorboard/  profile/
     logs/rank-N.log   what each rank printed
+    heartbeats/       while ranks are at work: where each is, every two seconds
     hangs/TIME/       where each rank was when a step did not end
     result.json       written when the run has finished
     agent.json        while an agent is at work: where it can be asked
@@ -88,6 +89,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """``logs/``."""
         return self.path / "logs"
+
+    @property
+    def heartbeats(self) -> Path:
+        """``heartbeats/``."""
+        return self.path / "heartbeats"
 
     @property
     def hangs(self) -> Path:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "cancel": ("jobs:cancel", "End a job."),
     "doctor": ("doctor:doctor", "Look at a job's machines, and what is between them, before the job."),
     "runs": ("runs:app", "List runs, with state and results; show what happened in one."),
+    "dashboard": ("dashboard:dashboard", "Show runs and jobs live on a local page."),
     "logs": ("logs:logs", "Show what each rank of a run printed."),
     "join": ("join:join", "Join a run that other machines are at."),
     "scale": ("scale:scale", "Change the number of processes of a run at work."),

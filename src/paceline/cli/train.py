@@ -122,7 +122,7 @@ _KEPT: tuple[str, ...] = (
     *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split"),
     *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "checkpoint_activations", "checkpoint_blocks"),
     *("ps_mode", "staleness", "servers"),
-    *("checkpoint_every", "keep", "backup_to", "log_every"),
+    *("checkpoint_every", "keep", "backup_to", "log_every", "log_to"),
     *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
 )
 

@@ -73,6 +73,12 @@ class RunConfig(ParallelOptions):
         group="Run directory",
     )
     log_every: int = option(50, "Steps between two log records.", group="Run directory")
+    log_to: tuple[str, ...] = option(
+        (),
+        "mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE says "
+        "otherwise.",
+        group="Run directory",
+    )
     profile: int = option(0, "Profile this many steps with torch.profiler.", group="Run directory")
 
     def __post_init__(self) -> None:
@@ -112,6 +118,12 @@ class RunConfig(ParallelOptions):
                 raise ConfigError("--early-stop needs evaluations, but --eval-every is never.")
         if self.best is not None:
             parse_best(self.best)
+        for name in self.log_to:
+            if name not in ("mlflow", "wandb"):
+                raise ConfigError(
+                    f"--log-to must be mlflow or wandb, but is {name!r}. TensorBoard's files are "
+                    "written in any case."
+                )
 
 
 @functools.cache

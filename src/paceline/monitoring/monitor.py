@@ -9,8 +9,10 @@ from time import perf_counter
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paceline.monitoring.heartbeat import Heartbeat
 from paceline.monitoring.phases import PhaseTimer
 from paceline.monitoring.telemetry import RankStatus, Telemetry, imbalance
+from paceline.monitoring.tracking import TrackerWriter
 from paceline.monitoring.writers import JsonlWriter, TensorBoardWriter, Writer, keep_until
 from paceline.run_directory import RunDirectory
 
@@ -46,6 +48,7 @@ class Monitor:
         log_every: steps between two records.
         quiet: show nothing on the terminal.
         device: where the model lives; decides which memory and utilisation are reported.
+        trackers: makes what records are sent to besides; called on rank 0 only.
 
     Raises:
         RunDirectoryError: a file in the run directory cannot be written.
@@ -64,6 +67,7 @@ class Monitor:
         log_every: int,
         quiet: bool,
         device: object,
+        trackers: Callable[[], Sequence[TrackerWriter]] = tuple,
     ) -> None:
         self.rank = rank
         self._world_size = world_size
@@ -76,7 +80,9 @@ class Monitor:
         self._total_steps = total_steps
         self._samples = 0
         self._started = perf_counter()
+        self._heartbeat = Heartbeat(directory, rank=rank, world_size=world_size, step=first_step)
         self._writers: list[Writer] = []
+        self._trackers: tuple[TrackerWriter, ...] = ()
         if rank != 0:
             return
         # rich takes 0.1 s to import, and only rank 0 shows anything.
@@ -88,6 +94,8 @@ class Monitor:
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
         self._writers.append(JsonlWriter(directory.metrics))
         self._writers.append(TensorBoardWriter(directory.tensorboard, purge_step=first_step + 1))
+        self._trackers = tuple(trackers())
+        self._writers.extend(self._trackers)
         self._recorded_samples = 0
         self._recorded_s = 0.0
         # Between records a step is looked at only for the bar, or at the end of an epoch for a line.
@@ -125,6 +133,7 @@ class Monitor:
                 a record is due. None at all where they are not known.
             logged: what the task logs besides; used when a record is due.
         """
+        self._heartbeat.step = step
         if self.rank != 0:
             return
         self._samples += samples
@@ -215,11 +224,14 @@ class Monitor:
         if self.rank == 0:
             from paceline.monitoring.summary import summary
 
+            for tracker in self._trackers:
+                tracker.finish(result)
             self._terminal.close()
             self._terminal.print(summary(result, self._directory))
 
     def close(self) -> None:
-        """End the progress bar and the files; a second call does nothing."""
+        """End the progress bar, the files and the heartbeat; a second call does nothing."""
+        self._heartbeat.close()
         if self.rank == 0:
             self._terminal.close()
         while self._writers:

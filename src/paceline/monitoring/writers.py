@@ -82,7 +82,7 @@ class TensorBoardWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add an event with the record's scalars."""
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record)]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record)]
         summary = self._summary(value=values)
         self._add(self._event(wall_time=time.time(), step=record["step"], summary=summary))
 
@@ -134,7 +134,8 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """A record's numbers by the names that trackers and TensorBoard show."""
     if record["kind"] == "eval":
         for name, value in record["metrics"].items():
             yield f"eval/{record['split']}/{name}", value

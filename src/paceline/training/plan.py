@@ -24,7 +24,17 @@ CHANGEABLE = frozenset(
         *("workers", "run", "resume"),
         *("recover", "max_restarts", "heartbeat", "hang_timeout"),
         *("walltime", "verify_every"),
-        *("checkpoint_every", "keep", "backup_to", "log_every", "profile", "set", "task", "accumulate"),
+        *(
+            "checkpoint_every",
+            "keep",
+            "backup_to",
+            "log_every",
+            "log_to",
+            "profile",
+            "set",
+            "task",
+            "accumulate",
+        ),
         *("balance", "dp_devices"),
     }
 )

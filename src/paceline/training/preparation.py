@@ -15,6 +15,7 @@ import torch
 from paceline import __version__
 from paceline.config import RunConfig, config_from_mapping, parse_duration_s
 from paceline.errors import RunDirectoryError, TaskError
+from paceline.monitoring.tracking import require
 from paceline.run_directory import RunDirectory
 from paceline.task import (
     Task,
@@ -90,6 +91,7 @@ def prepare(
     if config.backup_to is not None:
         # Recorded, and so the same for whoever continues the run from another folder.
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
+    require(config.log_to)
     configure_numerics(config, threads)
     walltime_s = None if config.walltime is None else parse_duration_s(config.walltime, "walltime")
     run = Run(

@@ -19,6 +19,7 @@ from paceline.data.stream import StreamLoader
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.monitoring.monitor import Monitor
+from paceline.monitoring.tracking import Tracked, TrackerWriter, make_tracker
 from paceline.run_directory import RunDirectory, backup_path
 from paceline.strategies.base import AMP_DTYPES, Strategy, StrategyOptions
 from paceline.strategies.placement import Placement, Rehearsal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _STEP_TIMEOUT_S = 1800.0
 _EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
+_NOT_TRACKED = ("token_file", "rdzv_endpoint", "rdzv_id", "interface", "node_rank", "run", "resume")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,27 @@ class Run:
             log_every=self.config.log_every,
             quiet=self.quiet,
             device=self.device,
+            trackers=self._build_trackers,
         )
+
+    def _build_trackers(self) -> list[TrackerWriter]:
+        if not self.config.log_to:
+            return []
+        manifest = self.directory.read_complete_manifest()
+        tracked = Tracked(
+            id=self.run_id,
+            name=self.directory.path.name,
+            task=self.task_name,
+            directory=self.directory,
+            options={
+                **{k: v for k, v in manifest["config"].items() if k not in _NOT_TRACKED},
+                **{f"task.{name}": value for name, value in manifest["task"]["fields"].items()},
+            },
+            tags={"paceline.run_id": self.run_id, "paceline.run": str(self.directory.path.absolute())},
+        )
+        return [
+            TrackerWriter(name, make_tracker(name), tracked) for name in dict.fromkeys(self.config.log_to)
+        ]
 
     def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
         """The profiler that ``--profile`` asks for."""

@@ -1,0 +1,79 @@
+"""``paceline dashboard``: a local page that shows runs and jobs live."""
+
+from __future__ import annotations
+
+import json as json_module
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from paceline.errors import ConfigError, RunDirectoryError
+
+Flag = Annotated[bool, Parameter(negative="")]
+_DEFAULT_ROOT = Path("runs")
+_PORT = 8899
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def dashboard(
+    *roots: Path,
+    port: int = _PORT,
+    host: str = "127.0.0.1",
+    token_file: Path | None = None,
+    open: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Show runs and jobs live on a local page: state, curves, ranks, recoveries, checkpoints and alerts.
+
+    It reads run directories, and changes nothing. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    roots
+        Folders of runs, or runs. Default: runs.
+    port
+        Where to listen; 0: any port that is free.
+    host
+        The address to listen on. Others than this machine's own need --token-file.
+    token_file
+        Holds the secret that visitors are asked for; made where there is none. Only its owner may read it.
+    open
+        Open the page in a browser.
+    json
+        Print the address as JSON.
+    """
+    from paceline.dashboard.server import DashboardServer
+
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, but is {port}.")
+    for root in roots:
+        if not root.is_dir() and root != _DEFAULT_ROOT:
+            raise RunDirectoryError(f"there is no folder {root}. Name folders that hold runs.")
+    token = None if token_file is None else _token(token_file)
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in _ENDING}
+    try:
+        with DashboardServer(list(roots) or [_DEFAULT_ROOT], host=host, port=port, token=token) as server:
+            if json:
+                print(json_module.dumps({"url": server.url, "port": server.port}), flush=True)
+            else:
+                secret = "" if token_file is None else f"\nVisitors are asked for the token in {token_file}."
+                print(f"The dashboard is at {server.url} (Ctrl-C ends it){secret}", flush=True)
+            if open:
+                import webbrowser
+
+                webbrowser.open(server.url)
+            ended.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _token(path: Path) -> bytes:
+    from paceline.agent.token import create_token, read_token
+
+    return read_token(path) if path.exists() else create_token(path)
