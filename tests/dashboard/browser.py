@@ -54,4 +54,4 @@ def requested(chrome: Chrome) -> set[str]:
     """The addresses that were asked for since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    return {url for url in sent if not url.startswith(("chrome:", "data:"))}
+    return {url for url in sent if not url.startswith(("chrome", "data:"))}

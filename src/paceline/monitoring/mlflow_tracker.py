@@ -50,8 +50,8 @@ class MlflowTracker:
         self._client.log_batch(self._run, metrics=metrics, synchronous=True)
 
     def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
-        for name, value in tags.items():
-            self._client.set_tag(self._run, name, value)
+        for name, text in tags.items():
+            self._client.set_tag(self._run, name, text)
         for name, value in values.items():
             self._client.log_metric(self._run, name, value)
         self._finished = True
