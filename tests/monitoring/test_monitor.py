@@ -111,7 +111,7 @@ def test_only_rank_zero_writes(directory: RunDirectory, capfd: pytest.CaptureFix
         monitor.evaluated("val", 25, 2, {"accuracy": 0.5})
         monitor.note("hello")
         monitor.finish({"steps": 25})
-    assert [p.name for p in directory.path.iterdir()] == ["logs"]
+    assert sorted(p.name for p in directory.path.iterdir()) == ["heartbeats", "logs"]
     assert capfd.readouterr() == ("", "")
 
 

@@ -48,7 +48,7 @@ class Monitor:
         log_every: steps between two records.
         quiet: show nothing on the terminal.
         device: where the model lives; decides which memory and utilisation are reported.
-        trackers: makes what records are sent to besides; called on rank 0 only.
+        trackers: makes what records are sent to besides; called on rank 0 only, with the records so far.
 
     Raises:
         RunDirectoryError: a file in the run directory cannot be written.
@@ -67,7 +67,7 @@ class Monitor:
         log_every: int,
         quiet: bool,
         device: object,
-        trackers: Callable[[], Sequence[TrackerWriter]] = tuple,
+        trackers: Callable[[Sequence[Mapping[str, Any]]], Sequence[TrackerWriter]] = lambda earlier: (),
     ) -> None:
         self.rank = rank
         self._world_size = world_size
@@ -94,7 +94,7 @@ class Monitor:
         self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
         self._writers.append(JsonlWriter(directory.metrics))
         self._writers.append(TensorBoardWriter(directory.tensorboard, purge_step=first_step + 1))
-        self._trackers = tuple(trackers())
+        self._trackers = tuple(trackers(kept))
         self._writers.extend(self._trackers)
         self._recorded_samples = 0
         self._recorded_s = 0.0

@@ -2,12 +2,14 @@
 
 A run is a function, so steps that are done again after a fault give the values that were sent already: they
 are not sent twice. What was sent is kept in ``trackers/NAME.json``, with the tracker's own name of the run. A
-tracker that fails is left alone after one warning; training never waits for it.
+tracker that fails is left alone after one warning, and gets what it lacks when the run is continued; training
+never waits for it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -15,7 +17,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,10 +103,14 @@ class TrackerWriter:
         name: what ``--log-to`` calls it.
         tracker: where to.
         run: what it is told.
+        earlier: the run's records so far, of which those are sent that the tracker does not have.
     """
 
-    def __init__(self, name: str, tracker: Tracker, run: Tracked) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, run: Tracked, earlier: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._name, self._tracker, self._run = name, tracker, run
+        self._earlier = earlier
         self._path = run.directory.path / "trackers" / f"{name}.json"
         self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._result: Mapping[str, Any] | None = None
@@ -139,7 +145,7 @@ class TrackerWriter:
         self._thread.join(with_patience)
         if self._thread.is_alive():
             self._abandoned = True
-            self._warn(f"did not take all records within {with_patience:.0f} s")
+            self._warn(f"did not take all records within {with_patience:.0f} s; a resume sends the others")
         elif self._lost:
             self._warn(f"was too slow for {self._lost} records")
 
@@ -149,7 +155,9 @@ class TrackerWriter:
             self._sent = dict(note.get("sent", {}))
             there = self._tracker.open(self._run, note.get("run"))
             self._keep(there)
-            while (record := self._waiting.get()) is not None and not self._abandoned:
+            for record in itertools.chain(self._earlier, iter(self._waiting.get, None)):
+                if self._abandoned:
+                    break
                 if self._send(record):
                     self._keep(there)
             if self._result is not None:

@@ -27,7 +27,7 @@ class WandbTracker:
             resume="allow",
             dir=run.directory.path,
             mode=_mode(),
-            config=dict(run.options),
+            config={**run.options, **run.tags},
             reinit="create_new",
             # Neither the command line, nor the machine, nor what is printed leaves it.
             settings=wandb.Settings(
@@ -41,7 +41,6 @@ class WandbTracker:
                 x_disable_stats=True,
             ),
         )
-        self._run.config.update(dict(run.tags), allow_val_change=True)
         return there
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:

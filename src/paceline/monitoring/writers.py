@@ -135,10 +135,11 @@ def finite(value: Any) -> Any:
 
 
 def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers by the names that trackers and TensorBoard show."""
+    """A record's numbers, as written or read again, by the names that trackers and TensorBoard show."""
     if record["kind"] == "eval":
         for name, value in record["metrics"].items():
-            yield f"eval/{record['split']}/{name}", value
+            if value is not None:
+                yield f"eval/{record['split']}/{name}", value
         return
     for name in ("loss", "lr", "samples_per_s", "imbalance"):
         if record.get(name) is not None:
@@ -149,5 +150,5 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         yield f"train/{name}", value
     for status in record["ranks"]:
         for name in ("step_ms", "memory_mib", "utilisation"):
-            if math.isfinite(status[name]):
+            if status[name] is not None and math.isfinite(status[name]):
                 yield f"rank/{status['rank']}/{name}", status[name]

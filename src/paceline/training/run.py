@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -225,7 +226,7 @@ class Run:
             trackers=self._build_trackers,
         )
 
-    def _build_trackers(self) -> list[TrackerWriter]:
+    def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> list[TrackerWriter]:
         if not self.config.log_to:
             return []
         manifest = self.directory.read_complete_manifest()
@@ -240,9 +241,8 @@ class Run:
             },
             tags={"paceline.run_id": self.run_id, "paceline.run": str(self.directory.path.absolute())},
         )
-        return [
-            TrackerWriter(name, make_tracker(name), tracked) for name in dict.fromkeys(self.config.log_to)
-        ]
+        names = dict.fromkeys(self.config.log_to)
+        return [TrackerWriter(name, make_tracker(name), tracked, earlier) for name in names]
 
     def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
         """The profiler that ``--profile`` asks for."""
