@@ -65,7 +65,17 @@ def test_a_run_is_watched_while_it_is_trained(
     assert serving.stdout is not None
     url = json.loads(serving.stdout.readline())["url"]
     options = ["--threads", "1", "--nproc", "2", "--log-every", "1", "--eval-every", "8steps", "--quiet"]
-    options += ["--hang-timeout", "never", "--set", f"pace={pace}", "--run", tmp_path / "runs" / "seen"]
+    # A busy machine is no fault; only the kill is.
+    options += [
+        "--heartbeat",
+        "60",
+        "--hang-timeout",
+        "never",
+        "--set",
+        f"pace={pace}",
+        "--run",
+        tmp_path / "runs" / "seen",
+    ]
     training = run_processes.start([*paceline, "train", f"{TASK}:Paced", *options])
 
     chrome.get(url)
