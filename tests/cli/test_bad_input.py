@@ -492,7 +492,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
     """A file system of its own under ``disk``, of which the options can be changed."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "none", disk], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "none", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")
 

@@ -39,6 +39,7 @@ class WandbTracker:
                 x_disable_meta=True,
                 x_disable_machine_info=True,
                 x_disable_stats=True,
+                x_save_requirements=False,
             ),
         )
         return there
