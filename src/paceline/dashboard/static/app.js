@@ -29,6 +29,7 @@ async function ask() {
   for (const id of told.removed) runs.delete(id);
   ({ tag, jobs } = told);
   const asked = page;
+  if (asked && !runs.has(asked.id)) throw new Error("This run is not there any more.");
   if (asked) {
     const [detail, told] = await Promise.all([get(`/api/runs/${asked.id}`), get(`/api/runs/${asked.id}/curves`)]);
     if (asked === page) asked.update(detail, told.curves, now());
@@ -46,7 +47,8 @@ async function refresh() {
     contact.textContent = "live";
   } catch (error) {
     contact.className = "lost";
-    contact.textContent = `no contact: ${error.message}`;
+    // What fetch itself throws differs by browser.
+    contact.textContent = error instanceof TypeError || error.name === "TimeoutError" ? "no contact" : error.message;
   } finally {
     asking = null;
   }
