@@ -23,7 +23,7 @@ from paceline.dashboard.server import DashboardServer
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 TASK = Path(__file__).with_name("paced.py")
-WAIT_S = 90
+WAIT_S = 120
 HOSTILE = "<script>window.harm = 1</script><img src=x onerror='window.harm = 1'>"
 
 
@@ -54,6 +54,7 @@ def points(chrome: Chrome) -> int:
         return 0
 
 
+@pytest.mark.timeout(600)
 def test_a_run_is_watched_while_it_is_trained(
     run_processes: Processes, tmp_path: Path, chrome: Chrome, wait_until: Callable[..., None], no_jobs: None
 ) -> None:
@@ -66,16 +67,8 @@ def test_a_run_is_watched_while_it_is_trained(
     url = json.loads(serving.stdout.readline())["url"]
     options = ["--threads", "1", "--nproc", "2", "--log-every", "1", "--eval-every", "8steps", "--quiet"]
     # A busy machine is no fault; only the kill is.
-    options += [
-        "--heartbeat",
-        "60",
-        "--hang-timeout",
-        "never",
-        "--set",
-        f"pace={pace}",
-        "--run",
-        tmp_path / "runs" / "seen",
-    ]
+    options += ["--heartbeat", "10", "--hang-timeout", "never"]
+    options += ["--set", f"pace={pace}", "--run", tmp_path / "runs" / "seen"]
     training = run_processes.start([*paceline, "train", f"{TASK}:Paced", *options])
 
     chrome.get(url)
