@@ -6,6 +6,7 @@
     events.jsonl      created, started, checkpoint, stopped, failed, finished
     metrics.jsonl     one record every --log-every steps, and one for each evaluation
     ledger/           which samples each committed step saw
+    initial.safetensors  with --init-from, the weights that the run began with
     checkpoints/      step-00000469-v00000471/ ...
     tensorboard/  profile/
     logs/rank-N.log   what each rank printed
@@ -74,6 +75,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """``checkpoints/``."""
         return self.path / "checkpoints"
+
+    @property
+    def initial(self) -> Path:
+        """``initial.safetensors``: the weights that a fine-tuned run began with."""
+        return self.path / "initial.safetensors"
 
     @property
     def tensorboard(self) -> Path:

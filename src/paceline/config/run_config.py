@@ -13,14 +13,14 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paceline.config.fine_tuning import FineTuningOptions
 from paceline.config.options import at_least, check_type, flag, option
-from paceline.config.parallelism import ParallelOptions
 from paceline.config.values import Interval, parse_best, parse_early_stop, parse_interval, parse_shuffle
 from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(ParallelOptions):
+class RunConfig(FineTuningOptions):
     """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
 
     global_batch_size: int | None = option(None, "Samples a step, over all processes.", group="Training")

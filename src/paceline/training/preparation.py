@@ -28,6 +28,7 @@ from paceline.task import (
 from paceline.training.automatic import settle_strategy
 from paceline.training.control import StopSignals
 from paceline.training.deadline import Deadline
+from paceline.training.parent import Parent, keep_parent
 from paceline.training.pins import configure_numerics, current_pins
 from paceline.training.plan import DataPlan, check_world, continued, plan_data, resolve
 from paceline.training.run import Run
@@ -122,9 +123,12 @@ def check(
     return task, spec, config, notes
 
 
-def create(run: Run, run_id: str) -> None:
-    """Write ``run.toml``; rank 0 does, once."""
-    run.directory.write_manifest({"id": run_id, **_manifest(run.config, run.task, run.data, run.device)})
+def create(run: Run, run_id: str, parent: Parent | None) -> None:
+    """Write ``run.toml``, and what the run begins with; rank 0 does, once."""
+    document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
+    if parent is not None:
+        document["parent"] = keep_parent(run.directory, parent)
+    run.directory.write_manifest(document)
     run.directory.append_event("created", task=run.task_name)
 
 

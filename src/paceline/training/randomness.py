@@ -10,12 +10,17 @@ import torch
 from paceline.data.permutation import derive_key
 
 # Tags 1 to 9 belong to the order of the data.
-_MODEL, _SHARD, _EVALUATION, _VERIFICATION = 11, 12, 13, 14
+_MODEL, _SHARD, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
 
 
 def seed_model(seed: int) -> None:
     """Before the model is built: every rank builds the same."""
     _seed(derive_key(seed, _MODEL))
+
+
+def seed_adapters(seed: int) -> None:
+    """Before adapters are put around a model's layers; what was imported or drawn before is no matter."""
+    _seed(derive_key(seed, _ADAPTERS))
 
 
 def seed_shard(seed: int, step: int, shard: int) -> None:

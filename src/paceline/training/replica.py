@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.callback import Horizon
 from paceline.data.ledger import LedgerEntry
@@ -17,6 +17,7 @@ from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.strategies.placement import Placement, Whole
 from paceline.training.activation_checkpointing import checkpoint_activations
+from paceline.training.initialisation import initialise
 from paceline.training.randomness import seed_model
 from paceline.training.rehearsal import FirstBatch
 from paceline.training.run import Run
@@ -44,6 +45,7 @@ class Replica:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._placement: Placement = Whole()
+        self._weights: Mapping[str, Tensor] | None = None  # another run's, while a state is begun with them
         # Where each rank holds all of it: who cannot build it says so before others wait for this one.
         self._state: TrainingState | None = None if run.config.shards_state else self._new_state()
         self.valid, self._pristine = False, True
@@ -86,6 +88,7 @@ class Replica:
     def _built_model(self) -> nn.Module:
         config = self._run.config
         module = built_model(self._run.task)
+        initialise(module, config, self._weights)
         if config.checkpoint_activations != "none":
             checkpoint_activations(
                 module,
@@ -102,25 +105,36 @@ class Replica:
         yield
         self.valid = True
 
-    def restore(self, mesh: Mesh, saved: Mapping[str, Any] | None) -> None:
+    def restore(
+        self,
+        mesh: Mesh,
+        saved: Mapping[str, Any] | None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Begin, or go on from a checkpoint; all ranks do so together.
 
         Args:
             mesh: the ranks.
             saved: the state of the checkpoint, the same on all ranks; None to begin.
+            weights: of another run, the same on all ranks, to begin with.
 
         Raises:
             CheckpointError: ``saved`` does not fit the task.
+            ConfigError: ``weights`` do not.
             PeerLostError: a rank is gone.
         """
         self.valid = False
         self.recent.clear()
         self._placement = self._run.build_placement(mesh, FirstBatch(self._run))
-        if self._run.config.shards_state or not self._pristine:
+        if self._run.config.shards_state or not self._pristine or weights is not None:
             self.close()  # before another one takes its place in memory
         if saved is not None:
             self.take(saved)
             return
+        if weights is not None:
+            self._weights = weights
+            self._state = self._new_state()
+            self._weights = None
         if not self._run.config.shards_state:
             # A model may be built with randomness that no seed of torch's reaches.
             mesh.world.broadcast_module(self.state.module)

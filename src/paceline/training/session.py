@@ -22,6 +22,7 @@ from paceline.training import preparation
 from paceline.training.automatic import memory_of_process
 from paceline.training.conclusion import conclude
 from paceline.training.control import StopSignals
+from paceline.training.parent import read_parent
 from paceline.training.preparation import Request
 from paceline.training.restoring import newest_checkpoint
 from paceline.training.saving import insist, lacks_steps
@@ -147,11 +148,13 @@ class Session:
         directory = self.run.directory
         new = bool(world.broadcast_json(not directory.exists()))
         run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
-        trainer.replica.restore(mesh, newest_checkpoint(self.run, world, run_id))
+        saved = newest_checkpoint(self.run, world, run_id)
+        parent = read_parent(self.run, world) if saved is None else None
+        trainer.replica.restore(mesh, saved, None if parent is None else parent.weights)
         if world.rank == 0:
             # Only now: where the model could not be built, no run was created.
             if new:
-                preparation.create(self.run, run_id)
+                preparation.create(self.run, run_id, parent)
                 for note in self._notes:
                     _say(self.run.quiet, note)
             self.run.directory.append_event(

@@ -21,6 +21,7 @@ from paceline.errors import CheckpointError, TaskError
 from paceline.task import Task
 from paceline.training.average import MovingAverage
 from paceline.training.outer import OuterOptimizer
+from paceline.training.rates import rate, scale_rates, scaled
 from paceline.training.scaler import PartScaler
 
 
@@ -88,6 +89,8 @@ class TrainingState:
         self.module = module
         self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
+        if config.lr_scale:
+            scale_rates(self.optimizers, module, config.lr_scale)
         self.schedulers = {
             name: scheduler
             for name, optimizer in self.optimizers.items()
@@ -112,7 +115,7 @@ class TrainingState:
 
     def learning_rates(self) -> list[float]:
         """One a parameter group, over all optimizers."""
-        return [group["lr"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return [rate(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward gets it."""
@@ -131,13 +134,14 @@ class TrainingState:
         if clip is not None:
             clip()
         skipped = False
-        if self.scaler is None:
+        with scaled(self.optimizers):
             for optimizer in self.optimizers.values():
-                optimizer.step()
-        else:
+                if self.scaler is None:
+                    optimizer.step()
+                else:
+                    self.scaler.step(optimizer)
+        if self.scaler is not None:
             scale = self.scaler.get_scale()
-            for optimizer in self.optimizers.values():
-                self.scaler.step(optimizer)
             self.scaler.update()
             skipped = self.scaler.get_scale() < scale
         if skipped:

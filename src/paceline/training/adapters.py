@@ -1,0 +1,114 @@
+"""Low-rank adapters by peft: put around a model's layers, and merged into their weights again.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (https://arxiv.org/abs/2106.09685).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from paceline.config.fine_tuning import ALL_LINEAR, Lora
+from paceline.errors import CheckpointError, ConfigError
+from paceline.training.patterns import listed
+
+_BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_NOISY = ("torchao", "torch.utils._pytree")
+
+
+def add_adapters(module: nn.Module, lora: Lora) -> None:
+    """Put adapters around linear layers of a model, in place; all but the adapters is frozen.
+
+    Args:
+        module: the model; drawn from torch's generator is what an adapter's A begins with, and B is zero.
+        lora: which layers, and the adapters' size.
+
+    Raises:
+        ConfigError: peft is not installed, or no linear layer is meant.
+    """
+    layers = target_layers(module, lora)
+    try:
+        with _hushed():
+            from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs peft, which cannot be imported ({error}). Install it: pip install 'paceline[lora]'"
+        ) from error
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers, bias="none"
+    )
+    with _hushed():
+        inject_adapter_in_model(config, module)
+
+
+def target_layers(module: nn.Module, lora: Lora) -> list[str]:
+    """The names of the layers that get an adapter.
+
+    Raises:
+        ConfigError: a target names no linear layer.
+    """
+    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
+    if lora.targets == (ALL_LINEAR,):
+        found = linear[:-1]
+        if not found:
+            raise ConfigError(
+                f"--lora: the model has {len(linear)} linear layers, and {ALL_LINEAR} is all but the last. "
+                "Name them with target=."
+            )
+        return found
+    found = []
+    for target in lora.targets:
+        meant = [name for name in linear if fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")]
+        if not meant:
+            raise ConfigError(
+                f"--lora target={target}: no torch.nn.Linear of the model has such a name. Those there are: "
+                f"{listed(linear) or 'none'}."
+            )
+        found += [name for name in meant if name not in found]
+    return found
+
+
+def merged(state: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Tensor]:
+    """The state of the model without adapters that computes what the one with them does.
+
+    Args:
+        state: of a model that :func:`add_adapters` has changed.
+        lora: with which.
+
+    Returns:
+        What ``load_state_dict`` of the task's own model takes.
+
+    Raises:
+        CheckpointError: an adapter has only one of its two matrices.
+    """
+    plain = {
+        name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))
+    }
+    for name, a in state.items():
+        if not name.endswith(_A):
+            continue
+        layer = name.removesuffix(_A)
+        if layer + _B not in state or f"{layer}.weight" not in plain:
+            raise CheckpointError(
+                f"the adapter of {layer!r} is incomplete: {layer}{_B} or its layer is missing."
+            )
+        plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + state[layer + _B] @ a * lora.scaling
+    return plain
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without what libraries say that peft looks at, and that have no part in this."""
+    before = {name: logging.getLogger(name).level for name in _NOISY}
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
