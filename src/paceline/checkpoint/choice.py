@@ -37,6 +37,15 @@ def choose(directory: Path, which: str) -> Path:
     return newest.path if which == "last" or best is None else find_version(directory, best)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is named as a checkpoint is."""
+    try:
+        parse_name(path.name)
+    except ValueError:
+        return False
+    return path.is_dir()
+
+
 def _of_step(directory: Path, step: int) -> Path:
     there = {parse_name(path.name)[0]: path for path in reversed(candidates(directory))}
     if step in there:

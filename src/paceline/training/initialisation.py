@@ -63,8 +63,8 @@ def names_of_the_new(module: nn.Module, config: RunConfig) -> set[str]:
         ]
         if shared:
             raise ConfigError(
-                f"--reset-head: the last layer ({head}) shares its weights with {listed(shared)}. Name what is "
-                "to begin anew with --reset."
+                f"--reset-head: the last layer ({head}) shares its weights with {listed(shared)}. Name what "
+                "is to begin anew with --reset."
             )
     return anew
 

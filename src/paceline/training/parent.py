@@ -1,4 +1,4 @@
-"""The run, checkpoint or package that ``--init-from`` names, and the copy of its weights in the child's run."""
+"""What ``--init-from`` names, a run, a checkpoint or a package; and the copy of its weights in the child."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.choice import choose
-from paceline.checkpoint.manifest import MANIFEST
+from paceline.checkpoint.choice import choose, is_checkpoint
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.tensors import Snapshot, read_tensors
 from paceline.config import config_from_mapping
 from paceline.config.fine_tuning import Lora
 from paceline.distributed.world import World
-from paceline.errors import CheckpointError, ConfigError, PacelineError
+from paceline.errors import CheckpointError, ConfigError, PacelineError, PackageError
 from paceline.membership.handover import Agreement, hand_over
+from paceline.packages.package import open_package
 from paceline.run_directory import RunDirectory, write_atomically
 from paceline.training.adapters import merged
 from paceline.training.run import Run
@@ -74,25 +74,20 @@ def read_parent(run: Run, world: World) -> Parent | None:
 
 
 def find_parent(source: str) -> Parent:
-    """What ``--init-from`` names: ``RUN``, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, or a checkpoint's directory.
+    """What ``--init-from`` names: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
 
     Raises:
         ConfigError: there is no such thing.
         CheckpointError: it does not verify.
     """
     path, which = _parsed(source)
-    if (path / MANIFEST).is_file() and not RunDirectory(path).exists():
-        if which is not None:
-            raise ConfigError(f"--init-from {source}: {path} is a checkpoint itself. Leave @{which} out.")
-        directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
-    elif RunDirectory(path).exists():
+    if RunDirectory(path).exists():
         directory = RunDirectory(path)
         checkpoint = choose(directory.checkpoints, which or "best")
+    elif which is None and is_checkpoint(path):
+        directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
     else:
-        raise ConfigError(
-            f"--init-from {source}: {path} is neither a run (it has no run.toml) nor a checkpoint (it has no "
-            f"{MANIFEST}). See `paceline runs` and `paceline checkpoint ls RUN`."
-        )
+        return _of_package(source)
     saved = load(checkpoint)
     info = saved.manifest.info
     weights = _evaluated(saved.state, checkpoint, _adapters_of(directory))
@@ -103,6 +98,36 @@ def find_parent(source: str) -> Parent:
         "task": info.task,
         "step": info.step,
         "version": info.state_version,
+        "model_sha256": model_sha256(weights),
+    }
+    return Parent(record, weights)
+
+
+def _of_package(source: str) -> Parent:
+    """The weights of a package, from its directory or the user's registry."""
+    try:
+        package = open_package(source)
+    except PackageError as error:
+        raise ConfigError(
+            f"--init-from {source}: this is no run (a directory with a run.toml), no checkpoint of one, and no "
+            f"package: {error} See `paceline runs`."
+        ) from error
+    manifest = package.manifest
+    if manifest.quantization == "int8":
+        raise ConfigError(
+            f"--init-from {source}: the package's weights are int8, which cannot be trained. Use the run "
+            f"{manifest.provenance.run} that it was exported from, or a package without --quantize."
+        )
+    made_by = manifest.provenance
+    weights = read_tensors(package.read_weights())
+    record = {
+        "source": source,
+        "path": str(package.path.absolute()),
+        "package": package.digest,
+        "run": made_by.run,
+        "task": made_by.task,
+        "step": made_by.step,
+        "version": made_by.state_version,
         "model_sha256": model_sha256(weights),
     }
     return Parent(record, weights)

@@ -65,7 +65,7 @@ def rate(group: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def scaled(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
-    """Within, each group's ``lr`` is what its parameters are to be updated with; afterwards it is as before."""
+    """Within, each group's ``lr`` is what updates its parameters; afterwards it is as before."""
     groups = [
         group
         for optimizer in optimizers.values()
