@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.monitoring.timeline import Goodput, Timeline
 
 _PIPE_COLUMNS = 250
+_MOST_MODULES = 10
 _STYLES = {"fault": "red", "failed": "red", "fallback": "yellow", "stopped": "yellow", "finished": "green"}
 
 
@@ -44,10 +46,13 @@ def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) ->
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{directory.events} is damaged: {error!r}.") from error
+    drift = (directory.read_result() or {}).get("drift")
     if json:
-        print(json_module.dumps(as_json(read)))
+        print(json_module.dumps({**as_json(read), **({} if drift is None else {"drift": drift})}))
     else:
         _print(directory, read)
+        if drift is not None:
+            _print_drift(directory, drift)
     return 0
 
 
@@ -102,6 +107,45 @@ def _print(directory: RunDirectory, read: Timeline) -> None:
     for cause, seconds in sorted(read.goodput.lost_s.items(), key=lambda item: -item[1]):
         number = read.goodput.repeated_steps if cause == REPEATED else read.goodput.interruptions[cause]
         console.print(f"  {seconds:8.2f} s  {cause} ({number:,})", style="dim")
+
+
+def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
+    """How far a fine-tuned model went from its parent."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    parent = directory.read_manifest().get("parent", {})
+    console.print(
+        escape(f"Began with {parent.get('source')} (run {parent.get('run')}, step {parent.get('step')})."),
+        soft_wrap=True,
+    )
+    if "problem" in drift:
+        console.print(escape(f"How far it went is not known: {drift['problem']}"), soft_wrap=True)
+        return
+    moved = sorted(
+        ((module, size) for module, size in drift["modules"].items() if size),
+        key=lambda item: -item[1],
+    )
+    still = len(drift["modules"]) - len(moved)
+    words = [f"Its weights moved by {_percent(drift['relative_l2'])} of their 2-norm"]
+    if drift["agreement"] is not None:
+        words.append(
+            f"both predict the same for {drift['agreement']:.1%} of {drift['samples']:,} test samples"
+        )
+    if drift["new"]:
+        words.append(f"began anew: {', '.join(drift['new'])}")
+    console.print(escape("; ".join(words)) + ".", soft_wrap=True)
+    for module, size in moved[:_MOST_MODULES]:
+        console.print(escape(f"  {_percent(size):>8}  {module or '(the model itself)'}"), style="dim")
+    rest = [f"{len(moved) - _MOST_MODULES} more moved less"] if len(moved) > _MOST_MODULES else []
+    rest += [f"{still} did not move"] if still else []
+    if rest:
+        console.print(f"            {', '.join(rest)}", style="dim")
+
+
+def _percent(share: float | None) -> str:
+    return "any amount" if share is None else f"{share:.2%}"
 
 
 def _verdict(goodput: Goodput) -> str:

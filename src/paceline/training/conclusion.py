@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -13,11 +14,16 @@ from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.storage import find_version
 from paceline.distributed.sharded_state import load_module
+from paceline.errors import CheckpointError
 from paceline.monitoring.phases import OUTSIDE_STEPS
 from paceline.monitoring.writers import finite
 from paceline.strategies.selection import strategy_name
+from paceline.training.drift import drift
 from paceline.training.evaluation import EvaluationStopped
+from paceline.training.parent import kept_parent
 from paceline.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
@@ -59,6 +65,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
                 trainer.stop(stopped.stop)
             metrics["test"] = dict(trainer.state.callback.evaluated("test", measured))
             trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
+    found = _drift(trainer)
     phases = trainer.phases()
     return {
         "task": run.task_name,
@@ -76,6 +83,7 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "state_version": progress.version,
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
+        **({} if found is None else {"drift": found}),
         **trainer.findings,
         "model_sha256": sha256,
         **world.broadcast_json(starts(run.directory.read_events()) if world.rank == 0 else None),
@@ -96,6 +104,24 @@ def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     # Where nobody survives, a view starts from a checkpoint: a recovery, and no job of its own.
     started = [e for e in events if e["event"] == "started" and e["generation"] not in views]
     return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
+
+
+def _drift(trainer: Trainer) -> dict[str, Any] | None:
+    """How far the evaluated model is from what the run began with, if that was another run's; all ranks."""
+    run, world = trainer.run, trainer.world
+    if run.config.init_from is None:
+        return None
+    weights = trainer.replica.whole_evaluated(world)
+    found, problem = None, None
+    if world.rank == 0:
+        trainer.monitor.activity("comparing with the parent")
+        try:
+            found = drift(run, kept_parent(run.directory), weights)
+        except CheckpointError as error:
+            problem = str(error)  # the training is done, and its result stands
+            _log.warning("no drift: %s", error)
+    found = world.broadcast_json(found if problem is None else {"problem": problem})
+    return dict(found)
 
 
 def _load_best(trainer: Trainer) -> None:

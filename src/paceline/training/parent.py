@@ -109,8 +109,7 @@ def _of_package(source: str) -> Parent:
         package = open_package(source)
     except PackageError as error:
         raise ConfigError(
-            f"--init-from {source}: this is no run (a directory with a run.toml), no checkpoint of one, and no "
-            f"package: {error} See `paceline runs`."
+            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: {error}"
         ) from error
     manifest = package.manifest
     if manifest.quantization == "int8":

@@ -17,6 +17,7 @@ from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.strategies.placement import Placement, Whole
 from paceline.training.activation_checkpointing import checkpoint_activations
+from paceline.training.adapters import merged
 from paceline.training.initialisation import initialise
 from paceline.training.randomness import seed_model
 from paceline.training.rehearsal import FirstBatch
@@ -164,6 +165,15 @@ class Replica:
     def whole_model(self, world: World) -> dict[str, Any]:
         """The model's state as one process would have it, on rank 0; all ranks call this together."""
         return dict(self._placement.whole(self.state.module.state_dict(), keep=world.rank == 0))
+
+    def whole_evaluated(self, world: World) -> dict[str, Tensor]:
+        """The evaluated weights by the names of the task's model, on rank 0; all ranks call this."""
+        whole = self._placement.whole(self.state.evaluated_module.state_dict(), keep=world.rank == 0)
+        if world.rank != 0:
+            return {}
+        weights = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+        adapters = self._run.config.adapters
+        return weights if adapters is None else merged(weights, adapters)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
