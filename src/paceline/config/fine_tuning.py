@@ -25,7 +25,7 @@ class Lora:
     """
 
     rank: int = 8
-    alpha: float = 16.0
+    alpha: int = 16
     dropout: float = 0.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
 
@@ -142,14 +142,14 @@ def parse_lora(text: str) -> Lora:
         found[match[1]] = match[2]
     try:
         rank = int(found.get("rank", "8"))
-        alpha = float(found.get("alpha", 2 * rank))
+        alpha = int(found.get("alpha", 2 * rank))
         dropout = float(found.get("dropout", "0"))
     except ValueError:
         raise ConfigError(
-            f"--lora {text}: rank is a whole number, alpha and dropout are numbers, such as rank=8,alpha=16."
+            f"--lora {text}: rank and alpha are whole numbers, dropout is a number, such as rank=8,alpha=16."
         ) from None
     at_least("lora", rank, 1)
-    if not 0 < alpha < float("inf") or not 0 <= dropout < 1:
+    if alpha < 1 or not 0 <= dropout < 1:
         raise ConfigError(f"--lora {text}: alpha must be positive, and dropout from 0 to below 1.")
     targets = tuple(name for name in found.get("target", ALL_LINEAR).split("|") if name)
     if not targets or (ALL_LINEAR in targets and len(targets) > 1):

@@ -109,7 +109,8 @@ def _of_package(source: str) -> Parent:
         package = open_package(source)
     except PackageError as error:
         raise ConfigError(
-            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: {error}"
+            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: "
+            f"{error}"
         ) from error
     manifest = package.manifest
     if manifest.quantization == "int8":

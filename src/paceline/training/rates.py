@@ -45,7 +45,7 @@ def _divide(optimizer: Optimizer, group: dict[str, Any], factors: Mapping[int, f
     members: dict[float, list[int]] = {}
     for index, parameter in enumerate(group["params"]):
         members.setdefault(factors.get(id(parameter), 1.0), []).append(index)
-    lists = {key: group[key] for key in ("params", "param_names") if key in group}
+    lists: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
     shared = {key: value for key, value in group.items() if key not in lists}
     for number, (factor, indices) in enumerate(members.items()):
         part = {key: [values[index] for index in indices] for key, values in lists.items()}

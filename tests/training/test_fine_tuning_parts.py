@@ -1,0 +1,234 @@
+"""The parts of fine-tuning, one by one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from paceline.config import RunConfig
+from paceline.config.fine_tuning import Lora, parse_lora, parse_lr_scale
+from paceline.errors import ConfigError
+from paceline.training.adapters import add_adapters, merged
+from paceline.training.initialisation import freeze, initialise
+from paceline.training.patterns import names
+from paceline.training.rates import rate, scale_rates, scaled
+
+
+def _model(classes: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, classes))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("layer1", "layer1.0.weight", True),
+        ("layer1.*", "layer1.0.weight", True),
+        ("layer1", "layer10.weight", False),
+        ("*.bias", "layer1.0.bias", True),
+        ("Layer1", "layer1.0.bias", False),
+    ],
+)
+def test_a_pattern_names_a_parameter_or_what_is_around_it(pattern: str, name: str, expected: bool) -> None:
+    assert names(pattern, name) is expected
+
+
+@pytest.mark.parametrize("schedule", ["one-cycle", "lambda"])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_scaled_group_is_updated_as_with_a_rate_so_much_smaller(kind: Any, schedule: str) -> None:
+    """A second optimizer with the lower rate, and the same schedule of it, is the reference."""
+
+    def trained(base: float, scales: tuple[str, ...]) -> list[torch.Tensor]:
+        model = _model()
+        optimizer = kind(model.parameters(), lr=base)
+        scale_rates({"main": optimizer}, model, scales)
+        scheduler = (
+            OneCycleLR(optimizer, max_lr=base, total_steps=8, cycle_momentum=False)
+            if schedule == "one-cycle"
+            else LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        )
+        torch.manual_seed(1)
+        for _ in range(3):
+            # Gradients that do not depend on the weights: the two runs differ by the rate alone.
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            with scaled({"main": optimizer}):
+                optimizer.step()
+            scheduler.step()
+        return [p.detach() for p in model.parameters()]
+
+    scaled_down = trained(0.5, ("3=0.25",))
+    plain, quarter = trained(0.5, ()), trained(0.125, ())
+    for found, expected in zip(scaled_down[:4], plain[:4], strict=True):
+        assert torch.equal(found, expected)
+    for found, expected in zip(scaled_down[4:], quarter[4:], strict=True):
+        torch.testing.assert_close(found, expected)
+        assert not torch.equal(found, plain[4])
+
+
+def test_groups_keep_their_options_and_the_last_pattern_counts() -> None:
+    model = _model()
+    optimizer = SGD(
+        [
+            {"params": [model[0].weight, model[3].weight], "weight_decay": 0.1},
+            {"params": [model[0].bias, model[3].bias, *model[1].parameters()]},
+        ],
+        lr=1.0,
+        momentum=0.9,
+    )
+    scale_rates({"main": optimizer}, model, ("0=0.5", "0.bias=0.25"))
+    told = {
+        id(p): (rate(group), group["weight_decay"], group["momentum"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert told[id(model[0].weight)] == (0.5, 0.1, 0.9)
+    assert told[id(model[0].bias)] == (0.25, 0, 0.9)
+    assert told[id(model[3].weight)] == (1.0, 0.1, 0.9)
+    assert len(told) == 6
+    with scaled({"main": optimizer}):
+        assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.25, 0.5, 1.0]
+    assert {group["lr"] for group in optimizer.param_groups} == {1.0}
+
+
+def test_named_parameters_stay_named() -> None:
+    model = _model()
+    optimizer = SGD(list(model.named_parameters()), lr=1.0)
+    scale_rates({"main": optimizer}, model, ("0=0.5",))
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias", "3.weight", "3.bias"],
+    ]
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics_also_in_a_copy() -> None:
+    model = _model()
+    freeze(model, ["1"])
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        before = each[1].running_mean.clone()
+        each.train()
+        assert each.training
+        assert not each[1].training
+        each(torch.randn(5, 4) + 3)
+        assert torch.equal(each[1].running_mean, before)
+    assert other[1].train.__self__ is other[1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [("lin", "Its layers with parameters: 0, 1, 3"), ("0.weigth", "Did you mean 0.weight")],
+)
+def test_what_matches_nothing_is_refused_with_the_nearest_names(pattern: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        freeze(_model(), [pattern])
+    with pytest.raises(ConfigError, match=part):
+        scale_rates({}, _model(), [f"{pattern}=0.5"])
+
+
+def test_freezing_everything_leaves_nothing_to_train() -> None:
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        freeze(_model(), ["*"])
+
+
+def test_what_does_not_fit_is_named_with_the_option_that_helps() -> None:
+    config = RunConfig(init_from="parent")
+    with pytest.raises(ConfigError) as raised:
+        initialise(_model(5), config, _model(3).state_dict())
+    assert "3.weight is (3, 6) there and (5, 6) here" in str(raised.value)
+    assert "Use --reset-head to begin the last layer (3) anew." in str(raised.value)
+    other = {"0.weight": torch.zeros(6, 4), "stem.weight": torch.zeros(2)}
+    with pytest.raises(ConfigError) as raised:
+        initialise(_model(), config, other)
+    assert "missing there: 0.bias, 1.weight" in str(raised.value)
+    assert "not in the model: stem.weight" in str(raised.value)
+    assert "--reset 0 --reset 1" in str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{"reset_head": True}, {"reset": ("3",)}])
+def test_what_begins_anew_keeps_the_tasks_own_values(options: Any) -> None:
+    parent, child, built = _model(3), _model(5), _model(5)
+    with torch.no_grad():
+        parent[0].weight.fill_(7)
+    initialise(child, RunConfig(init_from="parent", **options), parent.state_dict())
+    assert child[0].weight.eq(7).all()
+    assert torch.equal(child[3].weight, built[3].weight)
+
+
+def test_a_head_of_another_name_is_taken_for_the_old_one() -> None:
+    weights = {name.replace("3.", "old_head."): value for name, value in _model().state_dict().items()}
+    config = RunConfig(init_from="parent", reset=("3", "old_head"))
+    child = _model(5)
+    initialise(child, config, weights)
+    with pytest.raises(ConfigError, match=r"--reset heads: nothing in the model has such a name"):
+        initialise(child, RunConfig(init_from="parent", reset=("heads",)), weights)
+
+
+def test_a_shared_last_layer_is_not_begun_anew_by_half() -> None:
+    model = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(ConfigError, match=r"the last layer \(1\) shares its weights with 0.weight"):
+        initialise(model, RunConfig(init_from="parent", reset_head=True), model.state_dict())
+
+
+def test_merged_weights_compute_what_the_adapters_do() -> None:
+    from peft.tuners.lora import Linear
+
+    model = _model().double().eval()
+    lora = Lora(rank=2, alpha=3)
+    add_adapters(model, lora)
+    assert isinstance(model[0], Linear)
+    assert not isinstance(model[3], Linear), "all linear layers but the last"
+    with torch.no_grad():
+        model[0].lora_B["default"].weight.normal_()
+    points = torch.randn(5, 4, dtype=torch.float64)
+    plain = _model().double().eval()
+    before = plain(points)
+    plain.load_state_dict(merged(model.state_dict(), lora))
+    torch.testing.assert_close(plain(points), model(points))
+    assert not torch.allclose(before, model(points))
+    model[0].merge()
+    assert torch.equal(model[0].base_layer.weight, plain[0].weight), "the bits of peft's own merge"
+
+
+def test_adapters_need_a_linear_layer() -> None:
+    with pytest.raises(ConfigError, match=r"target=query: no torch.nn.Linear .* Those there are: 0, 3"):
+        add_adapters(_model(), Lora(targets=("query",)))
+    with pytest.raises(ConfigError, match="the model has 1 linear layers"):
+        add_adapters(nn.Sequential(nn.Linear(2, 2)), Lora())
+
+
+def test_options_are_parsed() -> None:
+    assert parse_lr_scale("backbone.*=0.1") == ("backbone.*", 0.1)
+    assert parse_lora("rank=4") == Lora(rank=4, alpha=8)
+    assert parse_lora("rank=8, alpha=16,dropout=0.1,target=query|value") == Lora(
+        rank=8, alpha=16, dropout=0.1, targets=("query", "value")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"lr_scale": ("backbone",)}, "must be PATTERN=FACTOR"),
+        ({"lr_scale": ("backbone=-1",)}, "must be PATTERN=FACTOR"),
+        ({"lr_scale": ("backbone=0",)}, "Use --freeze 'backbone'"),
+        ({"lora": "8"}, "--lora must be such as rank=8"),
+        ({"lora": "rank=8,rank=9"}, "at most once each"),
+        ({"lora": "rank=a"}, "rank and alpha are whole numbers"),
+        ({"lora": "rank=0"}, "at least 1"),
+        ({"lora": "rank=2,dropout=1"}, "dropout from 0 to below 1"),
+        ({"lora": "rank=2", "freeze": ("a",)}, "--freeze has nothing to add"),
+        ({"lora": "rank=2", "lr_scale": ("a=1",)}, "leave --lr-scale out"),
+        ({"reset_head": True}, "Add --init-from RUN"),
+        ({"reset": ("a",)}, "Add --init-from RUN"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: Any, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        RunConfig(**options)
