@@ -1,4 +1,4 @@
-"""Scripts for Accelerate and Lightning that know nothing of Paceline, under the launchers here."""
+"""Scripts for Accelerate, Lightning and TRL that know nothing of Paceline, under the launchers here."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def script(name: str, *, machines: int) -> list[str]:
     """An example's options and command, for one process a machine, or two on one."""
     if name == "accelerate":
         return ["--env", "ACCELERATE_USE_CPU=true", "--", str(EXAMPLES / "accelerate_script.py")]
+    if name == "trl":
+        return ["--", str(EXAMPLES / "trl_sft_script.py")]
     sizes = ["--devices", str(2 // machines), "--num-nodes", str(machines)]
     return ["--", str(EXAMPLES / "lightning_script.py"), *sizes]
 
 
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "trl"])
 def test_the_script_is_two_ranks_with_the_same_weights(run_processes: Any, tmp_path: Path, name: str) -> None:
     launch = [sys.executable, "-m", "paceline", "launch", "--nproc", "2", "--threads", "1"]
     started = [
@@ -53,7 +55,7 @@ def test_the_script_is_two_ranks_with_the_same_weights(run_processes: Any, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "trl"])
 def test_the_script_under_mpirun(run_processes: Any, tmp_path: Path, name: str) -> None:
     done = run_processes.paceline(
         *("launch", "--on", "mpi", "--nproc", "2", "--threads", "1", *script(name, machines=1)),
@@ -67,7 +69,7 @@ def test_the_script_under_mpirun(run_processes: Any, tmp_path: Path, name: str) 
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.parametrize("inner", ["torchrun", "srun"])
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "trl"])
 def test_the_script_on_two_machines_of_a_slurm_cluster(
     slurm_cluster: SlurmCluster, tmp_path: Path, name: str, inner: str
 ) -> None:
@@ -85,7 +87,7 @@ def test_the_script_on_two_machines_of_a_slurm_cluster(
 
 @pytest.mark.slow
 @pytest.mark.ssh
-@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "trl"])
 def test_the_script_on_two_machines_over_ssh(ssh_machines: Callable[[int], SshLab], name: str) -> None:
     lab = ssh_machines(2)
     launcher = lab.launch(lab.nodes[0], "node0,node1", "--threads", "1", *script(name, machines=2))
