@@ -1,6 +1,6 @@
 """From clothes to handwritten digits: the ConvNet of Fashion-MNIST, fine-tuned on a hundred digits.
 
-    paceline train fashion-mnist --run runs/clothes
+    paceline train fashion-mnist --epochs 1 --run runs/clothes
     paceline train examples/digits_from_fashion_mnist.py:Digits --init-from runs/clothes@last \
         --reset-head --lr-scale 0=0.1 --run runs/digits
     paceline runs show runs/digits

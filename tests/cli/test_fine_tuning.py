@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -16,7 +17,10 @@ import torch
 from paceline import cli
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.choice import choose
+from paceline.checkpoint.manifest import FileRecord
 from paceline.config import config_from_mapping
+from paceline.inference import TensorSpec
+from paceline.packages.manifest import Manifest, Provenance
 from paceline.run_directory import RunDirectory
 from paceline.training.parent import find_parent
 
@@ -242,3 +246,45 @@ def test_a_damaged_parent_is_refused(here: Path, capfd: pytest.CaptureFixture[st
     path.write_bytes(content)
     assert _paceline(_train("child", "--init-from", "parent@3")) == 2
     assert "model.safetensors" in capfd.readouterr().err
+
+
+def test_a_package_gives_its_weights(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved = load(choose(Path("parent/checkpoints"), "last"))
+    path = _package(here / "package", saved.state["model"])
+    assert _paceline(_train("child", "--init-from", str(path), "--max-steps", "1")) == 0
+    assert all(torch.equal(value, saved.state["model"][name]) for name, value in _copy("child").items())
+    assert RunDirectory(Path("child")).read_manifest()["parent"]["run"] == "0123"
+    whole = _package(here / "whole", saved.state["model"], quantization="int8")
+    assert _paceline(_train("other", "--init-from", str(whole))) == 2
+    assert "int8, which cannot be trained" in capfd.readouterr().err
+    (path / "weights.safetensors").write_bytes(b"x")
+    assert _paceline(_train("other", "--init-from", str(path))) == 2
+    assert "weights.safetensors" in capfd.readouterr().err
+
+
+def _package(path: Path, weights: dict[str, torch.Tensor], quantization: str | None = None) -> Path:
+    content = safetensors.torch.save(weights)
+    made_by = Provenance(
+        run="0123",
+        task="task.py:Points",
+        fields={},
+        step=4,
+        state_version=4,
+        model_sha256="0" * 64,
+        data={},
+        versions={},
+    )
+    manifest = Manifest(
+        name="points",
+        created="2026-01-01T00:00:00+00:00",
+        inputs={"points": TensorSpec(dtype="float32", shape=(4,))},
+        outputs={"label": TensorSpec(dtype="int64")},
+        label="label",
+        provenance=made_by,
+        quantization=quantization,
+        files={"weights.safetensors": FileRecord(len(content), hashlib.sha256(content).hexdigest())},
+    )
+    path.mkdir()
+    (path / "weights.safetensors").write_bytes(content)
+    (path / "manifest.json").write_bytes(manifest.to_bytes())
+    return path
