@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from tests.examples.test_models import example
 from paceline.errors import DataError
 
 
-def test_digits_are_as_large_as_clothes_and_no_test_digit_is_trained_on() -> None:
-    task = example("digits_from_fashion_mnist").Digits(samples=2000)
+@pytest.fixture(scope="module")
+def digits() -> Any:
+    """Imported once: scikit-learn sets variables of the environment."""
+    return example("digits_from_fashion_mnist")
+
+
+def test_digits_are_as_large_as_clothes_and_no_test_digit_is_trained_on(digits: Any) -> None:
+    task = digits.Digits(samples=2000)
     train, test = task.build_dataset("train"), task.build_dataset("test")
     assert task.build_dataset("val") is None
     assert (len(train), len(test)) == (1347, 450)
