@@ -90,7 +90,7 @@ def find_parent(source: str) -> Parent:
         return _of_package(source)
     saved = load(checkpoint)
     info = saved.manifest.info
-    weights = _evaluated(saved.state, checkpoint, _adapters_of(directory))
+    weights = evaluated_weights(saved.state, _adapters_of(directory))
     record = {
         "source": source,
         "path": str(checkpoint.absolute()),
@@ -148,10 +148,21 @@ def _adapters_of(directory: RunDirectory) -> Lora | None:
     return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").adapters
 
 
-def _evaluated(state: Mapping[str, Any], path: Path, lora: Lora | None) -> dict[str, torch.Tensor]:
-    """The weights that were evaluated, of the model without adapters."""
+def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint that were evaluated: the moving average, where there is one.
+
+    Args:
+        state: the checkpoint's.
+        lora: the adapters that its run was trained with.
+
+    Returns:
+        What ``load_state_dict`` of the task's own model takes; adapters are merged.
+
+    Raises:
+        CheckpointError: there is no model in it, or one with adapters that ``lora`` does not know of.
+    """
     if "model" not in state:
-        raise CheckpointError(f"checkpoint {path} holds no model.")
+        raise CheckpointError("the checkpoint holds no model.")
     entries = state["model"]
     if "ema" in state:
         entries = {
@@ -163,9 +174,9 @@ def _evaluated(state: Mapping[str, Any], path: Path, lora: Lora | None) -> dict[
     if lora is not None:
         return merged(weights, lora)
     if any(".lora_A." in name for name in weights):
-        raise ConfigError(
-            f"--init-from {path}: the checkpoint has adapters, and what their product is scaled by stands in "
-            "the run.toml of its run, which is not there. Name the run instead."
+        raise CheckpointError(
+            "the checkpoint has adapters, and what their product is scaled by stands in the run.toml of its "
+            "run, which is not there. Name the run instead."
         )
     return weights
 
