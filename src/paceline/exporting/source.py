@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import candidates, find_version, newest_verified, parse_name
 from paceline.config import config_from_mapping
+from paceline.config.fine_tuning import Lora
 from paceline.data.evaluation import EvalBatches
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
@@ -24,6 +25,7 @@ from paceline.inference import Inference
 from paceline.run_directory import RunDirectory
 from paceline.task import Task, TaskReference
 from paceline.training.evaluation import Evaluator
+from paceline.training.parent import evaluated_weights
 from paceline.training.randomness import seed_model
 from paceline.training.state import built_model
 
@@ -31,7 +33,6 @@ COMPARED_BATCH = 64
 """Samples of the test split that are computed at once; the last batch is smaller."""
 
 _CPU = torch.device("cpu")
-_AVERAGED = "module."  # how torch's AveragedModel names the model's entries
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def read_trained(run: Path, checkpoint: str | None) -> Trained:
     task = TaskReference(spec, fields).load()
     seed_model(config.seed)
     model = built_model(task)
-    _load_weights(model, found.state)
+    _load_weights(model, found.state, config.adapters)
     split, dataset = _compared_split(task)
     return Trained(
         task=task,
@@ -206,16 +207,9 @@ def source_sha256(task: Task) -> str | None:
         return None
 
 
-def _load_weights(model: nn.Module, state: Mapping[str, Any]) -> None:
-    weights: dict[str, Tensor] = state["model"]
-    if "ema" in state:  # what was evaluated, and so what was chosen
-        weights = {
-            name.removeprefix(_AVERAGED): value
-            for name, value in state["ema"].items()
-            if name.startswith(_AVERAGED)
-        }
+def _load_weights(model: nn.Module, state: Mapping[str, Any], lora: Lora | None) -> None:
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(evaluated_weights(state, lora))
     except RuntimeError as error:
         raise ExportError(
             f"the checkpoint does not fit the task as it is now: {error}\n"

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
-import torch
 from torch import nn
 
 from paceline.config.fine_tuning import ALL_LINEAR, Lora
@@ -73,7 +73,7 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
     return found
 
 
-def merged(state: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Tensor]:
+def merged(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     """The state of the model without adapters that computes what the one with them does.
 
     Args:

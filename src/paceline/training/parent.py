@@ -90,7 +90,8 @@ def find_parent(source: str) -> Parent:
         return _of_package(source)
     saved = load(checkpoint)
     info = saved.manifest.info
-    weights = evaluated_weights(saved.state, _adapters_of(directory))
+    entries = evaluated_weights(saved.state, _adapters_of(directory))
+    weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
     record = {
         "source": source,
         "path": str(checkpoint.absolute()),
@@ -148,7 +149,7 @@ def _adapters_of(directory: RunDirectory) -> Lora | None:
     return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").adapters
 
 
-def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, torch.Tensor]:
+def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
     """The weights of a checkpoint that were evaluated: the moving average, where there is one.
 
     Args:
@@ -170,15 +171,14 @@ def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, 
             for name, value in state["ema"].items()
             if name.startswith(_AVERAGED)
         }
-    weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
     if lora is not None:
-        return merged(weights, lora)
-    if any(".lora_A." in name for name in weights):
+        return merged(entries, lora)
+    if any(".lora_A." in name for name in entries):
         raise CheckpointError(
             "the checkpoint has adapters, and what their product is scaled by stands in the run.toml of its "
             "run, which is not there. Name the run instead."
         )
-    return weights
+    return dict(entries)
 
 
 def keep_parent(directory: RunDirectory, parent: Parent) -> dict[str, Any]:
