@@ -167,7 +167,9 @@ def test_a_child_keeps_its_parent(here: Path, capfd: pytest.CaptureFixture[str])
     assert "--init-from: parent when the run was created, parent@last now" in capfd.readouterr().err
 
 
-def test_adapters_of_a_parent_are_merged(here: Path) -> None:
+def test_adapters_are_merged_for_a_child_and_in_a_package(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     lora = "rank=2,target=0|2"
     assert _paceline(_train("adapted", "--init-from", "parent@last", "--lora", lora, "--max-steps", "3")) == 0
     assert _paceline(_train("grandchild", "--init-from", "adapted@last", "--max-steps", "1")) == 0
@@ -178,6 +180,12 @@ def test_adapters_of_a_parent_are_merged(here: Path) -> None:
     expected = state["0.base_layer.weight"] + adapters.scaling * (b @ a)
     torch.testing.assert_close(_copy("grandchild")["0.weight"], expected)
     assert not torch.equal(_copy("grandchild")["0.weight"], state["0.base_layer.weight"])
+    capfd.readouterr()
+    assert _paceline(["export", "adapted", "--checkpoint", "last", "--format", "safetensors", "--json"]) == 0
+    package = Path(json.loads(capfd.readouterr().out)["package"])
+    exported = safetensors.torch.load_file(package / "weights.safetensors")
+    assert exported.keys() == _copy("grandchild").keys()
+    assert all(torch.equal(value, _copy("grandchild")[name]) for name, value in exported.items())
     alone = str(choose(Path("adapted/checkpoints"), "last").rename(here / "step-00000003-v00000003"))
     assert _paceline(_train("other", "--init-from", alone)) == 2
 
