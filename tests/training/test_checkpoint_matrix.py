@@ -10,9 +10,10 @@ import pytest
 import torch
 from tests.training.states import newest
 
-RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "mp": 2, "ps": 2, "tp": 2}
-OPTIONS: dict[str, dict[str, Any]] = {"dp": {"dp_devices": 2}}
-EXACT = [name for name in RANKS if name != "tp"]
+RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "mp": 2, "ps": 2, "tp": 2, "mesh": 4}
+OPTIONS: dict[str, dict[str, Any]] = {"dp": {"dp_devices": 2}, "mesh": {"mesh": "pp=2,tp=2", "strategy": "auto"}}
+SPLIT = ("tp", "mesh")
+EXACT = [name for name in RANKS if name not in SPLIT]
 
 
 def job(strategy: str, path: Path) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def trained(start_trainings: Any, jobs: dict[str, dict[str, Any]]) -> dict[str, 
     """What the jobs came to; each is called after its strategy, or ends in -STRATEGY."""
     groups = [
         start_trainings({n: j for n, j in jobs.items() if RANKS[n.rpartition("-")[2]] == ranks}, ranks=ranks)
-        for ranks in (1, 2)
+        for ranks in sorted(set(RANKS.values()))
     ]
     return {name: result for group in groups for name, result in group.results().items()}
 
@@ -51,10 +52,9 @@ def test_every_strategy_continues_every_others_run(start_trainings: Any, tmp_pat
     assert {result["restarts"] for result in continued.values()} == {1}
     for one in RANKS:
         # The third step has the same bits, whoever makes it: so they began with the same ones.
-        expected = written if one != "tp" else {"single": continued["tp-ddp"]}
-        assert {continued[f"{one}-{other}"]["model_sha256"] for other in EXACT} == {
-            expected["single"]["model_sha256"]
-        }
+        expected = written["single"] if one not in SPLIT else continued["tp-ddp"]
+        assert {continued[f"{one}-{other}"]["model_sha256"] for other in EXACT} == {expected["model_sha256"]}
+        assert len({continued[f"{one}-{other}"]["model_sha256"] for other in SPLIT}) == 1
         model, reference = newest(tmp_path / f"{one}-tp")["model"], newest(tmp_path / "single")["model"]
         for name, tensor in reference.items():
             torch.testing.assert_close(model[name], tensor, rtol=1e-4, atol=1e-5)

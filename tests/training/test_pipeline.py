@@ -146,7 +146,6 @@ def test_a_checkpoint_is_that_of_one_process(alone: Any, pair: Any) -> None:
         ),
         (("--nproc", "2", "--strategy", "pp", "--pp-split", "evenly"), "--pp-split must be balanced, equal"),
         (("--nproc", "2", "--strategy", "pp", "--ema", "0.9"), "--ema does not work with --strategy pp"),
-        (("--nproc", "4", "--mesh", "pp=2,tp=2"), "stages (pp) work with dp beside them, not with tp"),
     ],
 )
 def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...], message: str) -> None:

@@ -138,11 +138,11 @@ class ParallelOptions(ServerOptions):
         for name in self.methods:
             self._check_works_with(name)
         staged = next((name for name in self.methods if name in ("pp", "mp")), None)
-        beside = [axis for axis in axes if OF_AXIS[axis] not in (staged, "ddp")]
+        beside = [axis for axis in axes if OF_AXIS[axis] not in (staged, "ddp", "tp")]
         if staged is not None and beside:
             raise ConfigError(
-                f"--mesh {self.mesh}: stages ({staged}) work with dp beside them, not with {beside[0]}. Use "
-                f"--mesh {staged}=...,dp=...."
+                f"--mesh {self.mesh}: stages ({staged}) work with dp and tp beside them, not with "
+                f"{beside[0]}. Use --mesh {staged}=...,dp=...,tp=...."
             )
         if self.sequence_parallel and "tp" not in self.methods:
             raise ConfigError(
@@ -170,7 +170,12 @@ class ParallelOptions(ServerOptions):
             )
 
     def _check_works_with_pipedream(self) -> None:
-        """Refuse what takes all stages' gradients before one stage may go on."""
+        """Refuse what takes all stages' gradients before one stage may go on, and split layers."""
+        if "tp" in self.methods:
+            raise ConfigError(
+                f"--mesh {self.mesh}: --pp-schedule pipedream keeps whole weights of each update, and tp splits "
+                "them. Use --pp-schedule 1f1b, or leave tp out."
+            )
         for name, value in (("clip_norm", None), ("precision", "fp16")):
             given = getattr(self, name, None)
             if given is not None and (value is None or given == value):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,29 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parts in spread.values():
         torch._foreach_mul_(parts, factor.to(parts[0].dtype))
+
+
+@torch.no_grad()
+def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """The 2-norm of each gradient, whole, whoever holds its parts; these ranks call it together.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    norms = [norm.item() for norm in torch._foreach_norm([local_part(gradient) for gradient in gradients])]
+    spread: dict[Any, list[int]] = {}
+    for number, gradient in enumerate(gradients):
+        dimensions = _dimensions(gradient)
+        if dimensions[1]:
+            spread.setdefault(dimensions, []).append(number)
+    for (mesh, along), numbers in spread.items():
+        squares = torch.tensor([norms[number] ** 2 for number in numbers], dtype=torch.float64)
+        for dim in along:
+            with lost_peers_reported():
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        for number, square in zip(numbers, squares.tolist(), strict=True):
+            norms[number] = math.sqrt(square)
+    return norms
 
 
 def _dimensions(gradient: Any) -> tuple[Any, tuple[int, ...]]:

@@ -70,13 +70,15 @@ class Mesh:
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for its copy of the model: one rank of each copy does."""
-        if self.device_mesh is None or self.is_flat:
-            return True
+        return self.is_first_beside(DATA_AXES)
+
+    def is_first_beside(self, names: Sequence[str]) -> bool:
+        """Whether this rank is the first one along all axes but these."""
+        if self.device_mesh is None:
+            return set(self._axes) <= set(names) or self.world.rank == 0
         coordinate = self.device_mesh.get_coordinate()
         assert coordinate is not None
-        return not any(
-            place for name, place in zip(self._axes, coordinate, strict=True) if name not in DATA_AXES
-        )
+        return not any(place for name, place in zip(self._axes, coordinate, strict=True) if name not in names)
 
     def gather_rows(self, row: Sequence[float]) -> list[Sequence[float]]:
         """Every rank's numbers, by rank; all ranks call this together.

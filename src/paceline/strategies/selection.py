@@ -37,17 +37,25 @@ def build_placement(config: RunConfig, mesh: Mesh, task: Task, rehearsal: Rehear
         ConfigError: they cannot work with so many processes.
     """
     layouts: list[Placement] = []
+    tensor_parallel = None
+    if "tp" in config.methods:
+        from paceline.strategies.tp import TensorParallel
+
+        tensor_parallel = TensorParallel(mesh, task, along_sequence=config.sequence_parallel)
     staged_by = next((name for name in config.methods if name in ("pp", "mp")), None)
     if staged_by is not None:
         from paceline.strategies.pipeline.placement import Staged
 
         assert isinstance(config.shards, int)
         micro_batches = config.shards // mesh.data.world_size
-        layouts.append(Staged(mesh, staged_by, config.schedule, config.pp_split, micro_batches, rehearsal))
-    if "tp" in config.methods:
-        from paceline.strategies.tp import TensorParallel
-
-        layouts.append(TensorParallel(mesh, task, along_sequence=config.sequence_parallel))
+        layouts.append(
+            Staged(
+                *(mesh, staged_by, config.schedule, config.pp_split, micro_batches, rehearsal),
+                splitting=tensor_parallel,
+            )
+        )
+    elif tensor_parallel is not None:
+        layouts.append(tensor_parallel)
     if "fsdp" in config.methods:
         from paceline.strategies.fsdp import FullyShard
 

@@ -56,7 +56,7 @@ def found_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
 
 def described(module: nn.Module, plan: Plan, degree: int) -> str:
     """What is split, and how, in a line; numbered blocks are named once."""
-    parameters = list(module.parameters())
+    parameters = [parameter for parameter in module.parameters() if not parameter.is_meta]  # of other stages
     split = sum(p.numel() for p in parameters if isinstance(p, DTensor) and any(map(is_shard, p.placements)))
     share = 100 * split / sum(p.numel() for p in parameters)
     ways: dict[str, dict[str, None]] = {}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from paceline.distributed.sharded_state import gathered
 from paceline.distributed.world import lost_peers_reported
 from paceline.errors import ConfigError, TaskError
 from paceline.strategies.base import ShardWork
+from paceline.strategies.mixed_tensors import mixing_explained
 from paceline.strategies.shard_by_shard import ReducerStrategy
 from paceline.strategies.tensor_plan import (
     described,
@@ -64,38 +64,69 @@ class TensorParallel:
         self._mesh = mesh.device_mesh["tp"]
         self._task = task
         self._along_sequence = along_sequence
+        self._plan: dict[str, ParallelStyle] = {}
+
+    @property
+    def degree(self) -> int:
+        """How many ranks share a layer."""
+        return self._mesh.size()
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
-        degree = self._mesh.size()
-        plan = self._plan(module)
+        self.decide(module)
         module.to(device)
         # A model may be built with randomness that no seed of torch's reaches.
         self._world.broadcast_module(module)
-        layers = {name: module.get_submodule(name) for name in plan}
+        self.split(module)
+        return module
+
+    def decide(self, module: nn.Module) -> dict[str, bool]:
+        """How the layers are to be split, which :meth:`split` then does.
+
+        Returns:
+            The parameters, in the model's order, of layers whose output is split (True) and of those that
+            take such an output in (False).
+
+        Raises:
+            ConfigError: they cannot be shared by so many ranks.
+            TaskError: the task's plan is not for its model.
+        """
+        self._plan = self._planned(module)
+        first = {id(parameter): name for name, parameter in reversed([*module.named_parameters()])}
+        return {
+            first[id(parameter)]: _splits_output(style)
+            for name, layer in module.named_modules()
+            if (style := self._plan.get(name)) and (_splits_output(style) or _takes_split_input(style))
+            for parameter in layer.parameters()
+        }
+
+    def split(self, module: nn.Module) -> None:
+        """Split the layers that are here: those whose parameters are not on the ``meta`` device."""
+        layers = {name: module.get_submodule(name) for name in self._plan}
+        here = {name: style for name, style in self._plan.items() if _is_here(layers[name])}
         shared = tied(module)
         try:
             # Every rank has the whole; none has to be told.
-            parallelize_module(module, self._mesh, dict(plan), src_data_rank=None)
+            parallelize_module(module, self._mesh, here, src_data_rank=None)
         except NotImplementedError as error:
             raise TaskError(f"{type(self._task).__name__}.tensor_parallel_plan: {error}") from error
         _tie(module, shared)
-        require_equal_parts(module, degree)
+        require_equal_parts(module, self.degree)
         PartedRandomness(
             module,
-            [layers[name] for name, style in plan.items() if _splits_output(style)],
-            [layers[name] for name, style in plan.items() if _takes_split_input(style)],
+            [layers[name] for name, style in self._plan.items() if _splits_output(style)],
+            [layers[name] for name, style in self._plan.items() if _takes_split_input(style)],
             self._mesh.get_local_rank(),
             everywhere=self._along_sequence,
         )
-        for name, style in plan.items():
+        for name, style in here.items():
             if isinstance(style, RowwiseParallel) and any(map(is_shard, style.output_layouts)):
-                layers[name].register_forward_pre_hook(_length_checked(name, style.output_layouts[0], degree))
+                check = _length_checked(name, style.output_layouts[0], self.degree)
+                layers[name].register_forward_pre_hook(check)
         _hush()
         # A transformer layer's short cut in evaluations reads its layers' weights past their own code.
         torch.backends.mha.set_fastpath_enabled(False)
         if self._world.rank == 0:
-            _log.info("%s", described(module, plan, degree))
-        return module
+            _log.info("%s", described(module, self._plan, self.degree))
 
     def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Their state follows the parameters."""
@@ -109,7 +140,7 @@ class TensorParallel:
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         clip_gradients(module.parameters(), max_norm)
 
-    def _plan(self, module: nn.Module) -> dict[str, ParallelStyle]:
+    def _planned(self, module: nn.Module) -> dict[str, ParallelStyle]:
         task = self._task
         if self._along_sequence:
             given, where = task.sequence_parallel_plan(module), "sequence_parallel_plan"
@@ -135,7 +166,7 @@ class TP(ReducerStrategy):
         activity = self._mesh.world.activity
         # Somewhere in each layer, forward and backward.
         activity.enter("all-reduce")
-        with lost_peers_reported(), _mixing_explained():
+        with lost_peers_reported(), mixing_explained():
             super().compute(microbatches, work)
         activity.leave()
 
@@ -181,24 +212,14 @@ def _length_checked(name: str, output: Any, degree: int) -> Callable[[nn.Module,
     return check
 
 
+def _is_here(layer: nn.Module) -> bool:
+    parameters = list(layer.parameters())
+    return not parameters or any(not parameter.is_meta for parameter in parameters)
+
+
 def _splits_output(style: ParallelStyle) -> bool:
     return isinstance(style, ColwiseParallel) and all(map(is_shard, style.output_layouts))
 
 
 def _takes_split_input(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and all(map(is_shard, style.input_layouts))
-
-
-@contextmanager
-def _mixing_explained() -> Iterator[None]:
-    """Say what to do where a model uses a split layer's weight past the layer itself."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise TaskError(
-            "--strategy tp: the model uses the weight of a split layer without calling the layer "
-            f"({str(error).splitlines()[0]}). Name the layers to split in the task's tensor_parallel_plan, "
-            "and leave that one out."
-        ) from error

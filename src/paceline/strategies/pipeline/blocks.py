@@ -48,6 +48,7 @@ class Blocks:
         result: what the call returns, from the values that ``result_needs`` names.
         result_needs: names of values.
         shared: parameters that keep blocks together, each with the blocks that it is in.
+        closed: blocks that were made of several, as ranks hold different features between them.
     """
 
     blocks: tuple[Block, ...]
@@ -55,6 +56,7 @@ class Blocks:
     result: Callable[[Values], Any]
     result_needs: frozenset[str]
     shared: tuple[str, ...] = ()
+    closed: tuple[str, ...] = ()
 
     def crossing(self, cut: int) -> tuple[str, ...]:
         """The values that are computed before block ``cut`` and needed by it or later, in order."""
@@ -101,7 +103,7 @@ def _without_shared(found: Blocks) -> Blocks:
         pending.append(block)
         open_until = max([open_until, *(last[name] for name in block.holds)])
         if open_until <= number:
-            kept.append(_merged(pending))
+            kept.append(merged(pending))
             pending = []
     return replace(found, blocks=tuple(kept), shared=shared)
 
@@ -116,10 +118,11 @@ def _with_parameters(blocks: Sequence[Block]) -> tuple[Block, ...]:
             groups[-1].append(block)
         else:
             groups.append([block])
-    return tuple(_merged(group) for group in groups)
+    return tuple(merged(group) for group in groups)
 
 
-def _merged(blocks: Sequence[Block]) -> Block:
+def merged(blocks: Sequence[Block]) -> Block:
+    """Neighbours as one block."""
     if len(blocks) == 1:
         return blocks[0]
     gives = tuple(name for block in blocks for name in block.gives)

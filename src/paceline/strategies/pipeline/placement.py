@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.distributed.gradient_norm import norms_of_parts
 from paceline.distributed.mesh import Mesh
+from paceline.distributed.sharded_state import local_part
 from paceline.errors import ConfigError
 from paceline.strategies.pipeline import split
 from paceline.strategies.pipeline.blocks import Blocks, absent_arguments, find_blocks
 from paceline.strategies.pipeline.gathering import gathered
+from paceline.strategies.pipeline.layers_in_parts import Splitting, closed
 from paceline.strategies.pipeline.link import Link
 from paceline.strategies.pipeline.schedule import CHUNKS, Name, most_kept, orders
 from paceline.strategies.pipeline.staged import StagedForward, cut
@@ -34,12 +37,20 @@ class Staged:
         how: "balanced", "equal" or a number of blocks for each stage.
         microbatches: that a copy of the model computes in a step.
         rehearsal: what may be tried of the task.
+        splitting: splits the layers of each stage over the mesh's innermost axis, where it has one.
     """
 
     in_step = True
 
     def __init__(
-        self, mesh: Mesh, name: str, schedule: Name, how: str, microbatches: int, rehearsal: Rehearsal
+        self,
+        mesh: Mesh,
+        name: str,
+        schedule: Name,
+        how: str,
+        microbatches: int,
+        rehearsal: Rehearsal,
+        splitting: Splitting | None = None,
     ) -> None:
         if mesh.world.world_size == 1:
             raise ConfigError(
@@ -50,6 +61,7 @@ class Staged:
         self._name, self._schedule, self._how = name, schedule, how
         self._microbatches = microbatches
         self._rehearsal = rehearsal
+        self._splitting = splitting
         ranks = self._part.world_size
         if name == "pp" and microbatches < ranks:
             raise ConfigError(
@@ -63,6 +75,8 @@ class Staged:
         parts = self._rehearsal.parts(module)
         absent = absent_arguments(module, self._rehearsal.loss) if parts is None else frozenset()
         found = find_blocks(module, parts, absent)
+        if self._splitting is not None:
+            found = closed(found, self._splitting.decide(module))
         ranks = self._part.world_size
         count = ranks * CHUNKS[self._schedule]
         split.require_blocks(found, count)
@@ -74,6 +88,8 @@ class Staged:
             held |= _names(module) - {name for stage in stages for name in stage.holds}
         _drop_others(module, held)
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+        if self._splitting is not None:
+            self._splitting.split(module)
         object.__setattr__(module, "forward", forward)
         return module
 
@@ -84,25 +100,32 @@ class Staged:
         raise AssertionError("a model in stages has no moving average")
 
     def whole(self, state: Any, *, keep: bool) -> Any:
-        # The first copy of the model is enough.
-        return gathered(state, self._part) if self._mesh.data.rank == 0 else state
+        # The first copy of the model is enough, and of each stage the first rank.
+        first = self._mesh.is_first_beside(AXES)
+        if self._splitting is not None:
+            state = self._splitting.whole(state, keep=keep or first)
+        return gathered(state, self._part) if first else state
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         """As one process would: the norm of the norms of all gradients, in the order of the parameters."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         own = [(n, p.grad) for n, p in enumerate(parameters) if p.grad is not None]
         norms = [0.0] * len(parameters)
-        for (number, _), norm in zip(own, torch._foreach_norm([g for _, g in own]), strict=True):
-            norms[number] = norm.item()
+        for (number, _), norm in zip(own, norms_of_parts([g for _, g in own]), strict=True):
+            norms[number] = norm
         # Each norm is on one rank, and zero on the others: their sum is itself.
         rows = self._part.all_gather_json(norms)
         total = torch.linalg.vector_norm(torch.tensor(rows, dtype=torch.float32).sum(dim=0))
-        nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, total)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for _, gradient in own:
+            part = local_part(gradient)
+            part.mul_(factor.to(part.device))
 
     def _sizes(self, found: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
         if self._how != "balanced":
             return split.split_as_told(found, count, self._how)
         world, sizes, problem = self._mesh.world, None, None
+        degree = 1 if self._splitting is None else self._splitting.degree
         if world.rank == 0:
             costs = split.measure(found, module, device, self._rehearsal.loss)
             kept = most_kept(orders(self._schedule, self._part.world_size, self._microbatches))
@@ -111,7 +134,7 @@ class Staged:
                     costs,
                     count,
                     in_flight=[kept[stage] for stage in range(count)],
-                    limit_bytes=_limit_bytes(device, world.local_world_size),
+                    limit_bytes=degree * _limit_bytes(device, world.local_world_size),
                 )
             except ConfigError as error:
                 problem = str(error)

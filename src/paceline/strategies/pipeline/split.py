@@ -206,6 +206,8 @@ def require_blocks(found: Blocks, stages: int) -> None:
         if found.shared
         else ""
     )
+    if found.closed:
+        why += f" Layers that tp splits as a pair cannot be parted: {'; '.join(found.closed[:3])}."
     advice = (
         f"Use {number} stages at most, or a model with more blocks."
         if number > 1

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.errors import TaskError
 from paceline.strategies.pipeline.blocks import Block, Blocks
-from paceline.strategies.pipeline.link import Link
+from paceline.strategies.pipeline.link import EVALUATION, Address, Link
 
 
 @dataclass(frozen=True)
@@ -152,18 +152,21 @@ class StagedForward:
         last = len(self.stages) - 1
         with torch.no_grad():
             for stage in self.own:
-                entered = (
-                    self.link.receive(self.rank_of(stage.number - 1), stage.number) if stage.number else []
-                )
+                entered = []
+                if stage.number:
+                    address = Address(stage.number, EVALUATION)
+                    entered = self.link.receive(self.rank_of(stage.number - 1), address)
                 result, left = self._run(stage, entered, args, kwargs)
                 if stage.number < last:
-                    self.link.send(left, self.rank_of(stage.number + 1), stage.number + 1)
+                    self.link.send(
+                        left, self.rank_of(stage.number + 1), Address(stage.number + 1, EVALUATION)
+                    )
             if rank == self.rank_of(last):
                 for other in range(ranks):
                     if other != rank:
-                        self.link.send([result], other, last + 1)
+                        self.link.send([result], other, Address(last + 1, EVALUATION))
             else:
-                (result,) = self.link.receive(self.rank_of(last), last + 1)
+                (result,) = self.link.receive(self.rank_of(last), Address(last + 1, EVALUATION))
         self.link.finish()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
@@ -183,6 +186,7 @@ def _random(device: torch.device) -> tuple[torch.Tensor, ...]:
 def _set_random(state: tuple[torch.Tensor, ...] | None, device: torch.device) -> None:
     if state is None:
         return
-    torch.default_generator.set_state(state[0].cpu())
+    # A copy: torch takes a state from where its memory begins, and this one is a part of a message.
+    torch.default_generator.set_state(state[0].cpu().clone())
     if len(state) > 1:
-        torch.cuda.set_rng_state(state[1].cpu(), device)
+        torch.cuda.set_rng_state(state[1].cpu().clone(), device)

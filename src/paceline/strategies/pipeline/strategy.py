@@ -16,10 +16,13 @@ from paceline.data.microbatch import MicroBatch
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.reducer import GradientReducer, StepSums
 from paceline.distributed.tree import ReductionPlan
+from paceline.distributed.world import lost_peers_reported
 from paceline.errors import TaskError
 from paceline.strategies.base import ShardWork, StrategyOptions
+from paceline.strategies.mixed_tensors import mixing_explained
 from paceline.strategies.pipeline import trace
-from paceline.strategies.pipeline.schedule import Name, Timed, orders
+from paceline.strategies.pipeline.link import BACKWARD, FORWARD, Address
+from paceline.strategies.pipeline.schedule import Action, Name, Timed, orders
 from paceline.strategies.pipeline.split_backward import Groups, backward_of_inputs, backward_of_weights
 from paceline.strategies.pipeline.staged import Stage, StageDone, Turn, staged
 from paceline.strategies.shard_by_shard import agreed
@@ -126,11 +129,15 @@ class Pipeline:
             "W": self._run_weight_backward,
         }
         self.timed = []
-        for action in orders(self._schedule, world.world_size, len(microbatches))[world.rank]:
-            kind, number, k = action
-            self._began = time.time()
-            actions[kind](self._forward.stages[number], k, microbatches[k], work)
-            self.timed.append(Timed(action, self._began, time.time()))
+        order = orders(self._schedule, world.world_size, len(microbatches))[world.rank]
+        # A stage whose layers are split waits for the ranks that hold the other parts, too.
+        with lost_peers_reported(), mixing_explained():
+            self._link.expect([message for action in order for message in self._awaited(action)])
+            for action in order:
+                kind, number, k = action
+                self._began = time.time()
+                actions[kind](self._forward.stages[number], k, microbatches[k], work)
+                self.timed.append(Timed(action, self._began, time.time()))
         self._link.finish()
 
     def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
@@ -165,8 +172,17 @@ class Pipeline:
         for reducer in self._reducers.values():
             reducer.close()
 
+    def _awaited(self, action: Action) -> list[tuple[int, Address]]:
+        """From whom, and as what, comes what the action begins with, if it does not come from here."""
+        kind, stage, k = action
+        if kind == "F" and stage > 0:
+            return [(self._forward.rank_of(stage - 1), Address(stage, FORWARD, k))]
+        if kind in ("B", "I") and stage < len(self._forward.stages) - 1:
+            return [(self._forward.rank_of(stage + 1), Address(stage, BACKWARD, k))]
+        return []
+
     def _run_forward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
-        entered = self._receive(stage.number - 1, _tag(stage.number, k, back=False)) if stage.number else []
+        entered = self._receive(stage.number - 1, Address(stage.number, FORWARD, k)) if stage.number else []
         buffers = self._reducers[stage.number].buffers
         turn = Turn(stage, entered)
         loss: Loss | None = None
@@ -183,7 +199,7 @@ class Pipeline:
             raise TaskError("the loss does not call the model, so a pipeline has nothing to run.")
         self._flights[stage.number, k] = _Flight(turn, loss, left_in_buffers)
         if not self._forward.is_last(stage):
-            self._send(turn.left, stage.number + 1, _tag(stage.number + 1, k, back=False))
+            self._send(turn.left, Address(stage.number + 1, FORWARD, k))
 
     def _run_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
         flight = self._flights[stage.number, k]
@@ -224,7 +240,7 @@ class Pipeline:
             flight.roots, flight.gradients = [root], [torch.ones_like(root)]
             flight.loss = None
             return
-        answer = self._receive(stage.number + 1, _tag(stage.number, k, back=True))
+        answer = self._receive(stage.number + 1, Address(stage.number, BACKWARD, k))
         flight.weight, flight.loss_sum, *gradients = answer
         given = [tensor for tensor in _tensors(flight.turn.left) if tensor.requires_grad]
         pairs = [(t, g) for t, g in zip(given, gradients, strict=True) if g is not None]
@@ -236,7 +252,7 @@ class Pipeline:
             return
         entered = [tensor for tensor in _tensors(flight.turn.entered) if _wants_gradient(tensor)]
         values = [flight.weight, flight.loss_sum, *(tensor.grad for tensor in entered)]
-        self._send(values, stage.number - 1, _tag(stage.number - 1, k, back=True))
+        self._send(values, Address(stage.number - 1, BACKWARD, k))
 
     def _end(self, stage: Stage, k: int, flight: _Flight, microbatch: MicroBatch, work: ShardWork) -> None:
         reducer = self._reducers[stage.number]
@@ -246,22 +262,17 @@ class Pipeline:
         del self._flights[stage.number, k]
         work.done()
 
-    def _send(self, values: Sequence[Any], stage: int, tag: int) -> None:
-        self._link.send(values, self._forward.rank_of(stage), tag)
+    def _send(self, values: Sequence[Any], address: Address) -> None:
+        self._link.send(values, self._forward.rank_of(address.stage), address)
 
-    def _receive(self, stage: int, tag: int) -> list[Any]:
-        received = self._link.receive(self._forward.rank_of(stage), tag)
+    def _receive(self, stage: int, address: Address) -> list[Any]:
+        received = self._link.receive(self._forward.rank_of(stage), address)
         self._began = time.time()  # waiting is no work
         return received
 
 
 def _is_one_of(ids: set[int], tensor: torch.Tensor) -> bool:
     return id(tensor) in ids
-
-
-def _tag(stage: int, k: int, *, back: bool) -> int:
-    """What tells the messages between two ranks apart: to whom, of which micro-batch, in which direction."""
-    return (k * 2 + back) * 1024 + stage
 
 
 def _wants_gradient(value: Any) -> bool:

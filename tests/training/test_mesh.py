@@ -1,0 +1,109 @@
+"""Stages whose layers are split, and copies of them: the bits of tensor parallelism alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.states import newest
+
+pytestmark = pytest.mark.timeout(600)
+
+JOBS: dict[str, dict[str, Any]] = {
+    "layered": {"task": "Layered", "options": {"best": "accuracy:max", "max_steps": 5}},
+    # Two optimizer groups, dropout, and a seed of its own.
+    "text": {"task": "Text", "fields": {"layers": 2}, "options": {"max_steps": 3, "seed": 5}},
+    "sequence": {
+        "task": "Text",
+        "fields": {"layers": 2, "dropout": 0.0},
+        "options": {"max_steps": 3, "sequence_parallel": True},
+    },
+}
+CLIPPED = {"task": "Layered", "options": {"clip_norm": 0.05, "max_steps": 4}}
+FOUR: dict[str, dict[str, Any]] = {
+    "layered": {"mesh": "pp=2,tp=2", "pp_split": "1,2"},
+    "text": {"mesh": "pp=2,tp=2", "pp_schedule": "zero-bubble"},
+    "sequence": {"mesh": "pp=2,tp=2", "pp_schedule": "gpipe"},
+}
+DEEP = {"task": "Text", "fields": {"layers": 4}, "options": {"max_steps": 3, "seed": 5}}
+EIGHT = {
+    "pp": (JOBS["layered"], "dp=4,pp=2"),
+    "tp": (JOBS["layered"], "dp=4,tp=2"),
+    "fsdp": (JOBS["layered"], "fsdp=4,tp=2"),
+    "stages": (DEEP, "pp=4,tp=2"),
+}
+
+
+def _under(job: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {**job, "options": {**job["options"], **options}}
+
+
+@pytest.fixture(scope="module")
+def alone(start_trainings: Any) -> Any:
+    """One process."""
+    return start_trainings({"layered": JOBS["layered"], "clipped": CLIPPED})
+
+
+@pytest.fixture(scope="module")
+def split(start_trainings: Any) -> Any:
+    """Two processes that share each layer."""
+    return start_trainings({name: _under(JOBS[name], strategy="tp") for name in JOBS}, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def four(start_trainings: Any) -> Any:
+    """Two stages of two processes each."""
+    jobs = {name: _under(JOBS[name], **options) for name, options in FOUR.items()}
+    return start_trainings(jobs | {"clipped": _under(CLIPPED, **FOUR["layered"])}, ranks=4)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_stages_of_split_layers_have_the_bits_of_split_layers(split: Any, four: Any, name: str) -> None:
+    _same(four[name], split[name])
+
+
+def test_the_norm_of_gradients_is_that_of_all_stages_and_parts(alone: Any, four: Any) -> None:
+    assert four["clipped"]["model_sha256"] != alone["clipped"]["model_sha256"]
+    whole, clipped = newest(alone.run("clipped"))["model"], newest(four.run("clipped"))["model"]
+    for name, tensor in whole.items():
+        torch.testing.assert_close(clipped[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_three_axes_on_eight_processes(start_trainings: Any, split: Any) -> None:
+    jobs = {"layered": _under(JOBS["layered"], mesh="dp=2,tp=2,pp=2")}
+    _same(start_trainings(jobs, ranks=8)["layered"], split["layered"])
+
+
+@pytest.mark.slow
+def test_two_axes_on_eight_processes(start_trainings: Any, alone: Any, split: Any) -> None:
+    done = start_trainings({key: _under(job, mesh=mesh) for key, (job, mesh) in EIGHT.items()}, ranks=8)
+    _same(done["pp"], alone["layered"])
+    for key in ("tp", "fsdp"):
+        _same(done[key], split["layered"])
+    deep = start_trainings({"deep": _under(DEEP, strategy="tp")}, ranks=2)["deep"]
+    _same(done["stages"], deep)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for result in (one, other):
+        assert "error" not in result, result
+    for what in ("model_sha256", "metrics", "steps", "samples", "best_step"):
+        assert one[what] == other[what], what
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("pp=2,fsdp=2",), "stages (pp) work with dp and tp beside them, not with fsdp"),
+        (("pp=2,tp=2", "--pp-schedule", "pipedream"), "keeps whole weights of each update, and tp splits them"),
+        (("pp=2,tp=2",), "Layers that tp splits as a pair cannot be parted: 0 to 2"),
+    ],
+)
+def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...], message: str) -> None:
+    train = ("train", f"{tasks_file}:Points", "--quiet", "--nproc", "4", "--threads", "1", "--mesh")
+    done = run_processes.paceline(*train, *options)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count(message) == 1
