@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from paceline.bench.bars import Verdict, bars_markdown, bars_table
 from paceline.bench.comparison import Spread
-from paceline.bench.strategies import Verdict, _read_steps, bench_strategies, suites
+from paceline.bench.strategies import _read_steps, bench_strategies, suites
+from paceline.bench.studies import STUDIES
+from paceline.cli.bench import SuiteName
 from paceline.errors import ConfigError
 
 
@@ -24,8 +28,21 @@ from paceline.errors import ConfigError
 def test_a_bar_is_met_or_not(median: float, bar: float, at_most: bool, met: bool) -> None:
     verdict = Verdict("fsdp", "--strategy fsdp", Spread(median, 0.1, 2.0), bar, at_most)
     assert verdict.met is met
-    assert verdict.text().endswith(": met" if met else ": NOT met")
+    assert verdict.cells[-1] == ("met" if met else "NOT met")
+    assert bars_markdown([verdict]).rstrip().endswith("met |")
+    assert bars_table([verdict]).row_count == 1
     assert verdict.as_json()["met"] is met
+
+
+def test_a_figure_without_a_bar_is_neither() -> None:
+    verdict = Verdict("slow-worker", "async: less accurate by", Spread.of([0.2]), None, unit=" points")
+    assert verdict.met is None
+    assert verdict.cells[2:] == ("0.20 points", "0.20 to 0.20", "none", "")
+
+
+def test_all_suites_can_be_named() -> None:
+    compared = [suite.name for suite in suites(20, 5)]
+    assert sorted([*compared, *STUDIES]) == sorted(get_args(SuiteName))
 
 
 def test_every_bar_is_a_contender_s(tmp_path: Path) -> None:
@@ -48,4 +65,4 @@ def test_steps_are_timed_between_two_records(tmp_path: Path) -> None:
 def test_bad_input(name: str, value: int) -> None:
     numbers = {"rounds": 1, "steps": 1, "warmup": 1, name: value}
     with pytest.raises(ConfigError, match=f"--{name} must be at least 1"):
-        bench_strategies(only=(), progress=print, **numbers)
+        bench_strategies(chosen=(), progress=print, **numbers)

@@ -11,7 +11,10 @@ import torch
 from tests.training.states import newest
 
 RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "mp": 2, "ps": 2, "tp": 2, "mesh": 4}
-OPTIONS: dict[str, dict[str, Any]] = {"dp": {"dp_devices": 2}, "mesh": {"mesh": "pp=2,tp=2", "strategy": "auto"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dp": {"dp_devices": 2},
+    "mesh": {"mesh": "pp=2,tp=2", "strategy": "auto"},
+}
 SPLIT = ("tp", "mesh")
 EXACT = [name for name in RANKS if name not in SPLIT]
 

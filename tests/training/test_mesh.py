@@ -97,7 +97,10 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
     ("options", "message"),
     [
         (("pp=2,fsdp=2",), "stages (pp) work with dp and tp beside them, not with fsdp"),
-        (("pp=2,tp=2", "--pp-schedule", "pipedream"), "keeps whole weights of each update, and tp splits them"),
+        (
+            ("pp=2,tp=2", "--pp-schedule", "pipedream"),
+            "whole weights of each update, and tp splits",
+        ),
         (("pp=2,tp=2",), "Layers that tp splits as a pair cannot be parted: 0 to 2"),
     ],
 )

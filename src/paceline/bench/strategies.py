@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.bench.comparison import MEMORY, STEPS_PER_S, Comparison, Quantity, Spread, compare
+from paceline.bench.bars import Verdict
+from paceline.bench.comparison import MEMORY, STEPS_PER_S, Comparison, Quantity, compare
 from paceline.bench.machine import describe_machine
 from paceline.bench.rounds import Command, Contender, Sample, alternate, read_report
+from paceline.bench.studies import STUDIES, Progress, StudyName
 from paceline.bench.workload import BATCH_SIZE, MICRO_BATCHES, RANKS
 from paceline.errors import ConfigError
 
-Progress = Callable[[str], None]
-SuiteName = Literal["fsdp", "tp", "pp", "memory", "schedules"]
+ComparedName = Literal["fsdp", "tp", "pp", "memory", "schedules"]
+SuiteName = ComparedName | StudyName
 
 _DEEP = "paceline.bench.tasks:TimedDeepMLP"
 _PLAIN_DEEP = "paceline.bench.tasks:DeepMLP"
@@ -33,7 +34,7 @@ class Suite:
     """Contenders, the first of which the others are measured against.
 
     Attributes:
-        name: what ``--only`` takes.
+        name: what ``--suite`` takes.
         title: for people.
         quantity: what is measured; ratios are of it.
         contenders: the baseline first.
@@ -42,40 +43,12 @@ class Suite:
         at_most: lower is better.
     """
 
-    name: SuiteName
+    name: ComparedName
     title: str
     quantity: Quantity
     contenders: Sequence[Contender]
     bars: dict[str, float]
     at_most: bool = False
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A bar, and what was measured."""
-
-    suite: str
-    contender: str
-    ratio: Spread
-    bar: float
-    at_most: bool
-
-    @property
-    def met(self) -> bool:
-        """Whether the median ratio reaches the bar."""
-        return self.ratio.median <= self.bar if self.at_most else self.ratio.median >= self.bar
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it."""
-        return {**dataclasses.asdict(self), "met": self.met}
-
-    def text(self) -> str:
-        """In a line."""
-        bound = "at most" if self.at_most else "at least"
-        return (
-            f"{self.suite}: {self.contender}: {self.ratio.median:.2f}x ({self.ratio.low:.2f} to "
-            f"{self.ratio.high:.2f}), bar {bound} {self.bar:.2f}x: {'met' if self.met else 'NOT met'}"
-        )
 
 
 @dataclass(frozen=True)
@@ -97,10 +70,9 @@ class StrategiesResult:
         }
 
     def notes(self) -> list[str]:
-        """The bars, the setting and the machine."""
+        """The setting and the machine."""
         machine = describe_machine()
         return [
-            *(verdict.text() for verdict in self.verdicts),
             f"gloo, 1 thread a rank; rounds in turns: {self.rounds}; ratios within each round, medians; "
             "warm-up excluded.",
             f"{machine['cpu']}, {machine['cores']} cores, {machine['memory']}; {machine['system']}; "
@@ -109,12 +81,12 @@ class StrategiesResult:
 
 
 def bench_strategies(
-    *, only: Sequence[SuiteName], rounds: int, steps: int, warmup: int, progress: Progress
+    *, chosen: Sequence[SuiteName], rounds: int, steps: int, warmup: int, progress: Progress
 ) -> StrategiesResult:
     """Measure suites one after the other; in each, contenders take turns.
 
     Args:
-        only: which suites; none: all.
+        chosen: which suites; none: all.
         rounds: how often each contender is measured.
         steps: steps to measure.
         warmup: steps before.
@@ -127,9 +99,10 @@ def bench_strategies(
     for name, value, least in (("rounds", rounds, 1), ("steps", steps, 1), ("warmup", warmup, 1)):
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, but is {value}.")
-    comparisons, verdicts = [], []
+    comparisons: list[Comparison] = []
+    verdicts: list[Verdict] = []
     for suite in suites(steps, warmup):
-        if only and suite.name not in only:
+        if chosen and suite.name not in chosen:
             continue
         comparison = _measure(suite, rounds, progress)
         comparisons.append(comparison)
@@ -138,6 +111,9 @@ def bench_strategies(
             for row in comparison.rows
             if row.name in suite.bars
         ]
+    for name, study in STUDIES.items():
+        if not chosen or name in chosen:
+            verdicts += study(rounds, progress)
     return StrategiesResult(rounds, comparisons, verdicts)
 
 

@@ -22,7 +22,9 @@ _ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
 RecovererName = Literal["torchrun", "paceline-torchrun", "paceline-inplace"]
 _ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
 
-SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory"]
+SuiteName = Literal[
+    "fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"
+]
 
 app.command(
     "paceline.cli.bench_comm:comm", name="comm", help="How fast collectives are, and whether they are right."
@@ -185,7 +187,7 @@ def recovery(
 @app.command
 def strategies(
     *,
-    only: Annotated[
+    suite: Annotated[
         tuple[SuiteName, ...],
         Parameter(
             consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
@@ -200,11 +202,13 @@ def strategies(
     """Strategies beside the same thing by hand with torch's own APIs, each with the bar it is to meet.
 
     fsdp, tp, pp: steps a second at 2 ranks. schedules: those of the pipeline. memory: of a rank of 4, fsdp
-    against ddp.
+    against ddp. pipeline: balanced stages, and the runtime, in the same processes. pipedream: against 1F1B.
+    slow-link: bytes and accuracy over 100 Mbit/s between two network namespaces (needs root). slow-worker:
+    parameter servers. At the end, one table of all bars.
     """
     from paceline.bench.strategies import bench_strategies
 
-    result = bench_strategies(only=only, rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    result = bench_strategies(chosen=suite, rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
     return show(result, json=json, markdown=markdown)
 
 
@@ -223,10 +227,15 @@ def show(
     result: BenchResult | RecoveryResult | StrategiesResult, *, json: bool = False, markdown: bool = False
 ) -> int:
     """Print a benchmark's result: tables, Markdown or JSON."""
+    from paceline.bench.bars import bars_markdown, bars_table
+    from paceline.bench.strategies import StrategiesResult
+
     if json:
         print(json_module.dumps(result.as_json(), indent=2))
     elif markdown:
         print("\n".join(comparison.as_markdown() for comparison in result.comparisons))
+        if isinstance(result, StrategiesResult):
+            print(bars_markdown(result.verdicts))
         print("\n".join(result.notes()))
     else:
         from rich.console import Console
@@ -234,6 +243,8 @@ def show(
         console = Console()
         for comparison in result.comparisons:
             console.print(comparison.as_table())
+        if isinstance(result, StrategiesResult):
+            console.print(bars_table(result.verdicts))
         for note in result.notes():
             console.print(note, style="dim", markup=False, highlight=False)
     return 0

@@ -173,8 +173,8 @@ class ParallelOptions(ServerOptions):
         """Refuse what takes all stages' gradients before one stage may go on, and split layers."""
         if "tp" in self.methods:
             raise ConfigError(
-                f"--mesh {self.mesh}: --pp-schedule pipedream keeps whole weights of each update, and tp splits "
-                "them. Use --pp-schedule 1f1b, or leave tp out."
+                f"--mesh {self.mesh}: --pp-schedule pipedream keeps whole weights of each update, and tp "
+                "splits them. Use --pp-schedule 1f1b, or leave tp out."
             )
         for name, value in (("clip_norm", None), ("precision", "fp16")):
             given = getattr(self, name, None)

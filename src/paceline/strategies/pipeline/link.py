@@ -232,11 +232,9 @@ def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None
     if value is None:
         numbers.append(_NONE)
     elif isinstance(value, torch.Tensor):
-        value = _arrived(value)
+        there = _arrived(value).detach()
         # In its own order of memory, on which a kernel's choice, and so its bits, may depend.
-        dense = (
-            value.detach() if is_non_overlapping_and_dense_or_false(value) else value.detach().contiguous()
-        )
+        dense = there if is_non_overlapping_and_dense_or_false(there) else there.contiguous()
         numbers += [_TENSOR, _DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
         numbers += [*value.shape, *dense.stride()]
         tensors.append(dense)
