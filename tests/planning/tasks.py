@@ -85,7 +85,7 @@ class MeasuredNothing(Measured, Transformer):
 
     layers: int = 1
     width: int = 8
-    heads: int = 1
+    heads: int = 2
     context: int = 32
 
     def build_dataset(self, split: str) -> Any:

@@ -16,7 +16,12 @@ from paceline.task import TaskReference
 TASKS = Path(__file__).parent / "tasks.py"
 MICROBATCH = 4
 SHARDS = 2  # one a rank under ddp and fsdp
-WAYS = {"single": Layout(), "ddp": Layout(dp=2), "fsdp": Layout(fsdp=2)}
+WAYS = {"single": Layout(), "ddp": Layout(dp=2), "fsdp": Layout(fsdp=2), "tp": Layout(tp=2)}
+CASES = [
+    *((name, way) for name in ("MeasuredTransformer", "MeasuredConvolutions") for way in WAYS if way != "tp"),
+    *(pytest.param("MeasuredMLP", way, marks=pytest.mark.slow) for way in WAYS),
+    pytest.param("MeasuredTransformer", "tp", marks=pytest.mark.slow),
+]
 # glibc keeps freed blocks for later, more than FSDP's whole state: here it gives all of them back.
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -37,7 +42,7 @@ def taken(run_processes: Any, directory: Path, name: str, strategy: str) -> floa
         "--checkpoint-every": "never",
         "--run": directory / f"{name}-{strategy}",
     }
-    fields = {"report": report, "warmup": 1, "steps": 2, "loss_calls": SHARDS // ranks}
+    fields = {"report": report, "warmup": 1, "steps": 2, "loss_calls": SHARDS // WAYS[strategy].data_ranks}
     words = [str(word) for option in options.items() for word in option]
     words += [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
     done = run_processes.paceline("train", f"{TASKS}:{name}", "--quiet", *words, env=RETURNED)
@@ -51,11 +56,7 @@ def nothing() -> dict[str, float]:
     return {}
 
 
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize(
-    "name",
-    ["MeasuredTransformer", "MeasuredConvolutions", pytest.param("MeasuredMLP", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_the_peak_is_within_a_tenth(
     run_processes: Any, tmp_path: Path, nothing: dict[str, float], name: str, strategy: str
 ) -> None:

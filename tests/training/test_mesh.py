@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.training.states import newest
+from torch import nn
+
+from paceline.errors import ConfigError
+from paceline.strategies.pipeline.blocks import find_blocks
+from paceline.strategies.pipeline.layers_in_parts import closed
+from paceline.strategies.pipeline.split import require_blocks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -93,6 +99,19 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert one[what] == other[what], what
 
 
+def test_no_cut_comes_between_layers_that_are_split_as_a_pair() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(5)]
+    found = find_blocks(nn.Sequential(*layers), None)
+    pairs = closed(found, {"1.weight": True, "1.bias": True, "3.weight": False, "3.bias": False})
+    assert [sorted(block.holds) for block in pairs.blocks] == [
+        ["0.bias", "0.weight"],
+        [f"{layer}.{name}" for layer in (1, 2, 3) for name in ("bias", "weight")],
+        ["4.bias", "4.weight"],
+    ]
+    with pytest.raises(ConfigError, match="Layers that tp splits as a pair cannot be parted: 1 to 3"):
+        require_blocks(pairs, 4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -101,7 +120,6 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
             ("pp=2,tp=2", "--pp-schedule", "pipedream"),
             "whole weights of each update, and tp splits",
         ),
-        (("pp=2,tp=2",), "Layers that tp splits as a pair cannot be parted: 0 to 2"),
     ],
 )
 def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...], message: str) -> None:
