@@ -126,7 +126,9 @@ class Link:
         activity.enter("pipeline")
         way = (source, address.stage, address.kind)
         with lost_peers_reported():
-            work, frame = self._posted.pop((source, address), None) or self._post(source, address)
+            if (source, address) not in self._posted:
+                self._posted[source, address] = self._post(source, address)
+            work, frame = self._posted.pop((source, address))
             work.wait()
             numbers = iter(_view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist())
             length, first = next(numbers), _HEADER_BYTES
@@ -225,7 +227,7 @@ def _view(
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, where it is one that waits for a split layer's ranks on its first use."""
     wait = getattr(tensor, "wait", None)
-    return tensor if wait is None else wait()  # type: ignore[no-any-return]
+    return tensor if wait is None else wait()
 
 
 def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None:
