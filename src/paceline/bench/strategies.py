@@ -14,7 +14,7 @@ from paceline.bench.bars import Verdict
 from paceline.bench.comparison import MEMORY, STEPS_PER_S, Comparison, Quantity, compare
 from paceline.bench.machine import describe_machine
 from paceline.bench.rounds import Command, Contender, Sample, alternate, read_report
-from paceline.bench.studies import STUDIES, Progress, StudyName
+from paceline.bench.studies import BY_DEFAULT, STUDIES, Progress, StudyName
 from paceline.bench.workload import BATCH_SIZE, MICRO_BATCHES, RANKS
 from paceline.errors import ConfigError
 
@@ -86,7 +86,7 @@ def bench_strategies(
     """Measure suites one after the other; in each, contenders take turns.
 
     Args:
-        chosen: which suites; none: all.
+        chosen: which suites; none: all that anybody may run.
         rounds: how often each contender is measured.
         steps: steps to measure.
         warmup: steps before.
@@ -112,7 +112,7 @@ def bench_strategies(
             if row.name in suite.bars
         ]
     for name, study in STUDIES.items():
-        if not chosen or name in chosen:
+        if name in (chosen or BY_DEFAULT):
             verdicts += study(rounds, progress)
     return StrategiesResult(rounds, comparisons, verdicts)
 

@@ -109,6 +109,9 @@ STUDIES: Mapping[StudyName, Callable[[int, Progress], list[Verdict]]] = {
 }
 """Each called with the number of rounds, and with whom to tell of progress."""
 
+BY_DEFAULT: tuple[StudyName, ...] = ("pipeline", "pipedream", "slow-worker")
+"""Those that need no root."""
+
 
 def _spread(found: Mapping[str, float]) -> Spread:
     return Spread(found["median"], found["low"], found["high"])

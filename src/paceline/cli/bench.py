@@ -190,7 +190,10 @@ def strategies(
     suite: Annotated[
         tuple[SuiteName, ...],
         Parameter(
-            consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="What to measure. Default: all but slow-link.",
         ),
     ] = (),
     rounds: Rounds = 3,
