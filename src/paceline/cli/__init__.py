@@ -34,6 +34,8 @@ _COMMANDS = {
     "scale": ("scale:scale", "Change the number of processes of a run at work."),
     "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
     "chaos": ("chaos:chaos", "Train under faults, and prove that nothing is lost."),
+    "report": ("report:report", "Analyse what came out of runs, and compare them."),
+    "check": ("check:check", "Say whether a run's recorded numbers still hold."),
     "checkpoint": ("checkpoint:app", "List, verify and remove a run's checkpoints."),
     "verify": ("verify:verify", "Train under every strategy, and compare with one process."),
     "scan": ("scan:scan", "Train with several numbers of processes, and say how well it scales."),

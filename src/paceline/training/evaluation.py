@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.callback import BatchPlace
 from paceline.data.evaluation import EvalBatches
+from paceline.data.microbatch import MicroBatch
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World, lost_peers_reported
 from paceline.errors import TaskError
@@ -27,6 +28,10 @@ class Autocast(Protocol):
     """Makes a fresh mixed-precision context."""
 
     def __call__(self) -> AbstractContextManager[Any]: ...
+
+
+Observe = Callable[[MicroBatch, Mapping[str, Any]], None]
+"""Is told of a block, after it is evaluated, and what the task's ``metrics`` said of it."""
 
 
 class EvaluationStopped(Exception):
@@ -74,9 +79,20 @@ class Evaluator:
         self._split = split
         self._whole = WholeMetrics(task, device)
 
+    @property
+    def num_samples(self) -> int:
+        """How many samples the split has."""
+        return self._batches.num_samples
+
     @torch.no_grad()
     def run(
-        self, mesh: Mesh, module: nn.Module, stop: Callable[[], int], *, in_step: bool = False
+        self,
+        mesh: Mesh,
+        module: nn.Module,
+        stop: Callable[[], int],
+        *,
+        in_step: bool = False,
+        observe: Observe | None = None,
     ) -> dict[str, float]:
         """Metrics by name, among them ``loss``. All ranks evaluate together.
 
@@ -86,6 +102,7 @@ class Evaluator:
             stop: asked now and then; if it answers anything but 0 on any rank, all of them stop.
             in_step: whoever calls the model needs the other ranks to call theirs: one that has no block in a
                 round evaluates the last one again, for nothing.
+            observe: told of each of this rank's blocks, in the run's precision.
 
         Raises:
             EvaluationStopped: they stopped; the module is as it was.
@@ -123,7 +140,7 @@ class Evaluator:
                     BatchPlace(split=self._split, step=0, number=batch.shard, samples=batch.num_samples)
                 )
                 with self._autocast(), lost_peers_reported():
-                    pairs, arguments = self._block(module, batch.batch, batch.num_samples)
+                    pairs, arguments = self._block(module, batch, observe)
                 if number >= own or not mesh.leads:
                     pairs, arguments = {}, None
                 for name, pair in pairs.items():
@@ -137,15 +154,18 @@ class Evaluator:
         self._batches.close()
 
     def _block(
-        self, module: nn.Module, batch: Any, samples: int
+        self, module: nn.Module, microbatch: MicroBatch, observe: Observe | None
     ) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
         """One block's (sum, weight) by name, and what torchmetrics objects take in, by name."""
+        batch, samples = microbatch.batch, microbatch.num_samples
         values = self._task.metrics(module, batch)
         pairs = {n: self._pair(n, v, samples) for n, v in values.items() if n not in self._whole.names}
         arguments = {name: value for name, value in values.items() if name in self._whole.names}
         if "loss" not in values:
             loss = as_loss(self._task, self._task.loss(module, batch), samples)
             pairs["loss"] = (float(loss.sum), float(loss.weight))
+        if observe is not None:
+            observe(microbatch, values)
         return pairs, arguments
 
     def _pair(self, name: str, value: Any, samples: int) -> tuple[float, float]:

@@ -1,0 +1,119 @@
+"""``paceline report RUN [RUN...]``."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from paceline.errors import ConfigError, RunDirectoryError
+from paceline.run_directory import RunDirectory, write_atomically
+
+if TYPE_CHECKING:
+    from paceline.reporting.report import Report
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def report(
+    run: Annotated[list[Path], Parameter(negative="")],
+    *,
+    output: Path | None = None,
+    checkpoint: str | None = None,
+    split: Literal["test", "val"] = "test",
+    json: Flag = False,
+) -> int:
+    """Analyse runs on the test split: one page that needs no network, and JSON.
+
+    The model is evaluated again, on this process. Of several runs, each is compared with the first.
+
+    Parameters
+    ----------
+    run
+        The runs' directories.
+    output
+        The page. Default: report.html in the run's directory; of several runs, comparison.html in the first's.
+    checkpoint
+        best, last or a step. Default: the best, or the last where nothing was validated.
+    split
+        What the models are evaluated on: test or val.
+    json
+        Print all figures as one line of JSON.
+    """
+    paths = list(dict.fromkeys(run))
+    target = output or paths[0] / ("report.html" if len(paths) == 1 else "comparison.html")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output {target}: there is no folder {target.parent}. Make it first.")
+    if target.is_dir():
+        raise ConfigError(f"--output {target} is a folder. Name a file, such as {target / 'report.html'}.")
+    for path in paths:
+        RunDirectory(path).read_complete_manifest()
+    # Only here, so that --help need not wait for torch.
+    from paceline.reporting.analysis import analyse
+    from paceline.reporting.charts import require_matplotlib
+    from paceline.reporting.page import render
+    from paceline.reporting.report import as_json, make_report
+
+    require_matplotlib()  # not after a long evaluation
+    analyses = []
+    for path in paths:
+        with evaluating(str(path), quiet=json) as on_progress:
+            analyses.append(
+                analyse(RunDirectory(path), split=split, checkpoint=checkpoint, on_progress=on_progress)
+            )
+    made = make_report(analyses)
+    page = render(made).encode()
+    try:
+        write_atomically(target, page)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write {target}: {error.strerror}. Choose another place with --output FILE."
+        ) from error
+    if json:
+        print(json_module.dumps({**as_json(made), "page": str(target)}))
+    else:
+        _print(made, target)
+    return 0
+
+
+@contextmanager
+def evaluating(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, by samples."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("evaluating " + escape(what)), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print(made: Report, target: Path) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from paceline.reporting.verdict import interval, number
+
+    console = Console(highlight=False)
+    console.print(Text(made.verdict.headline, style="bold"))
+    console.print(Text(made.verdict.sentence), soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("run", "metric", "value", "95 % interval"):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    for analysis in made.analyses:
+        for name, estimate in analysis.metrics.items():
+            cells = (analysis.record.name, name, number(estimate), interval(estimate))
+            table.add_row(*map(Text, cells))
+    console.print(table)
+    console.print(Text(f"The page: {target}"), soft_wrap=True)

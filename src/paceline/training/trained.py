@@ -1,0 +1,227 @@
+"""A run's trained model, from one of its checkpoints, and the evaluation that the run would do of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.callback import Callback, Group, Horizon
+from paceline.checkpoint.checkpointer import load
+from paceline.checkpoint.identity import differences
+from paceline.checkpoint.manifest import CheckpointInfo
+from paceline.checkpoint.storage import candidates, find_version, newest_verified, parse_name
+from paceline.config import RunConfig
+from paceline.distributed.environment import Environment, default_threads
+from paceline.distributed.mesh import Mesh
+from paceline.distributed.world import World, open_world
+from paceline.errors import CheckpointError, ConfigError, DataError
+from paceline.run_directory import RunDirectory
+from paceline.training.control import StopSignals
+from paceline.training.evaluation import Evaluator, Observe
+from paceline.training.pins import current_pins, numerics_kept
+from paceline.training.preparation import Request, prepare
+from paceline.training.randomness import seed_model
+from paceline.training.run import Run
+from paceline.training.state import built_model
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A trained model, ready to be evaluated on one process.
+
+    Attributes:
+        run: what it was trained by; its options are the recorded ones.
+        module: the model, in evaluation mode: the moving average where the run keeps one.
+        path: the checkpoint's directory.
+        info: what the checkpoint is of.
+        is_best: whether it is the best model so far.
+    """
+
+    run: Run
+    module: nn.Module
+    path: Path
+    info: CheckpointInfo
+    is_best: bool
+    _world: World
+    _callback: Callback
+
+    @property
+    def changed_pins(self) -> list[str]:
+        """What differs between the process that wrote the checkpoint and this one, where bits depend on it."""
+        now = current_pins(self.run.config, self.run.device)
+        return differences(self.info.pins, now)
+
+    def evaluator(self, split: str) -> Evaluator | None:
+        """The evaluator of "val" or "test", or None where the run has no such split; close it.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        return self.run.build_evaluator(split)
+
+    def evaluate(self, evaluator: Evaluator, split: str, observe: Observe | None = None) -> dict[str, float]:
+        """The metrics of a split, by name: those that the run itself would record.
+
+        Args:
+            evaluator: of the split.
+            split: its name.
+            observe: told of each block.
+
+        Raises:
+            TaskError: the task's metrics are not what they should be.
+        """
+        self._callback.evaluation_begins(split, self.module)
+        mesh = Mesh(self._world, {"dp": 1})
+        measured = evaluator.run(mesh, self.module, lambda: 0, observe=observe)
+        return dict(self._callback.evaluated(split, measured))
+
+
+def choose_checkpoint(directory: RunDirectory, wanted: str | None) -> Path:
+    """The checkpoint that ``--checkpoint`` means; of "best" and a step, it is not verified yet.
+
+    Args:
+        directory: the run's.
+        wanted: "best", "last" or a step; None: the best, or the last where nothing was validated.
+
+    Raises:
+        ConfigError: it is none of these.
+        CheckpointError: there is no such checkpoint, or none that verifies.
+    """
+    there = candidates(directory.checkpoints)
+    if wanted not in (None, "best", "last"):
+        assert wanted is not None
+        if not wanted.isdecimal():
+            raise ConfigError(f"--checkpoint must be best, last or a step, but is {wanted!r}.")
+        found = [path for path in there if parse_name(path.name)[0] == int(wanted)]
+        if not found:
+            steps = ", ".join(sorted({str(parse_name(path.name)[0]) for path in there}, key=int)) or "none"
+            raise ConfigError(f"--checkpoint {wanted}: {directory.path} has checkpoints of steps {steps}.")
+        return found[0]
+    newest = newest_verified(directory.checkpoints)
+    if newest.path is None or newest.manifest is None:
+        why = f": {newest.skipped[0]}" if newest.skipped else "."
+        raise CheckpointError(f"{directory.checkpoints} holds no checkpoint that can be used{why}")
+    best = newest.manifest.info.best_version
+    if wanted == "last" or (wanted is None and best is None):
+        return newest.path
+    if best is None:
+        raise ConfigError(
+            f"--checkpoint best: {directory.path} has no best model, since nothing was validated. "
+            "Use --checkpoint last."
+        )
+    return find_version(directory.checkpoints, best)
+
+
+@contextmanager
+def open_trained(
+    directory: RunDirectory, wanted: str | None = None, *, device: Device = "auto"
+) -> Iterator[Trained]:
+    """Build the run's task and model again, and load a checkpoint into it.
+
+    Args:
+        directory: the run's; nothing is written there.
+        wanted: which checkpoint, as :func:`choose_checkpoint` says.
+        device: where the model goes; ``auto`` is a GPU where there is one.
+
+    Raises:
+        UserError: the directory holds no run, or its task or data cannot be built.
+        CheckpointError: there is no such checkpoint, it is damaged, or does not fit the task as it is now.
+    """
+    manifest = directory.read_complete_manifest()
+    path = choose_checkpoint(directory, wanted)
+    alone = Environment()
+    with (
+        numerics_kept(),
+        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        open_world(alone, device=device) as world,
+    ):
+        request = Request(
+            config=RunConfig(run=str(directory.path), device=device),
+            given=frozenset(),
+            task=None,
+            started=time.time(),
+            default_threads=default_threads(alone),
+            quiet=True,
+        )
+        run, _ = prepare(
+            request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1
+        )
+        seed_model(run.config.seed)
+        module = built_model(run.task).to(run.device)
+        horizon = Horizon(total_steps=run.data.total_steps, steps_per_epoch=run.data.steps_per_epoch)
+        callback = run.task.build_callback(module, horizon)
+        with closing(callback):
+            info = _restore(path, module, callback)
+            callback.attach(_alone(run, Path(scratch)), step=info.step, epoch=info.epoch)
+            module.eval()
+            yield Trained(
+                run=run,
+                module=module,
+                path=path,
+                info=info,
+                is_best=info.best_version == info.state_version,
+                _world=world,
+                _callback=callback,
+            )
+
+
+def evaluator_of(trained: Trained, split: str) -> Evaluator:
+    """The evaluator of a split that there must be.
+
+    Raises:
+        DataError: the run has no such split; the message says which it has.
+    """
+    evaluator = trained.evaluator(split)
+    if evaluator is not None:
+        return evaluator
+    others = []
+    for name in ("test", "val"):
+        other = trained.evaluator(name) if name != split else None
+        if other is not None:
+            other.close()
+            others.append(name)
+    hint = f"Use --split {others[0]}." if others else "It has no test and no validation split."
+    raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
+
+
+def _restore(path: Path, module: nn.Module, callback: Callback) -> CheckpointInfo:
+    checkpoint = load(path)
+    state = checkpoint.state
+    try:
+        weights: Mapping[str, Any] = state["model"]
+        if "ema" in state:
+            # torch's AveragedModel holds a counter beside the average itself.
+            inside = "module."
+            weights = {n.removeprefix(inside): t for n, t in state["ema"].items() if n.startswith(inside)}
+        module.load_state_dict(weights)
+        callback.load_state_dict(state.get("callback", {}))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit the task as it is now: {error}\n"
+            "Check out the task's code as it was when the run was trained."
+        ) from error
+    return checkpoint.manifest.info
+
+
+def _alone(run: Run, scratch: Path) -> Group:
+    """A group of this process; what the task's loggers write goes nowhere."""
+    return Group(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        device=torch.device(run.device),
+        directory=scratch,
+        log_every=run.config.log_every,
+        gather=lambda value: [value],
+    )
+
