@@ -127,7 +127,7 @@ def curves(
                 markersize=3.5,
             )
         if log and all(y > 0 for each in series for y in each.ys):
-            axes.set_yscale("log")
+            _scale_by_decades(axes)
         elif from_zero:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x_label)
@@ -150,7 +150,7 @@ def reliability(
         shares: the first run's (middle of the bin, share of its samples).
         total: bins.
     """
-    with _drawing(name, title, size=(4.6, 4.2), rows=(4, 1)) as drawn:
+    with _drawing(name, title, size=(4.6, 3.9), rows=(4, 1)) as drawn:
         top, bottom = drawn.all_axes
         top.plot([0, 1], [0, 1], color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
         for each in series:
@@ -192,6 +192,7 @@ def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]],
                 value = parts.get(part, 0.0)
                 axes.barh(row, value, left=left, height=0.62, color=_series_colour(number))
                 left += value
+        axes.margins(x=0)
         axes.set_yticks(range(len(bars)), [_short(label) for label, _ in bars] if len(bars) > 1 else [""])
         axes.invert_yaxis()
         axes.set_xlabel(unit)
@@ -289,6 +290,15 @@ def _for_page(svg: str, name: str, title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0]} '
         f'role="img" aria-label="{text}"><title>{text}</title>{rest}'
     )
+
+
+def _scale_by_decades(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(series: Sequence[Series]) -> tuple[tuple[int, str], ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -40,12 +40,14 @@ class Estimate:
         value: as measured.
         low, high: the ends of the interval at ``LEVEL``; None where none can be given.
         method: what gave the interval; "" where there is none.
+        is_share: whether it is a part of a whole, from 0 to 1.
     """
 
     value: float
     low: float | None = None
     high: float | None = None
     method: str = ""
+    is_share: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """JSON types; what is not finite is null."""
@@ -84,7 +86,7 @@ def wilson(successes: int, total: int, level: float = LEVEL) -> Estimate:
     share = successes / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), "Wilson score")
+    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), "Wilson score", is_share=True)
 
 
 def mean(values: Floats) -> Estimate:
@@ -110,7 +112,7 @@ def ratio(sums: Floats, weights: Floats, method: str = "bootstrap over batches")
 
 
 def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
-    """A function of how many samples fell into each cell, and its interval by resampling the samples.
+    """A share that depends on how many samples fell into each cell, and its interval by resampling samples.
 
     To draw N samples with replacement is to draw the cells' counts from a multinomial distribution.
 
@@ -121,14 +123,14 @@ def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate
     total = int(counts.sum())
     value = float(statistic(counts[None].astype(np.float64))[0]) if total else math.nan
     if total < 10:
-        return Estimate(value)
+        return Estimate(value, is_share=True)
     generator = np.random.default_rng(_SEED)
     at_once = max(1, min(RESAMPLES, _AT_ONCE // max(1, len(counts))))
     drawn = [
         statistic(generator.multinomial(total, counts / total, size=size).astype(np.float64))
         for size in _pieces(RESAMPLES, at_once)
     ]
-    return _between(value, np.concatenate(drawn), "bootstrap over samples")
+    return replace(_between(value, np.concatenate(drawn), "bootstrap over samples"), is_share=True)
 
 
 def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.bool_]) -> Difference:
@@ -140,6 +142,7 @@ def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.boo
     lost = int((first_right & ~second_right).sum())
     change = second_right.astype(np.float64) - first_right.astype(np.float64)
     estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
+    estimate = replace(estimate, is_share=True)
     return Difference(estimate, _binomial_test(min(gained, lost), gained + lost), "McNemar's exact test")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class Observer:
         elif parts and all(isinstance(part, tuple) for part in parts):
             pairs = np.array(parts, dtype=np.float64)
             found = ratio(pairs[:, 0], pairs[:, 1])
-        return Estimate(value, found.low, found.high, found.method)
+        return replace(found, value=value)
 
     def predictions(self) -> Predictions | None:
         """What the model said; None where it is no classifier."""

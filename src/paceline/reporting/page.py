@@ -19,6 +19,7 @@ from paceline.reporting.charts import (
     workers,
 )
 from paceline.reporting.classification import BINS
+from paceline.reporting.intervals import Estimate
 from paceline.reporting.pictures import show
 from paceline.reporting.record import Point
 from paceline.reporting.report import Report
@@ -58,6 +59,7 @@ def render(report: Report) -> str:
         "bytes": _bytes,
         "value": _value,
     }
+    measured = [_measured(analysis) for analysis in report.analyses]
     style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html").render(
         style=style,
@@ -71,17 +73,36 @@ def render(report: Report) -> str:
         most_layers=_LAYERS,
         series=SERIES,
         now=report.versions,
+        name_of=_class_name,
+        measured=measured,
+        metrics=list(dict.fromkeys(name for of_run in measured for name in of_run)),
     )
+
+
+def _measured(analysis: Analysis) -> dict[str, Estimate]:
+    """The task's metrics, and those of a classifier."""
+    found = analysis.classification
+    if found is None:
+        return dict(analysis.metrics)
+    own = {
+        "balanced accuracy": found.balanced_accuracy,
+        "macro F1": found.macro_f1,
+        "negative log-likelihood": found.nll,
+        "Brier score": found.brier,
+    }
+    return {**analysis.metrics, **{n: e for n, e in own.items() if n not in analysis.metrics}}
 
 
 def _training(analyses: Sequence[Analysis]) -> list[Chart]:
     """The curves over the steps."""
-    metric, split = analyses[0].main_metric, "val"
+    watched = dict.fromkeys((analyses[0].main_metric, "loss"))
     losses = _series(analyses, [a.record.loss for a in analyses])
-    validation = [a.record.metric(split, metric) for a in analyses]
-    charts = [
+    charts: list[tuple[str, str, list[Series], dict[str, Any]]] = [
         ("loss", "Training loss", losses, {"log": True}),
-        ("val", f"{metric} on val", _series(analyses, validation), {}),
+        *(
+            (f"val-{k}", f"Validation {metric}", _series(analyses, [a.record.metric("val", metric) for a in analyses]), {})
+            for k, metric in enumerate(watched)
+        ),
         ("lr", "Learning rate", _series(analyses, [a.record.learning_rate for a in analyses]), {}),
         (
             "throughput",
@@ -176,6 +197,11 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
     return tiles
 
 
+def _class_name(analysis: Analysis, number: int) -> str:
+    labels = () if analysis.predictions is None else analysis.predictions.labels
+    return labels[number] if number < len(labels) else str(number)
+
+
 def _bytes(size: int) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -187,6 +213,8 @@ def _bytes(size: int) -> str:
 def _value(value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return str(value)

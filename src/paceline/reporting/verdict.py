@@ -61,8 +61,8 @@ def interval(estimate: Estimate) -> str:
 
 
 def shown(value: float, like: Estimate) -> str:
-    """A number, written as ``like`` is: only what has Wilson's interval is known to be a share."""
-    return f"{value:.2%}".replace("%", " %") if like.method.startswith("Wilson") else f"{value:.4g}"
+    """A number, written as ``like`` is."""
+    return f"{100 * value:.2f} %" if like.is_share else f"{value:#.4g}".removesuffix(".")
 
 
 def probability(value: float) -> str:
@@ -100,7 +100,7 @@ def _compared(comparison: Comparison) -> str:
     difference = comparison.difference
     if difference is None:
         return f"{comparison.name} cannot be compared: {comparison.why_not}."
-    points = points_of(difference.estimate, comparison.metric)
+    points = f"{comparison.metric} {points_of(difference.estimate)}"
     said = {True: "better", False: "worse", None: "no difference that chance does not explain"}
     return (
         f"{comparison.name}: {points}, {said[comparison.better]} "
@@ -108,12 +108,15 @@ def _compared(comparison: Comparison) -> str:
     )
 
 
-def points_of(estimate: Estimate, metric: str) -> str:
-    """A difference with its sign and its interval."""
-    ends = (
-        "" if estimate.low is None or estimate.high is None else f" ({estimate.low:+.4f} to {estimate.high:+.4f})"
-    )
-    return f"{metric} {estimate.value:+.4f}{ends}"
+def points_of(estimate: Estimate) -> str:
+    """A difference with its sign and its interval; of shares, in percentage points."""
+
+    def signed(value: float) -> str:
+        return (f"{100 * value:+.2f}" if estimate.is_share else f"{value:+.4f}").replace("-", "−")
+
+    known = estimate.low is not None and estimate.high is not None
+    ends = f" ({signed(estimate.low or 0.0)} to {signed(estimate.high or 0.0)})" if known else ""
+    return f"{signed(estimate.value)}{ends}{' points' if estimate.is_share else ''}"
 
 
 def _listed(names: Sequence[str]) -> str:
