@@ -34,9 +34,9 @@ def check(
 ) -> int:
     """Say whether a run's recorded numbers still hold, under the libraries and on the machine of now.
 
-    The model that they are of is evaluated again on each split. The exit code is 0 if all of them hold: to the
-    last bit, within rounding of float32, or within --tolerance; and 1 if one does not, or the weights have
-    changed.
+    The model that they are of is evaluated again on each split. The exit code is 0 if all of them hold: to
+    the last bit, within rounding of float32, or within --tolerance; and 1 if one does not, or the weights
+    have changed.
 
     Parameters
     ----------
@@ -105,7 +105,9 @@ def _print(found: Recheck, run: Path) -> None:
         weights = "are" if found.weights_hold else "are not"
         style = "" if found.weights_hold else "bold red"
         console.print(f"The last model's weights {weights} those that the run recorded.", style=style)
-    changed = [f"{n}: {found.then[n]} then, {v} now" for n, v in found.now.items() if found.then.get(n, v) != v]
+    changed = [
+        f"{n}: {found.then[n]} then, {v} now" for n, v in found.now.items() if found.then.get(n, v) != v
+    ]
     same = ", ".join(f"{name} {value}" for name, value in found.now.items())
     console.print(Text("; ".join(changed) or f"Versions then and now: {same}."), soft_wrap=True)
     for pin in found.changed_pins:

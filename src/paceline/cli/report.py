@@ -37,7 +37,7 @@ def report(
     run
         The runs' directories.
     output
-        The page. Default: report.html in the run's directory; of several runs, comparison.html in the first's.
+        The page. Default: report.html in the run's directory; for several, comparison.html in the first's.
     checkpoint
         best, last or a step. Default: the best, or the last where nothing was validated.
     split
@@ -91,7 +91,12 @@ def evaluating(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("evaluating " + escape(what)), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("evaluating " + escape(what)),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

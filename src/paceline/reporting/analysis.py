@@ -35,8 +35,8 @@ class Data:
         sha256: of all its batches' tensors.
         train_samples, val_samples: of the run's own, where they have a length.
         inputs: name -> "uint8, 1 x 28 x 28" and so on, as the model's :class:`Inference` says.
-        preprocessing: the source of what stands between inputs and outputs, which is part of the model that is
-            exported; None where there is none.
+        preprocessing: the source of what stands between inputs and outputs, which is part of the model that
+            is exported; None where there is none.
     """
 
     samples: int

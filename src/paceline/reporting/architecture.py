@@ -66,7 +66,9 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While it is entered, forwards are noted."""
-        handles = [module.register_forward_hook(partial(self._computed, name)) for name, module in self._layers]
+        handles = [
+            module.register_forward_hook(partial(self._computed, name)) for name, module in self._layers
+        ]
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -92,14 +93,14 @@ def require_matplotlib() -> None:
     """Say at once what is missing.
 
     Raises:
-        ConfigError: matplotlib or Jinja is not installed.
+        ConfigError: matplotlib, Pillow or Jinja is not installed.
     """
     try:
-        import jinja2
-        import matplotlib.figure  # noqa: F401
+        for module in ("jinja2", "matplotlib", "PIL"):
+            importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"a report needs {error.name or 'matplotlib'}, which is not installed: pip install 'paceline[report]'"
+            f"a report needs {error.name}, which is not installed. Install it: pip install 'paceline[report]'"
         ) from error
 
 
@@ -145,7 +146,8 @@ def reliability(
     """Accuracy over confidence, and below how many samples have which.
 
     Args:
-        name, title: the chart's.
+        name: the chart's identifier.
+        title: above it.
         series: a line a run.
         shares: the first run's (middle of the bin, share of its samples).
         total: bins.
@@ -212,11 +214,15 @@ def workers(
     """How many workers computed, by time; where nothing was trained is marked.
 
     Args:
-        name, title: the chart's.
+        name: the chart's identifier.
+        title: above it.
         worlds: (seconds, workers) at each change.
         end: seconds.
         lost: (begin, end) in seconds.
     """
+    require_matplotlib()
+    from matplotlib.ticker import MaxNLocator
+
     with _drawing(name, title, size=(9.6, 1.7)) as drawn:
         axes = drawn.axes
         xs, ys = [x for x, _ in worlds], [y for _, y in worlds]
@@ -225,7 +231,7 @@ def workers(
             # At least a hair wide: most interruptions are shorter than a pixel.
             axes.axvspan(begin, max(over, begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
         axes.set_ylim(0, max(ys) + 0.5)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("seconds")
         axes.set_ylabel("workers")
         axes.grid(visible=False, axis="x")
@@ -265,7 +271,8 @@ def _drawing(
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    style: Any = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         all_axes = list(figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0])
         drawn = _Drawing(name, title, figure, all_axes)
@@ -276,7 +283,9 @@ def _drawing(
 def _for_page(svg: str, name: str, title: str) -> str:
     """Without what belongs to a file; identifiers are the chart's own, and colours the page's."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL
+    )
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
     svg = re.sub(r'(\sid=")', rf"\1{name}-", svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", svg)

@@ -54,9 +54,7 @@ def compare(analyses: Sequence[Analysis]) -> list[Comparison]:
         assert difference is not None
         gain = difference.estimate.value * (1 if first.more_is_better else -1)
         better = gain > 0 if p_value < SIGNIFICANT else None
-        found[index] = replace(
-            found[index], difference=replace(difference, p_value=p_value), better=better
-        )
+        found[index] = replace(found[index], difference=replace(difference, p_value=p_value), better=better)
     return found
 
 

@@ -1,13 +1,13 @@
 """How sure a measured number is: intervals and tests, computed by arithmetic alone.
 
-- Wilson's score interval for shares: E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical
-  Inference", JASA 22 (1927); recommended by Brown, Cai and DasGupta, "Interval Estimation for a Binomial
-  Proportion", Statistical Science 16 (2001).
+- Wilson's score interval for shares: E. B. Wilson, "Probable Inference, the Law of Succession, and
+  Statistical Inference", JASA 22 (1927); recommended by Brown, Cai and DasGupta, "Interval Estimation for a
+  Binomial Proportion", Statistical Science 16 (2001).
 - Percentile bootstrap for means and ratios: B. Efron and R. J. Tibshirani, "An Introduction to the Bootstrap"
   (1993), chapter 13.
-- McNemar's test in its exact form for two classifiers on the same samples: Q. McNemar, Psychometrika 12 (1947);
-  T. G. Dietterich, "Approximate Statistical Tests for Comparing Supervised Classification Learning Algorithms",
-  Neural Computation 10 (1998).
+- McNemar's test in its exact form for two classifiers on the same samples: Q. McNemar, Psychometrika 12
+  (1947); T. G. Dietterich, "Approximate Statistical Tests for Comparing Supervised Classification Learning
+  Algorithms", Neural Computation 10 (1998).
 - Holm's correction where several runs are compared: S. Holm, Scandinavian Journal of Statistics 6 (1979).
 """
 
@@ -154,7 +154,7 @@ def paired(first: Floats, second: Floats) -> Difference:
         return Difference(Estimate(0.0, 0.0, 0.0, estimate.method), 1.0, "paired bootstrap")
     if len(change) < 10:
         return Difference(estimate, 1.0, "too few samples to tell")
-    # Shifted to a mean of nothing, as it would be were there no difference (Efron and Tibshirani, chapter 16).
+    # Shifted to a mean of 0, as it would be were there no difference (Efron and Tibshirani, chapter 16).
     centred = change - change.mean()
     if len(change) > _LARGE:
         z = abs(float(change.mean())) / (float(change.std()) / math.sqrt(len(change)))

@@ -69,7 +69,7 @@ class Predictions:
     @property
     def right(self) -> npt.NDArray[np.bool_]:
         """Whether each was right, (N,)."""
-        return self.actual == self.predicted
+        return np.asarray(self.actual == self.predicted)
 
 
 class Observer:

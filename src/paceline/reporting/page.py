@@ -35,7 +35,7 @@ def render(report: Report) -> str:
     """The page.
 
     Raises:
-        ConfigError: matplotlib or Jinja is not installed.
+        ConfigError: matplotlib, Pillow or Jinja is not installed.
     """
     require_matplotlib()
     import jinja2
@@ -100,7 +100,12 @@ def _training(analyses: Sequence[Analysis]) -> list[Chart]:
     charts: list[tuple[str, str, list[Series], dict[str, Any]]] = [
         ("loss", "Training loss", losses, {"log": True}),
         *(
-            (f"val-{k}", f"Validation {metric}", _series(analyses, [a.record.metric("val", metric) for a in analyses]), {})
+            (
+                f"val-{k}",
+                f"Validation {metric}",
+                _series(analyses, [a.record.metric("val", metric) for a in analyses]),
+                {},
+            )
             for k, metric in enumerate(watched)
         ),
         ("lr", "Learning rate", _series(analyses, [a.record.learning_rate for a in analyses]), {}),
@@ -134,7 +139,8 @@ def _phases(analyses: Sequence[Analysis]) -> Chart | None:
 
 
 def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
-    series, shares = [], []
+    series: list[Series] = []
+    shares: list[tuple[float, float]] = []
     for index, analysis in enumerate(analyses):
         if analysis.classification is None:
             continue

@@ -32,7 +32,9 @@ def show(tensor: torch.Tensor) -> Shown:
     if tensor.dim() == 3 and tensor.shape[0] in (1, 3) and min(tensor.shape[1:]) > 1:
         return Shown(_png(tensor), "")
     flat = tensor.reshape(-1)
-    shown = [f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_NUMBERS].tolist()]
+    shown = [
+        f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_NUMBERS].tolist()
+    ]
     rest = f" … ({flat.numel():,})" if flat.numel() > _NUMBERS else ""
     return Shown(None, " ".join(shown) + rest)
 

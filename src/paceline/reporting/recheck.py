@@ -7,7 +7,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
+from paceline.checkpoint.storage import candidates
 from paceline.data.microbatch import MicroBatch
 from paceline.errors import RunDirectoryError
 from paceline.reporting.record import Record, read_record
@@ -111,13 +113,17 @@ def recheck(
             with closing(evaluator_of(trained, split)) as evaluator:
                 done, total = 0, evaluator.num_samples
 
-                def count(microbatch: MicroBatch, _values: Any, split: str = split, total: int = total) -> None:
+                def count(
+                    microbatch: MicroBatch, _values: Any, split: str = split, total: int = total
+                ) -> None:
                     nonlocal done
                     done += microbatch.num_samples
                     on_progress(split, done, total)
 
                 now = trained.evaluate(evaluator, split, count)
-            found += [_compare(split, name, value, now.get(name), tolerance) for name, value in recorded.items()]
+            found += [
+                _compare(split, name, value, now.get(name), tolerance) for name, value in recorded.items()
+            ]
         step, changed = trained.info.step, tuple(trained.changed_pins)
     return Recheck(
         step=step,
@@ -145,12 +151,9 @@ def _compare(split: str, name: str, then: float | None, now: float | None, toler
 
 def _weights_hold(directory: RunDirectory, record: Record) -> bool | None:
     """The recorded hash is that of the last step's model, which is not averaged."""
-    from paceline.checkpoint.checkpointer import load
-    from paceline.checkpoint.storage import candidates
-
     recorded = (record.result or {}).get("model_sha256")
     version = (record.result or {}).get("state_version")
     for path in candidates(directory.checkpoints):
         if recorded is not None and path.name.endswith(f"-v{version:08d}"):
-            return model_sha256(load(path).state["model"]) == recorded
+            return bool(model_sha256(load(path).state["model"]) == recorded)
     return None

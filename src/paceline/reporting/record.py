@@ -15,7 +15,17 @@ from paceline.errors import RunDirectoryError, UserError
 from paceline.monitoring.timeline import Timeline, timeline
 from paceline.run_directory import RunDirectory, read_json_lines
 
-_ELSEWHERE = ("run", "resume", "rdzv_endpoint", "rdzv_id", "token_file", "interface", "node_rank", "task", "set")
+_ELSEWHERE = (
+    "run",
+    "resume",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "token_file",
+    "interface",
+    "node_rank",
+    "task",
+    "set",
+)
 """Options that say where a run was, and nothing of what it computed."""
 
 
@@ -153,7 +163,7 @@ def read_record(directory: RunDirectory) -> Record:
         read = timeline(events, until=until)
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
-            f"{directory.events} is damaged: {error!r}. Restore it from a copy, or remove it to report without."
+            f"{directory.events} is damaged: {error!r}. Restore it from a copy, or remove it."
         ) from error
     return Record(
         name=directory.path.resolve().name,

@@ -74,9 +74,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "intervals": {"level": LEVEL, "resamples": RESAMPLES},
         "runs": [_run(analysis) for analysis in report.analyses],
         "comparisons": [_comparison(comparison) for comparison in report.comparisons],
-        "differing_settings": {
-            setting.name: list(setting.values) for setting in report.differing
-        },
+        "differing_settings": {setting.name: list(setting.values) for setting in report.differing},
     }
 
 

@@ -57,7 +57,7 @@ class Trained:
 
     @property
     def changed_pins(self) -> list[str]:
-        """What differs between the process that wrote the checkpoint and this one, where bits depend on it."""
+        """In what this process differs from the one that wrote the checkpoint, where bits depend on it."""
         now = current_pins(self.run.config, self.run.device)
         return differences(self.info.pins, now)
 
@@ -224,4 +224,3 @@ def _alone(run: Run, scratch: Path) -> Group:
         log_every=run.config.log_every,
         gather=lambda value: [value],
     )
-
