@@ -1,0 +1,35 @@
+"""Runs that the tests of reports look at; trained once, and never changed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TASKS = Path(__file__).with_name("tasks.py")
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="session")
+def reported_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: ``good``, ``HOSTILE`` (trained too slowly), ``seed`` and ``line``."""
+    import subprocess
+
+    folder = tmp_path_factory.mktemp("reported")
+    done = subprocess.run(
+        [sys.executable, TASKS, folder], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def numerics(request: pytest.FixtureRequest) -> Any:
+    """A model that is evaluated in this process leaves torch as it was."""
+    import torch
+
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before

@@ -1,0 +1,110 @@
+"""The page in a real browser: no errors, no requests, readable in light and in dark."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from tests.reporting.conftest import HOSTILE
+
+from paceline.cli.report import report
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+
+
+@pytest.fixture(scope="module")
+def page(reported_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report on two runs, of which one has a name that would like to be a picture."""
+    path = tmp_path_factory.mktemp("browser") / "page.html"
+    assert report([reported_runs / "good", reported_runs / HOSTILE], output=path, json=True) == 0
+    return path
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """Chromium, which ends with the test."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        yield started
+    finally:
+        started.quit()
+
+
+def shown(browser: Any, page: Path, scheme: str, width: int) -> Image.Image:
+    """Open the page; return what is on the first screen."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+    picture = browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"]
+    return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it, of ``rgb(r, g, b)``."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_page_asks_for_nothing_and_reads_well(browser: Any, page: Path) -> None:
+    backgrounds = set()
+    for scheme, width in (("light", 1200), ("dark", 1200), ("light", 420)):
+        picture = shown(browser, page, scheme, width)
+        colours = picture.getcolors(maxcolors=1 << 24)
+        assert colours is not None
+        assert len(colours) > 50, "text is drawn"
+        backgrounds.add(max(colours)[1])
+        assert not browser.execute_script("return document.documentElement.scrollWidth > innerWidth")
+        # Everything that can be read stands out from what is behind it: 4.5 to 1 (WCAG 2, AA).
+        pairs = browser.execute_script(
+            "const page = getComputedStyle(document.body).backgroundColor;"
+            "return [...document.querySelectorAll('h1, p, th, td:not(.zero), dt, dd, a, summary, svg text')]"
+            ".map(e => [getComputedStyle(e)[e.tagName == 'text' ? 'fill' : 'color'], page])"
+        )
+        assert len(pairs) > 100
+        for colour, behind in {tuple(pair) for pair in pairs}:
+            brighter, darker = sorted((luminance(colour), luminance(behind)), reverse=True)
+            assert (brighter + 0.05) / (darker + 0.05) >= 4.5, (scheme, colour, behind)
+        drawn = browser.execute_script(
+            "return [...document.querySelectorAll('figure svg')].map(e => e.getBoundingClientRect().height)"
+        )
+        assert len(drawn) >= 6
+        assert min(drawn) > 40
+        first = browser.execute_script("return document.querySelector('h1').getBoundingClientRect().bottom")
+        assert first < 800, "the verdict is on the first screen"
+    assert len(backgrounds) == 2, "light is not dark"
+    assert browser.title.startswith("good is better than <img")
+    broken = "return [...document.images].filter(image => !image.naturalWidth).length"
+    assert browser.execute_script(broken) == 0
+    assert browser.execute_script("return document.scripts.length") == 0
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+    asked = [
+        message["params"]["request"]["url"]
+        for entry in browser.get_log("performance")
+        if (message := json.loads(entry["message"])["message"])["method"] == "Network.requestWillBeSent"
+    ]
+    assert page.as_uri() in asked
+    assert {url for url in asked if not url.startswith("data:image/png")} == {page.as_uri()}
