@@ -101,10 +101,12 @@ def test_the_page_asks_for_nothing_and_reads_well(browser: Any, page: Path) -> N
     assert browser.execute_script(broken) == 0
     assert browser.execute_script("return document.scripts.length") == 0
     assert [entry["message"] for entry in browser.get_log("browser")] == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [
         message["params"]["request"]["url"]
-        for entry in browser.get_log("performance")
-        if (message := json.loads(entry["message"])["message"])["method"] == "Network.requestWillBeSent"
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+        and message["params"]["documentURL"] == page.as_uri()  # and not the browser's own first page
     ]
     assert page.as_uri() in asked
     assert {url for url in asked if not url.startswith("data:image/png")} == {page.as_uri()}

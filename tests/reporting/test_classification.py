@@ -52,11 +52,11 @@ def made(number: int, classes: int, seed: int = 1) -> SimpleNamespace:
     actual = torch.randint(classes, (number,), generator=generator)
     logits = 1.5 * torch.randn(number, classes, generator=generator)
     logits[torch.arange(number), actual] += 1.5
-    probabilities = logits.softmax(dim=1)
+    probabilities = logits.double().softmax(dim=1)
     predictions = observed(probabilities, actual, tuple(f"c{k}" for k in range(classes))).predictions()
     assert predictions is not None
     return SimpleNamespace(
-        probabilities=probabilities.double(),
+        probabilities=probabilities,
         actual=actual.numpy(),
         predictions=predictions,
         found=classify(predictions),
@@ -130,7 +130,7 @@ def test_the_mistakes_are_the_most_confident_ones(case: SimpleNamespace) -> None
     expected = wrong[np.argsort(-predictions.confidence[wrong], kind="stable")][:MISTAKES]
     assert [m.number for m in predictions.mistakes] == expected.tolist()
     for mistake in predictions.mistakes:
-        assert torch.equal(mistake.inputs["x"].double(), case.probabilities[mistake.number])
+        assert torch.equal(mistake.inputs["x"], case.probabilities[mistake.number])
         assert mistake.actual_probability == pytest.approx(
             float(case.probabilities[mistake.number, mistake.actual])
         )

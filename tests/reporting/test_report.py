@@ -17,7 +17,6 @@ from tests.reporting.conftest import HOSTILE
 
 from paceline.cli.report import report
 from paceline.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
-from paceline.run_directory import RunDirectory
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "col", "use", "path", "rect", "line", "circle"}
 
@@ -155,7 +154,8 @@ def test_the_command_trains_the_same_model_again(
     run = compared[0]["runs"][2]
     program, *words = shlex.split(run["command"])
     assert program == "paceline"
-    done = run_processes.paceline(*words, "--run", tmp_path / "again", "--json", "--quiet")
+    command = [sys.executable, "-m", "paceline", *words, "--run", tmp_path / "again", "--json", "--quiet"]
+    done = run_processes.run(command, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["model_sha256"] == run["model_sha256"]
@@ -218,7 +218,7 @@ def test_what_cannot_be_reported_is_said_in_a_sentence(
 def test_a_damaged_checkpoint_is_not_believed(reported_runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(reported_runs / "good", run, symlinks=True)
-    for path in run.glob("checkpoints/*/model.safetensors"):
+    for path in run.glob("checkpoints/step-*/model.safetensors"):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
@@ -238,7 +238,7 @@ def test_a_run_that_never_finished_is_reported_as_far_as_it_came(reported_runs: 
     figures = said([run])
     assert figures["page"] == str(run / "report.html")
     assert (run / "report.html").is_file()
-    assert figures["runs"][0]["state"] == "finished" or figures["runs"][0]["state"] == "not finished"
+    assert figures["runs"][0]["state"] == "not finished"
     assert figures["runs"][0]["recorded"] == {}
 
 
@@ -257,4 +257,4 @@ def test_what_is_missing_is_named_before_anything_is_evaluated(
     assert done.returncode == 2
     assert "needs matplotlib" in done.stderr
     assert "pip install 'paceline[report]'" in done.stderr
-    assert not RunDirectory(reported_runs / "good").path.joinpath("report.html").exists()
+    assert not (reported_runs / "good" / "report.html").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,8 @@ from paceline.training.preparation import Request, prepare
 from paceline.training.randomness import seed_model
 from paceline.training.run import Run
 from paceline.training.state import built_model
+
+_log = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -108,6 +111,8 @@ def choose_checkpoint(directory: RunDirectory, wanted: str | None) -> Path:
             raise ConfigError(f"--checkpoint {wanted}: {directory.path} has checkpoints of steps {steps}.")
         return found[0]
     newest = newest_verified(directory.checkpoints)
+    for reason in newest.skipped:
+        _log.warning("passed over a checkpoint: %s", reason)
     if newest.path is None or newest.manifest is None:
         why = f": {newest.skipped[0]}" if newest.skipped else "."
         raise CheckpointError(f"{directory.checkpoints} holds no checkpoint that can be used{why}")
