@@ -46,13 +46,13 @@ def report(
         Print all figures as one line of JSON.
     """
     paths = list(dict.fromkeys(run))
+    for path in paths:
+        RunDirectory(path).read_complete_manifest()
     target = output or paths[0] / ("report.html" if len(paths) == 1 else "comparison.html")
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {target.parent}. Make it first.")
     if target.is_dir():
         raise ConfigError(f"--output {target} is a folder. Name a file, such as {target / 'report.html'}.")
-    for path in paths:
-        RunDirectory(path).read_complete_manifest()
     # Only here, so that --help need not wait for torch.
     from paceline.reporting.analysis import analyse
     from paceline.reporting.charts import require_matplotlib

@@ -143,6 +143,9 @@ def open_trained(
         CheckpointError: there is no such checkpoint, it is damaged, or does not fit the task as it is now.
     """
     manifest = directory.read_complete_manifest()
+    # It belongs to a strategy, and one process has none; autocast does what it does, in the same precision.
+    options = {**manifest["config"], "fsdp_mixed_precision": False}
+    manifest = {**manifest, "config": options}
     path = choose_checkpoint(directory, wanted)
     alone = Environment()
     with (
