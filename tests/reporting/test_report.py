@@ -17,6 +17,8 @@ from tests.reporting.conftest import HOSTILE
 
 from paceline.cli.report import report
 from paceline.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
+from paceline.reporting.classification import ClassScore
+from paceline.reporting.page import _weakest_first
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "col", "use", "path", "rect", "line", "circle"}
 
@@ -178,6 +180,17 @@ def test_runs_on_other_data_are_not_compared(reported_runs: Path, tmp_path: Path
     figures = said(runs, output=tmp_path / "both.html", split="val")
     assert figures["verdict"] == "These runs cannot be compared"
     assert figures["comparisons"][0]["why_not"] == "it has no accuracy"
+
+
+def test_classes_without_samples_come_last() -> None:
+    shown = _weakest_first(
+        [score("none", 0, None), score("good", 5, 0.9), score("weak", 2, 0.1), score("weak, many", 9, 0.1)]
+    )
+    assert [each.label for each in shown] == ["weak, many", "weak", "good", "none"]
+
+
+def score(label: str, support: int, f1: float | None) -> ClassScore:
+    return ClassScore(label=label, support=support, predicted=0, precision=None, recall=None, f1=f1)
 
 
 def test_a_checkpoint_can_be_named(reported_runs: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from paceline.reporting.charts import (
     stacked,
     workers,
 )
-from paceline.reporting.classification import BINS
+from paceline.reporting.classification import BINS, ClassScore
 from paceline.reporting.intervals import Estimate
 from paceline.reporting.pictures import show
 from paceline.reporting.record import Point
@@ -57,6 +57,7 @@ def render(report: Report) -> str:
         "show": show,
         "svg": lambda chart: Markup(chart.svg),
         "bytes": _bytes,
+        "weakest": _weakest_first,
         "value": _value,
     }
     measured = [_measured(analysis) for analysis in report.analyses]
@@ -188,7 +189,7 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
         (name, number(estimate), interval(estimate))
         for name, estimate in analysis.metrics.items()
         if name != analysis.main_metric
-    ][:2]
+    ][: 1 if found is not None else 2]
     if found is not None:
         tiles.append(("macro F1", number(found.macro_f1), interval(found.macro_f1)))
         lean = "overconfident" if found.overconfidence > 0 else "underconfident"
@@ -201,6 +202,11 @@ def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
     if goodput.share is not None:
         tiles.append(("goodput", f"{goodput.share:.1%}".replace("%", " %"), "of the time went into steps"))
     return tiles
+
+
+def _weakest_first(classes: Sequence[ClassScore]) -> list[ClassScore]:
+    """Those with the most samples first among equals; those without samples and predictions last."""
+    return sorted(classes, key=lambda score: (score.f1 is None, score.f1 or 0.0, -score.support))
 
 
 def _class_name(analysis: Analysis, number: int) -> str:
