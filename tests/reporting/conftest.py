@@ -19,7 +19,7 @@ def reported_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("reported")
     done = subprocess.run(
-        [sys.executable, TASKS, folder], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, TASKS, folder], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
     return folder
