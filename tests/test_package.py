@@ -47,7 +47,19 @@ EXPORTED = [
     "submit",
     "submit_array",
 ]
-COMMANDS = ["train", "resume", "runs", "dashboard", "logs", "audit", "report", "check", "checkpoint", "bench", "version"]
+COMMANDS = [
+    "train",
+    "resume",
+    "runs",
+    "dashboard",
+    "logs",
+    "audit",
+    "report",
+    "check",
+    "checkpoint",
+    "bench",
+    "version",
+]
 
 
 LISTING = """

@@ -26,7 +26,19 @@ print(json.dumps([said, "torch" in sys.modules]))
 """
 COMMANDS = (
     *("train", "resume", "launch", "jobs", "status", "cancel", "doctor"),
-    *("runs", "dashboard", "logs", "audit", "report", "check", "checkpoint", "bench", "scan", "plan", "version"),
+    *(
+        "runs",
+        "dashboard",
+        "logs",
+        "audit",
+        "report",
+        "check",
+        "checkpoint",
+        "bench",
+        "scan",
+        "plan",
+        "version",
+    ),
     *("export", "registry"),
 )
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
