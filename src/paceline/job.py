@@ -29,6 +29,7 @@ class Job:
         supervised: a launcher of Paceline's tells the user about failures.
         world_size: how many processes begin the run, over all machines; None where each process knows.
         started: when somebody asked, in seconds since the epoch: where ``--walltime`` begins.
+        referee: the socket of whoever is asked after each evaluation whether the run goes on, if anybody is.
     """
 
     config: RunConfig
@@ -38,6 +39,7 @@ class Job:
     supervised: bool = False
     world_size: int | None = None
     started: float = field(default_factory=time.time)
+    referee: str | None = None
 
     def to_toml(self) -> str:
         """The job as text."""
@@ -45,6 +47,8 @@ class Job:
         if self.world_size is not None:
             document["world_size"] = self.world_size
         document["started"] = self.started
+        if self.referee is not None:
+            document["referee"] = self.referee
         document["given"] = sorted(self.given)
         document["config"] = {
             k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
@@ -71,6 +75,7 @@ class Job:
             supervised=document["supervised"],
             world_size=document.get("world_size"),
             started=document["started"],
+            referee=document.get("referee"),
         )
 
 

@@ -146,6 +146,7 @@ def _run_member(
                 started=job.started,
                 default_threads=default_threads(environment),
                 quiet=job.quiet,
+                referee=_referee(job),
             ),
             member,
             directory,
@@ -260,8 +261,13 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
             started=job.started,
             default_threads=default_threads(environment),
             quiet=job.quiet,
+            referee=_referee(job),
         )
         return train(request, world, directory, signals)
+
+
+def _referee(job: Job) -> Path | None:
+    return None if job.referee is None else Path(job.referee)
 
 
 def _watch_over(job: Job, world: World, directory: RunDirectory, stack: ExitStack) -> None:

@@ -22,6 +22,7 @@ app = App(
 _COMMANDS = {
     "train": ("train:train", "Train a task, on one process or several."),
     "resume": ("train:resume", "Continue a run at its exact next sample."),
+    "tune": ("tune:tune", "Search for a task's best hyperparameters, many trials at once."),
     "launch": ("launch:launch", "Start any program on one process or many machines."),
     "jobs": ("jobs:jobs", "List the jobs that were submitted."),
     "status": ("jobs:status", "Say where a job stands."),

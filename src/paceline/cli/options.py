@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -13,12 +14,16 @@ from paceline.config import RunConfig
 _NOT_FLAGS = ("task", "run")
 
 
-def _make_options() -> Any:
-    """A dataclass with a flag for each option; None says that it was not given."""
+def make_options(*, without: Sequence[str] = ()) -> Any:
+    """A dataclass with a flag for each option; None says that it was not given.
+
+    Args:
+        without: options that a command has no use for.
+    """
     hints = typing.get_type_hints(RunConfig)
     fields = []
     for f in dataclasses.fields(RunConfig):
-        if f.name in _NOT_FLAGS:
+        if f.name in (*_NOT_FLAGS, *without):
             continue
         help_text = f.metadata["help"]
         if f.default is not None and f.default is not False and f.default != ():
@@ -30,7 +35,7 @@ def _make_options() -> Any:
     return dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True, namespace=namespace)
 
 
-Options = _make_options()
+Options = make_options()
 
 
 def given(options: Any) -> dict[str, Any]:

@@ -26,6 +26,11 @@ ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
 WALLTIME = 1000
 """What asks for a stop where no signal does: no signal has this number."""
 
+REFEREE = 1001
+"""What asks for a stop where other runs are better; see :mod:`paceline.training.referee`."""
+
+_CAUSES = {WALLTIME: "walltime", REFEREE: "the search"}
+
 _NO_STATUS = [0.0] * ROW_WIDTH
 _NO_SPEED = [0.0] * SPEED_WIDTH
 
@@ -164,5 +169,5 @@ def exit_code(stop: int) -> int:
 
 
 def cause(stop: int) -> str:
-    """What asked for a stop, in a word: "walltime", or the signal's name."""
-    return "walltime" if stop == WALLTIME else signal.Signals(stop).name
+    """What asked for a stop, in a word: "walltime", "the search", or the signal's name."""
+    return _CAUSES.get(stop) or signal.Signals(stop).name

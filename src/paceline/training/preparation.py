@@ -45,6 +45,7 @@ class Request:
         started: when the job began, in seconds since the epoch.
         default_threads: CPU threads of this process, where neither options nor the run's record say.
         quiet: show nothing on the terminal.
+        referee: the socket of whoever is asked after each evaluation whether the run goes on.
     """
 
     config: RunConfig
@@ -53,6 +54,7 @@ class Request:
     started: float
     default_threads: int
     quiet: bool
+    referee: Path | None = None
 
 
 def prepare(
@@ -106,6 +108,7 @@ def prepare(
         signals=signals,
         deadline=Deadline(walltime_s, request.started),
         quiet=request.quiet,
+        referee=request.referee,
     )
     return run, notes
 

@@ -53,6 +53,7 @@ class Run:
         signals: who asks for a stop.
         deadline: when the job has to stop by itself.
         quiet: show nothing on the terminal.
+        referee: the socket of whoever is asked after each evaluation whether the run goes on.
     """
 
     task: Task
@@ -65,6 +66,7 @@ class Run:
     signals: StopSignals
     deadline: Deadline
     quiet: bool
+    referee: Path | None = None
 
     @cached_property
     def run_id(self) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from paceline.training.evaluation import EvaluationStopped
 from paceline.training.lookahead import Lookahead
 from paceline.training.non_finite import describe_non_finite
 from paceline.training.participant import Participant
+from paceline.training.referee import Referee
 from paceline.training.run import Run
 from paceline.training.schedule import Schedule
 from paceline.training.step import SpareBatch
@@ -45,6 +47,9 @@ class Trainer(Participant):
         self.schedule = Schedule(run.config, run.data)
         self._spare = SpareBatch(run)
         self._lookahead = Lookahead(self.schedule)
+        self._referee = None
+        if run.referee is not None:
+            self._referee = self._resources.enter_context(closing(Referee(run.referee)))
 
     def fit(self) -> bool:
         """Train to the end, and save.
@@ -216,9 +221,22 @@ class Trainer(Participant):
         with self.replica.changing():
             improved = self.validation.apply(metrics, self.state, self.monitor)
             self._conclude_epoch()
+        if self._referee is not None and not self._goes_on(self._referee):
+            self._save_and_stop(control.REFEREE)
         self.monitor.timer.mark("evaluation")
         self.world.activity.end()
         return improved
+
+    def _goes_on(self, referee: Referee) -> bool:
+        """Whether the run is to go on after the evaluation that was just applied."""
+        progress, world = self.state.progress, self.world
+        finished = self.schedule.finished(progress)
+        answer = False
+        if world.rank == 0:
+            answer = referee.goes_on(
+                step=progress.step, epoch=progress.epoch, metrics=self.validation.metrics, finished=finished
+            )
+        return bool(world.broadcast_json(answer)) or finished
 
     def _control(self) -> control.Control:
         more = not (isinstance(self.loader, StreamLoader) and self.loader.exhausted(self.strategy.shards))

@@ -17,9 +17,13 @@ class Validation:
 
     Args:
         run: what is trained.
+
+    Attributes:
+        metrics: of the last evaluation that was applied, as they were judged.
     """
 
     def __init__(self, run: Run) -> None:
+        self.metrics: Mapping[str, float] = {}
         self._deadline = run.deadline
         self._evaluator = run.build_evaluator("val")
         self._judge = Judge(run.config)
@@ -73,7 +77,7 @@ class Validation:
         Returns:
             Whether the model is the best so far.
         """
-        metrics = state.callback.evaluated("val", measured)
+        metrics = self.metrics = state.callback.evaluated("val", measured)
         progress = state.progress
         progress.evaluated_step = progress.step
         progress.version += 1

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         ray = import_ray()
         from paceline.launchers.ray.following import Following
 
-        _connect(ray)
+        connect(ray)
         try:
             return Following(ray, job).run()
         finally:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _connect(ray: ModuleType) -> None:
+def connect(ray: ModuleType) -> None:
     """Become a driver of the cluster that RAY_ADDRESS names.
 
     Raises:

@@ -105,7 +105,7 @@ class Machine:
         try:
             popen = subprocess.Popen(
                 tethered(argv),
-                env={**_own_variables(), **env},
+                env={**own_variables(), **env},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -139,7 +139,7 @@ class Machine:
                 self._lines.put((number, line))
 
 
-def _own_variables() -> dict[str, str]:
+def own_variables() -> dict[str, str]:
     """This process's variables, without the number of threads that Ray gives each actor: it decides bits."""
     variables = dict(os.environ)
     try:

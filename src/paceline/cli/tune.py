@@ -1,0 +1,233 @@
+"""``paceline tune TASK --search lr=log:1e-3:1``: which hyperparameters are best."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from paceline.cli.options import given, make_options
+from paceline.config import parse_best
+from paceline.errors import ConfigError, RunDirectoryError
+
+if TYPE_CHECKING:
+    from paceline.tuning.search import Search, SearchDirectory
+
+TuneOptions = make_options(without=("resume",))
+Flag = Annotated[bool, Parameter(negative="")]
+_WHAT = "What is searched"
+_COST = "What it may cost"
+_WHERE = "Where trials run"
+
+
+def tune(
+    task: str = "",
+    *,
+    search: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
+    metric: Annotated[str | None, Parameter(group=_WHAT)] = None,
+    trials: Annotated[int | None, Parameter(group=_WHAT)] = None,
+    scheduler: Annotated[Literal["asha", "none"], Parameter(group=_WHAT)] = "asha",
+    grace: Annotated[int, Parameter(group=_WHAT)] = 1,
+    reduction: Annotated[float, Parameter(group=_WHAT)] = 4,
+    stop: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
+    budget: Annotated[str | None, Parameter(group=_COST)] = None,
+    price_per_hour: Annotated[float | None, Parameter(group=_COST)] = None,
+    cpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
+    gpus_per_trial: Annotated[float, Parameter(group=_WHERE)] = 0,
+    ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
+    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
+    go_on: Annotated[bool, Parameter(name="--resume", negative="", group="Run directory")] = False,
+    options: Annotated[TuneOptions | None, Parameter(name="*")] = None,
+    json: Flag = False,
+    quiet: Flag = False,
+) -> int:
+    """Search for the hyperparameters with which TASK does best on its validation split.
+
+    Each trial is a run of its own, in trials/ of the search's directory, with the options of paceline train.
+    By default ASHA ends those early that others leave behind.
+
+    Parameters
+    ----------
+    task
+        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+    search
+        A field of the task and its values; once for each field. lr=log:1e-3:1, momentum=uniform:0.1:0.9,
+        n=int:1:8 or width=choice:32,64.
+    metric
+        NAME:min or NAME:max, which decides. Default: the task's, else loss:min.
+    trials
+        How many, at most; where there are only so many combinations, each comes once. Default: 128.
+    scheduler
+        asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end.
+    grace
+        Evaluations that every trial has.
+    reduction
+        One in so many trials goes on after a comparison; each comes so many times later.
+    stop
+        NAME=VALUE: a trial that reaches it has done enough; may be repeated.
+    budget
+        2h (of the clock), 100trials, 50gpu-h or $200. Running trials save and end when it is spent.
+    price_per_hour
+        Dollars that an hour of the machines costs, for a budget in dollars.
+    cpus_per_trial
+        CPUs that a trial holds. Default: its processes times --threads.
+    gpus_per_trial
+        GPUs that a trial holds.
+    ray_address
+        HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a cluster of the search's own, here.
+    run
+        The search's directory. Default: runs/tune-TASK-TIME.
+    go_on
+        Go on with the search in --run; trials that have ended are not run again.
+    json
+        Print the result as JSON.
+    quiet
+        Show no progress.
+    """
+    from paceline.tuning import start
+    from paceline.tuning.search import SearchDirectory
+
+    changes = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if go_on:
+        directory = _existing(run, task, search, given(options))
+        wanted = dataclasses.replace(directory.read(), **changes)
+        start.check(wanted)
+    else:
+        directory = SearchDirectory(run or start.default_directory(task))
+        if directory.settings.exists():
+            raise RunDirectoryError(
+                f"{directory.path} holds a search already. Go on with it: paceline tune --resume --run "
+                f"{directory.path}; or choose another --run DIR."
+            )
+        wanted = _asked(task, given(options), cpus_per_trial, trials, stop)
+        wanted = dataclasses.replace(
+            wanted,
+            space=search,
+            scheduler=scheduler,
+            grace=grace,
+            reduction=reduction,
+            gpus=gpus_per_trial,
+            metric=metric or "loss:min",
+            **changes,
+        )
+        start.check(wanted)
+        _say(quiet, "trying the task for some steps ...")
+        wanted, _ = start.measured(wanted, metric)
+    cpus = start.own_cpus()
+    expected = start.estimated(wanted, cpus)
+    _say(quiet, start.describe(wanted, expected))
+    directory.write(wanted)
+    code = start.run(
+        wanted,
+        directory,
+        address=ray_address,
+        cpus=max(cpus, int(-(-wanted.cpus // 1))),
+        quiet=quiet or json,
+        say=lambda text: _say(quiet, text),
+    )
+    return _conclude(wanted, directory, code, json=json)
+
+
+def _existing(
+    run: Path | None, task: str, space: tuple[str, ...], options: Mapping[str, Any]
+) -> SearchDirectory:
+    from paceline.tuning.search import SearchDirectory
+
+    if run is None:
+        raise ConfigError("--resume: say which search is to go on, with --run DIR.")
+    if task or space or options:
+        raise ConfigError(
+            "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
+            "may be given anew."
+        )
+    return SearchDirectory(run)
+
+
+def _asked(
+    task: str,
+    options: Mapping[str, Any],
+    cpus_per_trial: float | None,
+    trials: int | None,
+    stop: tuple[str, ...],
+) -> Search:
+    from paceline.config import config_from_mapping
+    from paceline.config.values import parse_nproc
+    from paceline.task import check_spec
+    from paceline.tuning.search import Search
+
+    check_spec(task)
+    config = config_from_mapping({**options, "task": task}, "the command line")
+    counts = parse_nproc(config.nproc)
+    if counts is None or len(counts) > 1:
+        raise ConfigError(f"--nproc {config.nproc}: give the number of each trial's processes.")
+    threads = config.threads or max(1, int((cpus_per_trial or 0) // counts[0]))
+    return Search(
+        # Decides bits, and so is said, not left to the machine that a trial happens to run on.
+        options={**options, "task": task, "threads": threads},
+        space=(),
+        trials=trials or 128,
+        metric="loss:min",
+        stop=dict(map(_goal, stop)),
+        cpus=cpus_per_trial or counts[0] * threads,
+        workdir=str(Path.cwd()),
+    )
+
+
+def _goal(text: str) -> tuple[str, float]:
+    name, separator, value = text.partition("=")
+    try:
+        goal = float(value)
+    except ValueError:
+        separator = ""
+    if not separator or not name:
+        raise ConfigError(f"--stop must be NAME=VALUE, such as accuracy=0.95, but is {text!r}.")
+    return name.strip(), goal
+
+
+def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
+    from paceline.tuning.journal import read_trials
+    from paceline.tuning.status import Standing, render
+
+    if not directory.result.exists():
+        return code or 1
+    result = json_module.loads(directory.result.read_bytes())
+    if json:
+        print(json_module.dumps(result))
+        return code
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
+    journal = read_trials(directory.journal)
+    budget = result["budget"] or ""
+    console.print(
+        render(search, journal, Standing(clock_s=result["seconds"], budget=budget), every=True),
+        soft_wrap=False,
+    )
+    if result["best"] is not None:
+        name, direction = parse_best(search.metric)
+        best = result["best"]
+        console.print(
+            f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. To train it whole:",
+            style="bold",
+        )
+        console.print(best["command"], soft_wrap=True, markup=False)
+    if not result["done"]:
+        console.print(
+            f"Go on with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
+        )
+    console.print(f"search: {directory.path}", style="dim", soft_wrap=True)
+    return code
+
+
+def _say(quiet: bool, text: str) -> None:
+    if not quiet:
+        # Not on the standard output, which is for the result.
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
