@@ -14,7 +14,7 @@ from paceline.config import RunConfig
 _NOT_FLAGS = ("task", "run")
 
 
-def make_options(*, without: Sequence[str] = ()) -> Any:
+def _make_options(*, without: Sequence[str] = ()) -> Any:
     """A dataclass with a flag for each option; None says that it was not given.
 
     Args:
@@ -35,7 +35,8 @@ def make_options(*, without: Sequence[str] = ()) -> Any:
     return dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True, namespace=namespace)
 
 
-Options = make_options()
+Options = _make_options()
+TuneOptions = _make_options(without=("resume",))
 
 
 def given(options: Any) -> dict[str, Any]:

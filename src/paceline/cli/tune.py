@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, make_options
+from paceline.cli.options import TuneOptions, given
 from paceline.config import parse_best
 from paceline.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from paceline.tuning.search import Search, SearchDirectory
 
-TuneOptions = make_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
 _WHAT = "What is searched"
 _COST = "What it may cost"
@@ -92,8 +91,8 @@ def tune(
     from paceline.tuning import start
     from paceline.tuning.search import SearchDirectory
 
-    changes = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
+    changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
     if go_on:
         directory = _existing(run, task, search, given(options))
         wanted = dataclasses.replace(directory.read(), **changes)

@@ -23,9 +23,11 @@ from paceline.distributed.process import STOP_SIGNALS, StopRequests, signals_han
 from paceline.errors import LaunchError, PacelineError, RunInUseError
 from paceline.launchers.ray.job import connect
 from paceline.launchers.ray.node import import_ray
+from paceline.tuning.charts import draw
 from paceline.tuning.conclusion import write_result
 from paceline.tuning.journal import Journal
 from paceline.tuning.search import Search, SearchDirectory
+from paceline.tuning.tensorboard import write_hparams
 
 if TYPE_CHECKING:
     from paceline.tuning.observer import Observer
@@ -109,7 +111,8 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     observer = Observer(ray, search, directory, journal, quiet=quiet)
     try:
         with signals_handled(STOP_SIGNALS, on_signal), observer:
-            if numbers:
+            observer.turn()
+            if numbers and not observer.closed:
                 _tune(search, directory, journal, numbers, observer)
     finally:
         journal.close()
@@ -117,6 +120,11 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     trials = [journal.trial(number) for number in range(search.planned)]
     done = all(trial.ended for trial in trials)
     write_result(search, directory, journal, done=done)
+    write_hparams(search, directory, journal)
+    try:
+        draw(search, journal, directory.path)
+    except LaunchError as error:
+        observer.say(str(error))
     if asked:
         return 130 if asked[0] == signal.SIGINT else 75
     if not done and not observer.spent:

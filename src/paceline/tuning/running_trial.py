@@ -88,6 +88,11 @@ class TrialServer:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._popen.pid
+
     def start(self, job: Path, output: Path) -> int:
         """Start a trial; return its process id.
 
