@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.storage import list_checkpoints
+from paceline.checkpoint.storage import candidates, parse_name
 from paceline.run_directory import RunDirectory
 from paceline.tuning.running_trial import Order, RunningTrial, Told, TrialDiedError, TrialServer
 
@@ -105,8 +105,8 @@ def test_a_trial_of_two_processes_stops_together(server: TrialServer, tmp_path: 
     trial.end()
     events = RunDirectory(tmp_path / "a").read_events()
     assert [e["step"] for e in events if e["event"] == "stopped"] == [3]
-    steps = [info.step for info in list_checkpoints(RunDirectory(tmp_path / "a").checkpoints)]
-    assert steps[-1] == 3
+    newest = candidates(RunDirectory(tmp_path / "a").checkpoints)[0]
+    assert parse_name(newest.name)[0] == 3
 
 
 def test_a_stop_file_ends_it_so_that_it_can_go_on(server: TrialServer, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.bench.recovery import RecoveryResult
     from paceline.bench.strategies import StrategiesResult
     from paceline.bench.suites import BenchResult
+    from paceline.bench.tuning import TuningResult
     from paceline.bench.workload import Workload
 
 app = App(name="bench", help="Measure Paceline beside a hand-written loop and its peers, on this machine.")
@@ -215,6 +216,23 @@ def strategies(
     return show(result, json=json, markdown=markdown)
 
 
+@app.command
+def tune(
+    *,
+    trials: Annotated[int, Parameter(help="Trials of both searches.")] = 32,
+    steps: Annotated[int, Parameter(help="Steps of a whole trial.")] = 320,
+    alone: Annotated[int, Parameter(help="Trials one after another, beside paceline train.")] = 8,
+    rounds: Annotated[int, Parameter(help="How often paceline train is run.")] = 3,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """ASHA beside a full grid of the same configurations, and a trial beside a bare paceline train."""
+    from paceline.bench.tuning import bench_tuning
+
+    result = bench_tuning(trials=trials, steps=steps, alone=alone, rounds=rounds, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
 def _workloads(name: str) -> list[Workload]:
     from paceline.bench.workload import WORKLOADS
 
@@ -227,7 +245,10 @@ def _progress(line: str) -> None:
 
 
 def show(
-    result: BenchResult | RecoveryResult | StrategiesResult, *, json: bool = False, markdown: bool = False
+    result: BenchResult | RecoveryResult | StrategiesResult | TuningResult,
+    *,
+    json: bool = False,
+    markdown: bool = False,
 ) -> int:
     """Print a benchmark's result: tables, Markdown or JSON."""
     from paceline.bench.bars import bars_markdown, bars_table

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from paceline.tuning.observer import Observer
 
 _MOST_FAILURES = 3
+_PATIENCE_S = 30.0
+_POLL_S = 0.2
 # Tune's own output, loggers and handlers; ours take their place.
 _TUNE = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -70,19 +73,24 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def locked(directory: SearchDirectory) -> Iterator[None]:
-    """Hold the search's lock.
+    """Hold the search's lock; one whose command was killed has a while to save its trials and end.
 
     Raises:
         RunInUseError: somebody else searches there.
     """
+    deadline = time.monotonic() + _PATIENCE_S
     with directory.lock.open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunInUseError(
-                f"{directory.path} is in use by another process. Wait for it to end, or choose another "
-                "--run DIR."
-            ) from None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RunInUseError(
+                        f"{directory.path} is in use by another process. Wait for it to end, or choose "
+                        "another --run DIR."
+                    ) from None
+                time.sleep(_POLL_S)
         yield
 
 

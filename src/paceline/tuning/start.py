@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,17 +140,21 @@ def run(
     import_ray()
     path = directory.path.absolute()
     driver = (sys.executable, "-m", "paceline.tuning.driver", str(path), *(("--quiet",) if quiet else ()))
-    spec = JobSpec(command=driver, name="tune", directory=path)
     address = address or os.environ.get("RAY_ADDRESS")
-    if address is None:
-        gpus = None if search.gpus else 0
-        argv = cluster_command(spec, driver, cpus=cpus, gpus=gpus)
-        command = Command(title="a Ray cluster on this machine, and the search in it", argv=argv)
-    else:
+    if address is not None:
         if address != "auto":
             parse_endpoint(address.removeprefix("ray://"), "--ray-address")
         say(f"the Ray cluster at {address} runs the trials; {path} must be a directory that it shares.")
         command = Command(title="the search", argv=driver, env={"RAY_ADDRESS": address})
+        return _start(JobSpec(command=driver, name="tune", directory=path), command)
+    # A cluster's files are its own: one whose command was killed may still be ending beside this one.
+    with tempfile.TemporaryDirectory(prefix=".ray-", dir=path) as own:
+        spec = JobSpec(command=driver, name="tune", directory=Path(own))
+        argv = cluster_command(spec, driver, cpus=cpus, gpus=None if search.gpus else 0)
+        return _start(spec, Command(title="a Ray cluster on this machine, and the search in it", argv=argv))
+
+
+def _start(spec: JobSpec, command: Command) -> int:
     rendered = Rendered(spec=spec, commands=(command,))
     return start_commands(rendered, Starter(name="the search", says_why=True)).wait()
 
