@@ -40,6 +40,8 @@ COMMANDS = (
         "version",
     ),
     *("export", "registry"),
+    *("runs", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
+    *("export", "registry", "tune"),
 )
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
 

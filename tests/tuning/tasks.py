@@ -37,7 +37,7 @@ class Line(Task):
     lr: float = 0.1
     width: int = 4
     kind: Literal["tanh", "relu"] = "tanh"
-    fail_above: float = 100.0
+    fail_above: float = 1e40
     killed_at: int = 0
     mark: str = ""
     with_val: bool = True

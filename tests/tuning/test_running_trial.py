@@ -122,14 +122,17 @@ def test_a_stop_file_ends_it_so_that_it_can_go_on(server: TrialServer, tmp_path:
 
 
 def test_failures_are_told_apart(server: TrialServer, tmp_path: Path) -> None:
-    failed = start(server, options(tmp_path / "a", "lr=2.0", "fail_above=1.0")).next()
+    failing = start(server, options(tmp_path / "a", "lr=2.0", "fail_above=1.0"))
+    failed = failing.next()
+    failing.end()
     assert failed.state == "failed"
     assert "no model for lr 2.0" in failed.message
     diverging = start(server, options(tmp_path / "b", "lr=1e30", "kind=relu", max_steps=50))
     told = diverging.next()
     while told.state == "running":
         told = diverging.next()
-    assert told.state == "diverged"
+    diverging.end()
+    assert (told.state, told.step) == ("diverged", 0), told.message
 
 
 def test_a_killed_server_takes_its_trial_along(tmp_path: Path, wait_until: Callable[..., None]) -> None:

@@ -127,7 +127,7 @@ def tune(
         directory,
         address=ray_address,
         cpus=max(cpus, int(-(-wanted.cpus // 1))),
-        quiet=quiet or json,
+        quiet=quiet,
         say=lambda text: _say(quiet, text),
     )
     return _conclude(wanted, directory, code, json=json)

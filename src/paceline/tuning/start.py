@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.config import parse_best
 from paceline.distributed.environment import parse_endpoint
 from paceline.errors import ConfigError
+from paceline.job import default_run_path
 from paceline.launchers.attached import start_commands
 from paceline.launchers.base import Command, JobSpec, Rendered
 from paceline.launchers.local.supervision import Starter
@@ -165,7 +166,6 @@ def own_cpus() -> int:
 
 
 def default_directory(task: str) -> Path:
-    """``tune/TASK-TIME``, which is not there yet."""
-    from paceline.job import default_run_path
-
-    return Path(default_run_path(task)).with_name("tune-" + Path(default_run_path(task)).name)
+    """``runs/tune-TASK-TIME``, which is not there yet."""
+    run = Path(default_run_path(task))
+    return run.with_name(f"tune-{run.name}")
