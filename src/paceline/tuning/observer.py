@@ -48,7 +48,7 @@ class Observer:
         self._notes: list[str] = []
         self._warned = 0.0
         self._shown_at = 0.0
-        self._estimated = False
+        self._estimated = bool(journal.results)
         self.scheduler: Any = None
         self.spent = False
         self.failure = ""

@@ -25,7 +25,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the process that trials are forked from, and the first one."""
+        """Start the process that trials are forked from."""
         os.chdir(config["workdir"])
         self._server = TrialServer()
         self._begin(config)
@@ -37,13 +37,14 @@ class TrialRun(Trainable):  # type: ignore[misc]
         self._order = Order(
             options=order["options"], iteration=order["iteration"], step=order["step"], stop_file=stop_file
         )
+        # Started by the first step: Tune makes actors for trials that another one has taken by then.
         self._trial: RunningTrial | None = None
-        if not stop_file.exists():
-            self._trial = RunningTrial(self._server, self._order)
 
     def step(self) -> dict[str, Any]:
         """Train to the next evaluation."""
         began = time.monotonic()
+        if self._trial is None and not self._order.stop_file.exists():
+            self._trial = RunningTrial(self._server, self._order)
         if self._trial is None:
             told = Told(iteration=self._order.iteration, step=self._order.step, metrics={}, state="waiting")
         else:
