@@ -59,9 +59,10 @@ def render(search: Search, journal: Trials, standing: Standing, *, every: bool =
     """
     trials = [journal.trials[number] for number in sorted(journal.trials)]
     counts = Counter(trial.state for trial in trials)
-    counts["waiting"] = search.planned - (len(trials) - counts["waiting"])
+    begun = len(trials) - counts["waiting"]
+    counts["waiting"] = search.planned - begun
     states = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
-    lines = [f"Trials: {len(trials)}/{search.planned} ({states}); {show_seconds(standing.clock_s)}"]
+    lines = [f"Trials: {begun}/{search.planned} ({states}); {show_seconds(standing.clock_s)}"]
     if standing.scheduler:
         lines += standing.scheduler.splitlines()
     if standing.resources:

@@ -79,7 +79,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
         return False
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """End this trial, whose run saves, and begin another one."""
+        """End this trial, whose run saves, and make ready for another one."""
         self._end()
         self._begin(new_config)
         return True

@@ -126,6 +126,15 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
         if result.get("state") != "waiting":
             super().on_trial_complete(tune_controller, _name(trial), result)
 
+    def debug_string(self) -> str:
+        """The rungs: how many trials each has seen, and what it takes to pass."""
+        rungs = []
+        for milestone, recorded in self._brackets[0]._rungs:
+            cutoff = self._brackets[0].cutoff(recorded)
+            passes = "" if cutoff is None else f", {self._metric_op * cutoff:.6g} to pass"
+            rungs.append(f"iteration {milestone:g}: {len(recorded)} trials{passes}")
+        return f"ASHA: {self._num_stopped} stopped; rungs: {' | '.join(rungs)}"
+
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
         """It is given up."""
         self._trial_info.pop(str(trial.config["number"]), None)
