@@ -41,6 +41,7 @@ COMMANDS = (
     ),
     *("export", "registry"),
     *("runs", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
+    *("runs", "dashboard", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
     *("export", "registry", "tune"),
 )
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
