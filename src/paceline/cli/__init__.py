@@ -18,6 +18,7 @@ app = App(
     help="Exact, reproducible distributed training on PyTorch.",
     version=__version__,
     result_action="return_value",
+    help_format="plaintext",  # Markdown's renderer takes longer to import than all of ours
 )
 _COMMANDS = {
     "train": ("train:train", "Train a task, on one process or several."),
@@ -53,7 +54,11 @@ for _name, (_place, _help) in _COMMANDS.items():
 def main() -> int:
     """Run the command line; return the exit code."""
     try:
-        code = app(_given(sys.argv[1:]), exit_on_error=False, print_error=False)
+        words = _given(sys.argv[1:])
+        if _asks_for_help(words):
+            code = app.help_print(words[:-1])
+        else:
+            code = app(words, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout):
@@ -85,6 +90,11 @@ def _given(words: list[str]) -> list[str]:
     if "LOCAL_RANK" not in os.environ:
         return words
     return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
+
+
+def _asks_for_help(words: list[str]) -> bool:
+    """Whether a command's help is all that is wanted, for which its options need not be parsed first."""
+    return len(words) > 1 and words[0] in _COMMANDS and words[-1] in ("--help", "-h") and "--" not in words
 
 
 def _unknown(error: UnknownOptionError) -> str:
