@@ -1,4 +1,4 @@
-"""Runs an agent over scripted workers: ``python driver.py NPROC MAX_RESTARTS``, in the run's directory."""
+"""Runs an agent over scripted workers: ``driver.py NPROC MAX_RESTARTS RECOVER``, in the run's directory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.agent.agent import Agent
 from paceline.launchers.local.base import LocalSpec, get_local_launcher
 from paceline.run_directory import RunDirectory
 
-nproc, max_restarts = (int(word) for word in sys.argv[1:])
+nproc, max_restarts = (int(word) for word in sys.argv[1:3])
 spec = LocalSpec(
     command=("-m", "paceline.worker", str(Path("job.json").resolve())),
     nproc=nproc,
     directory=RunDirectory(Path.cwd()),
     grace_s=5,
     threads=1,
-    recover="inplace",
+    recover=sys.argv[3],
     max_restarts=max_restarts,
     heartbeat_s=1.5,
 )

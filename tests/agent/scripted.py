@@ -65,6 +65,8 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
                 if step >= script["steps"] and place.world_size == script["world"]:
                     return 0
                 # Who stops does so among all: then it is the same view each time.
+                if kind == "loses" and step >= fault_step:
+                    break  # it has noticed before the agent that a peer is gone
                 if kind and step >= fault_step and (kind != "stop" or place.world_size == script["world"]):
                     end(kind)
                 if place.rank == 0 and step < script["steps"]:
@@ -88,6 +90,10 @@ def end(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "late":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is past all that would ask whether to stop
+            time.sleep(0.5)
+            raise ValueError("a bug")
         case "raise" | "bug":
             raise ValueError("a bug")
         case "corrupt":

@@ -25,16 +25,22 @@ class Job:
         self.processes, self.path, self.wait_until = processes, path, wait_until
 
     def start(
-        self, nproc: int, faults: Mapping[str, Any], *, steps: int = 200, max_restarts: int = 8
+        self,
+        nproc: int,
+        faults: Mapping[str, Any],
+        *,
+        steps: int = 200,
+        max_restarts: int = 8,
+        recover: str = "inplace",
     ) -> subprocess.Popen[str]:
         script = {"steps": steps, "world": nproc, "faults": faults}
         (self.path / "job.json").write_text(json.dumps(script))
         started: subprocess.Popen[str] = self.processes.start(
-            [sys.executable, DRIVER, str(nproc), str(max_restarts)], cwd=self.path
+            [sys.executable, DRIVER, str(nproc), str(max_restarts), recover], cwd=self.path
         )
         return started
 
-    def run(self, nproc: int, faults: Mapping[str, Any], **options: int) -> subprocess.CompletedProcess[str]:
+    def run(self, nproc: int, faults: Mapping[str, Any], **options: Any) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start(nproc, faults, **options))
 
     def finish(self, popen: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -165,6 +171,19 @@ def test_a_fault_that_always_comes_back_ends_the_job_and_names_the_step(job: Job
     assert re.search(r"still at step \d+ after 3 replacements", done.stderr)
 
 
+@pytest.mark.parametrize(("allowed", "starts"), [(0, 1), (1, 2)])
+def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(
+    job: Job, allowed: int, starts: int
+) -> None:
+    # The one that has lost its peer says so while the other still writes down its error.
+    faults = {f"{slot}:{nth}": [20, kind] for nth in (1, 2, 3) for slot, kind in ((0, "loses"), (1, "late"))}
+    done = job.run(2, faults, max_restarts=allowed, recover="restart")
+    assert done.returncode == 1
+    assert len(job.pids(0)) == len(job.pids(1)) == starts
+    assert re.search(rf"still at step \d+ after {allowed} replacements", done.stderr)
+    assert done.stderr.startswith("paceline: rank 1 failed first: ValueError: a bug")
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)]
 )
@@ -201,7 +220,7 @@ def test_workers_do_not_survive_an_agent_that_is_killed(job: Job) -> None:
 def test_a_run_is_in_use_until_its_last_worker_has_gone(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
-    second = job.processes.run([sys.executable, DRIVER, "2", "8"], cwd=job.path)
+    second = job.processes.run([sys.executable, DRIVER, "2", "8", "inplace"], cwd=job.path)
     assert "is in use by another process" in second.stderr
     assert popen.poll() is None
     popen.send_signal(signal.SIGTERM)

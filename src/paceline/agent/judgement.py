@@ -73,21 +73,30 @@ class Judgement:
         what_failed = describe(end.failure, self._directory)
         return f"this machine cannot take part in the run, and the others go on:\n  {what_failed}"
 
-    def may_go_on(self, end: Ended, view: View | None, *, hiring: bool) -> bool:
+    def may_go_on(
+        self, end: Ended, view: View | None, *, hiring: bool, again: bool = False, shared: bool = False
+    ) -> bool:
         """Whether the job goes on after a fault; else :attr:`verdict` says why not.
 
         Args:
             end: the fault.
             view: the current one.
             hiring: whether anybody is started in its place.
+            again: this fault was counted before, when another end told of it.
+            shared: it ended because of another's fault.
         """
-        self.recoveries += 1
-        if not hiring:
-            self._lost.append(Exit(end.slot, end.code, time.time()))
-            return True
-        if end.retired or self.budget.spend():
-            return True
-        self._exits.append(Exit(end.slot, end.code, time.time()))
+        if again:
+            if not self.budget.overspent:
+                return True
+        else:
+            self.recoveries += 1
+            if not hiring:
+                self._lost.append(Exit(end.slot, end.code, time.time()))
+                return True
+            if end.retired or self.budget.spend():
+                return True
+        if not shared:
+            self._exits.append(Exit(end.slot, end.code, time.time()))
         members = () if view is None else view.members
         self.verdict = describe_repetition(
             self._directory,

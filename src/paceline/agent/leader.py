@@ -84,6 +84,7 @@ class Leader:
         self.beats: dict[int, Beat] = {}
         self._hangs = HangWatch(directory)
         self._restart = Restart(self._workforce)
+        self._culprit_is_to_come = False  # the job ends, and whose fault it is nobody has said yet
         coordinator.hold()
 
     # Nodes.
@@ -218,15 +219,24 @@ class Leader:
         self._do(self.coordinator.exited(end.worker))
 
     def _fault(self, end: Ended) -> None:
-        if self._restart.shares_fault(end, self.coordinator.generation):
+        generation, again = self.coordinator.generation, False
+        shared = self._restart.shares_fault(end, generation)
+        if self._spec.recover == "restart" and end.worker in self.coordinator.members():
+            # A peer may tell of a fault, and all be killed, before the culprit has come to its end.
+            again = not self._restart.counts(generation)
+        if shared and again:
             return
-        self.chronicle.hit()
-        if end.worker in self.coordinator.members():
-            # A silent member was lost when it was last heard, not when its node lost patience.
-            self.chronicle.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
-        self.chronicle.record("fault", slot=end.slot, pid=end.pid, how=how_it_ended(end), step=end.step)
-        if not self.judgement.may_go_on(end, self.coordinator.view, hiring=self.coordinator.hiring):
-            self.ending.within_grace()
+        if not shared:
+            self.chronicle.hit()
+            if end.worker in self.coordinator.members():
+                # A silent member was lost when it was last heard, not when its node lost patience.
+                self.chronicle.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
+            self.chronicle.record("fault", slot=end.slot, pid=end.pid, how=how_it_ended(end), step=end.step)
+        view, hiring = self.coordinator.view, self.coordinator.hiring
+        if not self.judgement.may_go_on(end, view, hiring=hiring, again=again, shared=shared):
+            self._culprit_is_to_come = shared
+            if not self.ending.begun:
+                self.ending.within_grace()
 
     def _step_of(self, worker: int) -> int:
         return self.beats[worker].step if worker in self.beats else -1
@@ -283,7 +293,7 @@ class Leader:
         self._here.close_store(generation)
         if self._spec.recover == "inplace":
             self._workforce.tell(members, Broken(generation))
-        else:
+        elif not self._culprit_is_to_come:
             self._restart.end(generation, members)
 
     def _form(self, view: View) -> None:

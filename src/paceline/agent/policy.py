@@ -94,4 +94,9 @@ class Budget:
     def spend(self) -> bool:
         """Take one replacement; False where none is left."""
         self.spent += 1
-        return self.spent <= self.most
+        return not self.overspent
+
+    @property
+    def overspent(self) -> bool:
+        """Whether more were needed than there are."""
+        return self.spent > self.most

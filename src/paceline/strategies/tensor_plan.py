@@ -130,6 +130,17 @@ def named_plan(given: Plan, module: nn.Module, where: str) -> dict[str, Parallel
     return plan
 
 
+def require_whole_heads(module: nn.Module, plan: Plan, degree: int) -> None:
+    """Refuse a task's plan under which a rank would hold a part of a head.
+
+    Raises:
+        ConfigError: names the nearest number of ranks that can share the heads.
+    """
+    found = [pair for pair in pairs(module) if pair.heads and plan.keys() & set(pair.columns)]
+    for pair in found:
+        _require_divisible(pair, found, degree)
+
+
 def tied(module: nn.Module) -> dict[int, list[tuple[str, str]]]:
     """The parameters that several modules share: for each, the modules' names and what they call it."""
     owners: dict[int, list[tuple[str, str]]] = {}

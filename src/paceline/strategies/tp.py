@@ -153,7 +153,9 @@ class TensorParallel:
             given, where = task.tensor_parallel_plan(module), "tensor_parallel_plan"
         if given is None:
             return found_plan(module, self._mesh.size())
-        return named_plan(given, module, f"{type(task).__name__}.{where}")
+        plan = named_plan(given, module, f"{type(task).__name__}.{where}")
+        require_whole_heads(module, plan, self._mesh.size())
+        return plan
 
 
 class TP(ReducerStrategy):
