@@ -15,7 +15,7 @@ from paceline.errors import ConfigError, TaskError
 from paceline.recipes.fashion_mnist import FashionMNIST, FashionMNISTMLP
 from paceline.recipes.transformer import Transformer
 from paceline.strategies.tensor_pairs import Pair, pairs
-from paceline.strategies.tensor_plan import found_plan, named_plan
+from paceline.strategies.tensor_plan import found_plan, named_plan, require_whole_heads
 from paceline.strategies.tensor_randomness import PartedRandomness
 
 
@@ -195,3 +195,17 @@ def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...
     done = run_processes.paceline("train", f"{tasks_file}:Points", "--quiet", *options)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(message) == 1, done.stderr
+
+
+def test_a_plan_that_would_part_a_head() -> None:
+    task = Transformer(layers=2, width=24, heads=3, context=6)
+    model = task.build_model()
+    plan = named_plan(task.sequence_parallel_plan(model), model, "Transformer.sequence_parallel_plan")
+    require_whole_heads(model, plan, 3)
+    # 24 features could be shared by two.
+    with pytest.raises(
+        ConfigError,
+        match=r"2 processes cannot share the 3 heads of 'blocks.0.attention.query' equally.*: 3\.",
+    ):
+        require_whole_heads(model, plan, 2)
+    require_whole_heads(model, {"head": ColwiseParallel()}, 2)

@@ -36,6 +36,7 @@ from paceline.strategies.tensor_plan import (
     is_shard,
     named_plan,
     require_equal_parts,
+    require_whole_heads,
     tied,
 )
 from paceline.strategies.tensor_randomness import PartedRandomness

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,11 +13,26 @@ from paceline.distributed.sharded_state import local_part
 
 
 class PartScaler(torch.amp.GradScaler):
-    """Unscales what this rank holds of each gradient.
+    """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.
 
-    torch's takes no plain parameters beside distributed ones. Whether the step is skipped, the ranks agree
+    torch's takes no plain parameters beside distributed ones, and decides for each optimizer: a step that only
+    one of them applied would be neither a step nor a skipped one. Whether the step is skipped, the ranks agree
     on before: see :func:`paceline.strategies.shard_by_shard.agreed`.
     """
+
+    def unscale_all(self, optimizers: Collection[Optimizer]) -> None:
+        """Unscale the gradients of a step; where one of them is not finite, no optimizer applies its own."""
+        for optimizer in optimizers:
+            self.unscale_(optimizer)
+        if len(optimizers) > 1:
+            found = [inf for optimizer in optimizers for inf in self._found_inf_per_device(optimizer).values()]
+            if any(inf.item() for inf in found):
+                for inf in found:
+                    inf.fill_(1.0)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+        infs: dict[torch.device, torch.Tensor] = super()._found_inf_per_device(optimizer)
+        return infs
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -128,8 +128,7 @@ class TrainingState:
             clip: clips them; None where nothing does.
         """
         if self.scaler is not None:
-            for optimizer in self.optimizers.values():
-                self.scaler.unscale_(optimizer)
+            self.scaler.unscale_all(self.optimizers.values())
         self.callback.gradients_ready()
         if clip is not None:
             clip()
@@ -270,7 +269,7 @@ def _build_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) 
     return scheduler
 
 
-def _gradient_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler:
+def _gradient_scaler(config: RunConfig, device: torch.device) -> PartScaler:
     # Losses are summed over a shard, not averaged: start lower by its size, a power of two.
     assert config.global_batch_size is not None
     assert isinstance(config.shards, int)
