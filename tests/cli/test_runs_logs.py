@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from paceline.cli.runs import find_runs, runs
 from paceline.distributed.process import record_failure
 from paceline.errors import ConfigError, PeerLostError, RunDirectoryError
 from paceline.launchers.log_files import fold
+from paceline.launchers.registry import JobRecord, add_record
 from paceline.run_directory import RunDirectory
 
 LOGS = """
@@ -300,9 +302,9 @@ def test_following_a_run_that_has_ended_shows_it_and_ends(
 
 
 @contextmanager
-def following(directory: RunDirectory) -> Iterator[subprocess.Popen[str]]:
+def following(what: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOGS, str(directory.path), "follow", "1"],
+        [sys.executable, "-c", LOGS, what, "follow", "1"],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -325,7 +327,7 @@ def append(path: Path, text: str) -> None:
 def test_following_shows_new_lines_new_ranks_and_replaced_files_until_the_run_ends(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "run", started())
     directory.log_of(0).write_text("old\nlast\n")
-    with following(directory) as process:
+    with following(str(directory.path)) as process:
         assert process.stdout is not None
         with directory.locked():
             assert process.stdout.readline() == "rank 0 | last\n"
@@ -346,10 +348,40 @@ def test_following_shows_new_lines_new_ranks_and_replaced_files_until_the_run_en
 
 
 @pytest.mark.timeout(60)
+def test_following_a_job_goes_on_where_its_run_has_stopped_but_the_job_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    directory = make_run(tmp_path, "run", started(), {"event": "stopped", "signal": "SIGUSR1", "step": 7})
+    directory.log_of(0).write_text("saved\n")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as job:
+        created = psutil.Process(job.pid).create_time()
+        reference = {"id": "7", "pid": job.pid, "created": created, "directory": str(tmp_path)}
+        record = JobRecord(
+            id="mpi-7",
+            launcher="mpi",
+            name="sweep",
+            command=("x",),
+            directory=str(tmp_path),
+            run=str(directory.path),
+            reference=reference,
+        )
+        add_record(record)
+        with following("mpi-7") as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "rank 0 | saved\n"
+            append(directory.log_of(0), "started again\n")
+            assert process.stdout.readline() == "rank 0 | started again\n"
+            job.communicate(b"\n")
+            assert process.stdout.read() == ""
+            assert process.wait() == 0
+
+
+@pytest.mark.timeout(60)
 def test_ctrl_c_ends_following_without_a_traceback(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "run", started())
     directory.log_of(0).write_text("hello\n")
-    with directory.locked(), following(directory) as process:
+    with directory.locked(), following(str(directory.path)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "rank 0 | hello\n"
         os.kill(process.pid, 2)

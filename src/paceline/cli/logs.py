@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,9 @@ from paceline.run_directory import RunDirectory
 _POLL_S = 0.2
 _RESTART_S = 5.0
 """How long a run without a lock and without a last word may be between two of its processes."""
+
+_FIRST_QUESTION_S, _LAST_QUESTION_S = 0.5, 10.0
+"""How often a job's system is asked whether the job goes on."""
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -64,7 +67,7 @@ def logs(
             raise RunDirectoryError(f"{run} has no logs: it has not started yet. Wait for it with -f.")
         if rank is None and grep is None and not follow:
             _print_first_error(directory)
-        _print_logs(directory, rank, wanted, follow, lines)
+        _print_logs(directory, rank, wanted, lines, _until_ended(directory, record) if follow else ())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
@@ -123,8 +126,9 @@ def _which_there_are(ranks: list[int]) -> str:
 
 
 def _print_logs(
-    directory: RunDirectory, rank: int | None, wanted: re.Pattern[str], follow: bool, lines: int
+    directory: RunDirectory, rank: int | None, wanted: re.Pattern[str], lines: int, ticks: Iterable[None]
 ) -> None:
+    """Print the last lines, and at each tick those that have come since."""
     with ExitStack() as stack:
         tails: dict[int, Tail] = {}
 
@@ -149,29 +153,37 @@ def _print_logs(
 
         open_new(lines)
         show_new()
-        if follow:
-            for _ in _until_ended(directory):
-                # A rank whose log appears while we watch is shown from its first line.
-                open_new(None)
-                show_new()
+        for _ in ticks:
+            # A rank whose log appears while we watch is shown from its first line.
+            open_new(None)
+            show_new()
         unfinished = {number: tail.unfinished_line() for number, tail in tails.items()}
         show({number: [line] for number, line in unfinished.items() if line})
 
 
-def _until_ended(directory: RunDirectory) -> Iterator[None]:
-    """Yield now and then, and once more after the run has ended."""
+def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[None]:
+    """Yield now and then, and once more after the run has ended; where it is a job's, and will not go on."""
     last_alive = time.monotonic()
+    next_question, interval_s = 0.0, _FIRST_QUESTION_S
     while True:
+        now = time.monotonic()
         if directory.is_running():
-            last_alive = time.monotonic()
-        else:
-            events = directory.read_events()
-            has_ended = bool(events) and events[-1]["event"] in ("finished", "stopped", "failed")
-            if has_ended or time.monotonic() - last_alive > _RESTART_S:
+            last_alive = now
+            interval_s = _FIRST_QUESTION_S
+        elif (_has_ended(directory) or now - last_alive > _RESTART_S) and now >= next_question:
+            # A job that was preempted is stopped, and waits in the queue for its next start.
+            if record is None or record.status().state not in ("pending", "running"):
                 yield
                 return
+            next_question = now + interval_s
+            interval_s = min(_LAST_QUESTION_S, 1.3 * interval_s)
         yield
         time.sleep(_POLL_S)
+
+
+def _has_ended(directory: RunDirectory) -> bool:
+    events = directory.read_events()
+    return bool(events) and events[-1]["event"] in ("finished", "stopped", "failed")
 
 
 def _prefix(ranks: Sequence[int]) -> str:
