@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 
 from tests.doctor.examined import PORT, examine, found, need, not_passed, sh
 from tests.lab.machines import Machines, Node
 
+from paceline.distributed.machine_place import HOSTS, NODE_RANK, NODES
 from paceline.doctor.checks import CHECKS
+from paceline.doctor.examination import Examination
 
 FIREWALL = """
 nft add table inet filter
@@ -109,6 +113,27 @@ def test_a_blocked_port_a_slow_link_and_the_wrong_interface(machines: Machines) 
     assert interface.advice == "Give --interface eth1"
     assert interface.status == "warn"
     assert {id for id, _ in not_passed(report)} == {"ports", "bandwidth", "interface"}
+
+
+def test_a_job_uses_the_faster_network_of_its_preflight(machines: Machines) -> None:
+    nodes = machines(2)
+    second_network(nodes)
+    for node in nodes:
+        node.slow(mbit_per_s=8)
+    directory = nodes[0].lab.directory
+    examination = Examination(directory=directory / "meeting", run=directory, preflight=True)
+    preflight = shlex.join(examination.command(sys.executable))
+    words = ("--inner", "spawn", "--nodes", "2", "--contract", "none", "--preflight", preflight)
+    started = [
+        node.start(
+            [sys.executable, "-m", "paceline.launchers.node", *words, "--", "printenv", "GLOO_SOCKET_IFNAME"],
+            env={"OMP_NUM_THREADS": "1", NODE_RANK: str(number), NODES: "2", HOSTS: "node0,node1"},
+        )
+        for number, node in enumerate(nodes)
+    ]
+    assert [process.wait(240) for process in started] == [0, 0], [process.text for process in started]
+    assert all("eth1" in process.text.splitlines() for process in started)
+    assert "paceline: preflight: the job uses --interface eth1." in started[0].text
 
 
 def test_a_full_disk(machines: Machines, tmp_path: Path) -> None:

@@ -64,10 +64,12 @@ class Report:
     Attributes:
         machines: their names, by number; one that never came is named by its number.
         checks: in the order of :data:`CHECKS`.
+        interface: before a job that names none, the one that it is to use; None: what it would use anyway.
     """
 
     machines: tuple[str, ...]
     checks: tuple[Check, ...]
+    interface: str | None = None
 
     @property
     def status(self) -> Status:
@@ -83,13 +85,15 @@ class Report:
     def from_json(cls, values: Mapping[str, Any]) -> Report:
         """The inverse of :meth:`to_json`."""
         return cls(
-            machines=tuple(values["machines"]), checks=tuple(Check(**check) for check in values["checks"])
+            machines=tuple(values["machines"]),
+            checks=tuple(Check(**check) for check in values["checks"]),
+            interface=values.get("interface"),
         )
 
 
-def make_report(machines: tuple[str, ...], checks: list[Check]) -> Report:
+def make_report(machines: tuple[str, ...], checks: list[Check], interface: str | None = None) -> Report:
     """Sort the checks, those of one kind by how bad they are."""
     order = {name: number for number, name in enumerate(CHECKS)}
     severity = {"fail": 0, "warn": 1, "pass": 2}
     ranked = sorted(checks, key=lambda check: (order[check.id], severity[check.status]))
-    return Report(machines=machines, checks=tuple(ranked))
+    return Report(machines=machines, checks=tuple(ranked), interface=interface)

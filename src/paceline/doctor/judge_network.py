@@ -88,10 +88,10 @@ def _interface(findings: Findings) -> Iterable[Check]:
                 found=facts["address_problem"].rstrip("."),
                 advice=f"Give --interface one of: {names}",
             )
-    used = _slowest(findings.flows)
-    best = max(findings.other_flows, key=lambda name: _slowest(findings.other_flows[name]), default=None)
-    if best is not None and _slowest(findings.other_flows[best]) > _FASTER * used:
+    best = faster_interface(findings)
+    if best is not None:
         well = False
+        used = _slowest(findings.flows)
         yield Check(
             id="interface",
             where="all",
@@ -118,12 +118,27 @@ def _interface(findings: Findings) -> Iterable[Check]:
         yield Check(id="interface", where="all", status="pass", found=_used(findings))
 
 
+def faster_interface(findings: Findings) -> str | None:
+    """The interface over which all machines were seen to reach each other much faster than over their own."""
+    best = max(findings.other_flows, key=lambda name: _slowest(findings.other_flows[name]), default=None)
+    if best is None or _slowest(findings.other_flows[best]) <= _FASTER * _slowest(findings.flows):
+        return None
+    return best
+
+
+def chosen_interface(findings: Findings) -> str | None:
+    """That interface, where the job that follows is going to use it: it names none of its own."""
+    named = findings.examination.interface is not None
+    return faster_interface(findings) if findings.examination.preflight and not named else None
+
+
 def _used(findings: Findings) -> str:
     return ", ".join(sorted({str(facts["interface"]) for facts in findings.facts.values()}))
 
 
 def _bandwidth(findings: Findings) -> Iterable[Check]:
-    rates = known_rates(findings.flows)
+    chosen = chosen_interface(findings)
+    rates = known_rates(findings.flows if chosen is None else findings.other_flows[chosen])
     if not rates:
         return
     best, well = max(rates.values()), True

@@ -23,9 +23,11 @@ from paceline.doctor.conductor import Conductor, Here, Machine, There
 from paceline.doctor.examination import Examination, Place, parse_command
 from paceline.doctor.examiner import Examiner, choose_address
 from paceline.doctor.findings import Findings
+from paceline.doctor.judge_network import chosen_interface
 from paceline.doctor.judgement import judge
 from paceline.doctor.meeting import Arrivals, await_machines, find_machine_0, make_token, remove_traces
 from paceline.errors import LaunchError, PacelineError
+from paceline.launchers.preflight import choose_interface
 from paceline.run_directory import write_atomically
 
 REPORT = "report.json"
@@ -47,6 +49,8 @@ def main(argv: list[str]) -> int:
             report = lead_alone(examination, place) if alone else lead(examination, place)
         if examination.preflight:
             _say(report)
+            if report.status != "fail" and _choose(report.interface):
+                print(f"paceline: preflight: the job uses --interface {report.interface}.", file=sys.stderr)
         return 1 if examination.preflight and report.status == "fail" else 0
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -95,13 +99,14 @@ def lead(examination: Examination, place: Place) -> Report:
         machines: dict[int, Machine] = {0: Here(examiner)}
         machines |= {node: There(channel) for node, channel in sorted(arrivals.channels.items())}
         Conductor(machines, findings).examine()
-        report = make_report(tuple(map(findings.name, range(place.nodes))), judge(findings))
+        names = tuple(map(findings.name, range(place.nodes)))
+        report = make_report(names, judge(findings), chosen_interface(findings))
         text = json.dumps(report.to_json(), indent=1) + "\n"
         write_atomically(examination.directory / REPORT, text.encode())
         # The job begins where this ends: the port is to be free before anybody looks for its rank 0.
         examiner.close()
         for channel in arrivals.channels.values():
-            channel.send({"end": report.status})
+            channel.send({"end": report.status, "interface": report.interface})
         return report
     finally:
         for channel in arrivals.channels.values():
@@ -134,6 +139,7 @@ def _follow(examination: Examination, place: Place) -> int:
         while True:
             message = channel.next(_NEXT_S)
             if "end" in message:
+                _choose(message["interface"])
                 return 1 if examination.preflight and message["end"] == "fail" else 0
             channel.send(_answer(examiner, message))
     except LinkError as error:
@@ -150,6 +156,11 @@ def _answer(examiner: Examiner, message: dict[str, Any]) -> dict[str, Any]:
         return {"result": examiner.perform(message["ask"], message["arguments"])}
     except (PacelineError, OSError) as error:
         return {"error": str(error)}
+
+
+def _choose(interface: str | None) -> bool:
+    """Have the job use this interface; whether it will."""
+    return interface is not None and choose_interface(interface)
 
 
 def _say(report: Report) -> None:

@@ -10,7 +10,6 @@ import argparse
 import os
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ from pathlib import Path
 from paceline.config import parse_nodes, parse_nproc
 from paceline.distributed.machine_place import MachinePlace, detect_machine
 from paceline.distributed.sockets import job_port
-from paceline.distributed.tether import tethered
 from paceline.errors import ConfigError, PacelineError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.contracts import expand_placeholders, has_placeholders
 from paceline.launchers.local.base import LocalSpec, get_local_launcher
 from paceline.launchers.local.spawn import free_master_port
+from paceline.launchers.preflight import run_before
 from paceline.launchers.ray.node import ray_node_command
 from paceline.run_directory import RunDirectory
 
@@ -111,9 +110,10 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
         nodes=place.nodes,
     )
     if options.preflight:
-        code = subprocess.run(tethered(expand(options.preflight))).returncode
+        code, interface = run_before(expand(options.preflight))
         if code:
             return code
+        options.interface = options.interface or interface
     command = expand(options.command)
     if options.inner == "agent":
         return _become(_agent_command(command, options, place, f"{host}:{port}" if several else None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,9 +16,9 @@ from paceline.distributed.sharded_state import local_part
 class PartScaler(torch.amp.GradScaler):
     """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.
 
-    torch's takes no plain parameters beside distributed ones, and decides for each optimizer: a step that only
-    one of them applied would be neither a step nor a skipped one. Whether the step is skipped, the ranks agree
-    on before: see :func:`paceline.strategies.shard_by_shard.agreed`.
+    torch's takes no plain parameters beside distributed ones, and decides for each optimizer: a step that
+    only one of them applied would be neither a step nor a skipped one. Whether the step is skipped, the ranks
+    agree on before: see :func:`paceline.strategies.shard_by_shard.agreed`.
     """
 
     def unscale_all(self, optimizers: Collection[Optimizer]) -> None:
@@ -25,7 +26,7 @@ class PartScaler(torch.amp.GradScaler):
         for optimizer in optimizers:
             self.unscale_(optimizer)
         if len(optimizers) > 1:
-            found = [inf for optimizer in optimizers for inf in self._found_inf_per_device(optimizer).values()]
+            found = [*chain(*(self._found_inf_per_device(each).values() for each in optimizers))]
             if any(inf.item() for inf in found):
                 for inf in found:
                     inf.fill_(1.0)

@@ -40,6 +40,7 @@ from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.local.base import LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import Starter, SupervisedJob
+from paceline.launchers.preflight import run_before
 from paceline.run_directory import write_atomically
 
 _MEETING_S = 300.0
@@ -114,8 +115,11 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(128 + number)
 
     try:
-        if options.preflight and (code := subprocess.run(tethered(options.preflight)).returncode):
-            return code
+        if options.preflight:
+            code, interface = run_before(options.preflight)
+            if code:
+                return code
+            options.interface = options.interface or interface
         place = detect_machine()
         here = _Here(
             place=place,
