@@ -11,6 +11,11 @@ All blocks of a page are run in order, in one empty directory:
 A block that is not run says so, and why, in a comment on the line above it::
 
     <!-- not run: needs two machines -->
+
+One whose ``paceline train`` commands are a further example of what tests run says so, and they are run with
+``--dry-run``: their options are checked, and what they would start is rendered.
+
+    <!-- dry run: a further strategy -->
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ class Block:
     language: str
     title: str | None
     not_run: str | None
+    dry_run: str | None
     text: str
 
 
@@ -55,14 +61,17 @@ def code_blocks(markdown: str) -> list[Block]:
             continue
         indent, language, info = fence.groups()
         end = lines.index(f"{indent}```", number + 1)
-        marker = re.fullmatch(r"\s*<!-- not run: (.+) -->", lines[number - 1]) if number else None
+        above = lines[number - 1] if number else ""
+        not_run = re.fullmatch(r"\s*<!-- not run: (.+) -->", above)
+        dry_run = re.fullmatch(r"\s*<!-- dry run: (.+) -->", above)
         title = re.search(r'title="([^"]+)"', info)
         blocks.append(
             Block(
                 line=number + 1,
                 language=language,
                 title=title[1] if title else None,
-                not_run=marker[1] if marker else None,
+                not_run=not_run[1] if not_run else None,
+                dry_run=dry_run[1] if dry_run else None,
                 text="\n".join(line.removeprefix(indent) for line in lines[number + 1 : end]) + "\n",
             )
         )
@@ -118,6 +127,9 @@ def run_block(block: Block, directory: Path) -> None:
             found = commands(block.text)
             assert found, "a console block without a command; use text for output alone"
             for command in found:
+                if block.dry_run is not None:
+                    assert command.startswith("paceline train "), "only training has a dry run here"
+                    command += " --dry-run"
                 run(["bash", "-e", "-o", "pipefail", "-c", command], directory)
         case "toml":
             tomllib.loads(block.text)
@@ -154,11 +166,28 @@ x = 1
    output
    $ third
    ```
+
+<!-- dry run: a further strategy -->
+```console
+$ paceline train fashion-mnist --max-steps 0
+```
 """
-    titled, indented = code_blocks(page)
+    titled, indented, further = code_blocks(page)
+    assert (titled.dry_run, indented.dry_run, further.dry_run) == (None, None, "a further strategy")
     assert (titled.language, titled.title, titled.not_run, titled.text) == ("python", "a.py", None, "x = 1\n")
     assert (indented.language, indented.not_run, indented.line) == ("console", "needs a GPU", 9)
     assert commands(indented.text) == ["first \\\n    --second", "third"]
+
+
+def test_a_dry_run_checks_options_and_trains_nothing(tmp_path: Path) -> None:
+    def block(steps: int) -> Block:
+        text = f"$ paceline train fashion-mnist --max-steps {steps} --run run\n"
+        return Block(line=1, language="console", title=None, not_run=None, dry_run="why", text=text)
+
+    run_block(block(2), tmp_path)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(AssertionError, match="--max-steps must be"):
+        run_block(block(-2), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -167,4 +196,6 @@ x = 1
 )
 def test_a_block_that_does_not_work_is_a_failure(language: str, text: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
-        run_block(Block(line=1, language=language, title=None, not_run=None, text=text), tmp_path)
+        run_block(
+            Block(line=1, language=language, title=None, not_run=None, dry_run=None, text=text), tmp_path
+        )

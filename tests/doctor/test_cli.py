@@ -180,6 +180,7 @@ def test_every_check_is_documented() -> None:
     assert [f"`{id}`" for id in CHECKS] == [row for row in rows if row.strip("`") in CHECKS]
 
 
+@pytest.mark.slow
 @pytest.mark.horovod
 def test_what_horovod_was_built_with(run_processes: Any) -> None:
     pytest.importorskip("horovod")

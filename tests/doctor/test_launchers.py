@@ -37,6 +37,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ssh
 def test_a_job_that_preflight_lets_go(ssh_machines: Callable[[int], SshLab]) -> None:
     """The job's rank 0 then listens where the doctor has."""
@@ -50,6 +51,7 @@ def test_a_job_that_preflight_lets_go(ssh_machines: Callable[[int], SshLab]) -> 
         assert f"rank {rank}: 2" in command.text
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_by_mpirun(run_processes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It starts two ranks on this machine, and one examines it."""
