@@ -55,8 +55,9 @@ def main() -> int:
     """Run the command line; return the exit code."""
     try:
         words = _given(sys.argv[1:])
+        code: object = 0
         if _asks_for_help(words):
-            code = app.help_print(words[:-1])
+            app.help_print(words[:-1])
         else:
             code = app(words, exit_on_error=False, print_error=False)
         sys.stdout.flush()

@@ -26,14 +26,12 @@ class PartScaler(torch.amp.GradScaler):
         for optimizer in optimizers:
             self.unscale_(optimizer)
         if len(optimizers) > 1:
-            found = [*chain(*(self._found_inf_per_device(each).values() for each in optimizers))]
+            found = list(
+                chain.from_iterable(self._found_inf_per_device(each).values() for each in optimizers)
+            )
             if any(inf.item() for inf in found):
                 for inf in found:
                     inf.fill_(1.0)
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        infs: dict[torch.device, torch.Tensor] = super()._found_inf_per_device(optimizer)
-        return infs
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

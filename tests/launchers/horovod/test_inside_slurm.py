@@ -1,0 +1,40 @@
+"""``--on slurm --inner horovod``: horovodrun in a job's allocation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from tests.lab.slurm_cluster import SlurmCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.horovod, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SUM = """
+import os
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+total = hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum)
+print(f"rank {hvd.rank()} of {hvd.size()} on {os.uname().nodename} has {total:.0f}")
+"""
+
+
+def test_a_script_on_a_machine_of_the_job(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    """On one: to reach others horovodrun needs an ssh server on them, which these have not."""
+    beside = str(Path(sys.executable).parent)
+    if shutil.which("horovodrun", path=beside) is None:
+        pytest.skip("Horovod is missing: scripts/build-horovod builds it")
+    (tmp_path / "sum.py").write_text(SUM)
+    job = ("launch", "--on", "slurm", "--inner", "horovod", "--nproc", "2", "--threads", "1", "--wait")
+    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
+    done = slurm_cluster.run(
+        *(sys.executable, "-m", "paceline", *job, "--", "sum.py"), env=env, cwd=tmp_path, timeout_s=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(line.partition(":")[2] for line in done.stdout.splitlines() if "has" in line)
+    assert [line.split(" on ")[0] for line in said] == ["rank 0 of 2", "rank 1 of 2"]
+    assert all(line.endswith("has 3") for line in said)
