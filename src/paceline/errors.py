@@ -21,6 +21,7 @@
     ├── PeerLostError             another rank went away: a victim's error, never the cause
     ├── HangError                 a step took longer than it may; names who held it up
     ├── LaunchError               a worker failed; carries the first failure
+    ├── ServingError              a server or one of its replicas could not do what was asked
     └── StopRequested             a signal asked for a stop; the state is saved (exit code 75 or 130)
 """
 
@@ -117,6 +118,10 @@ class LaunchError(PacelineError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class ServingError(PacelineError):
+    """A model could not be loaded, or a server did not answer as it should."""
 
 
 class StopRequested(PacelineError):

@@ -44,6 +44,8 @@ _COMMANDS = {
     "plan": ("plan:plan", "Predict memory and step time of each strategy, and recommend one."),
     "export": ("export:export", "Export a run's model as a package."),
     "registry": ("registry:app", "List, tag, copy and roll back packages."),
+    "serve": ("serve:serve", "Serve packages over HTTP: the Open Inference Protocol v2."),
+    "predict": ("predict:predict", "Predict with a package or a server: images, rows, files."),
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }

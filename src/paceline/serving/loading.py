@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from paceline.errors import ConfigError, UserError
+from paceline.errors import ConfigError, PackageError, UserError
+from paceline.packages.package import Package, read_manifest
 from paceline.serving.servable import Array, Arrays, ModelSpec, Servable, Source
+from paceline.task import build_task, load_task_class
 
 if TYPE_CHECKING:
     import torch
@@ -18,86 +18,79 @@ if TYPE_CHECKING:
 def load(source: Source, spec: ModelSpec, device: str) -> Servable:
     """Load a model onto a device.
 
-    A ``pt2`` program can run code when it is loaded: whoever calls this has made sure that it is trusted.
-
     Raises:
-        UserError: its file is not the one that was verified, or the device cannot compute it.
+        PackageError: the package is not the one that was verified, or is not trusted.
+        ConfigError: the device is not there, or a library is not.
     """
-    if source.path:
-        _check_unchanged(Path(source.path), source.sha256)
+    package = _package(source)
     if source.kind == "onnx":
-        return OnnxServable(source, spec, device)
-    return TorchServable(source, spec, device)
+        return OnnxServable(package.read_program("onnx"), spec, device)
+    return TorchServable(_module(package, source, device), spec, device)
 
 
-def _check_unchanged(path: Path, sha256: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
-        raise UserError(f"{path} has changed since it was verified: its SHA-256 is {found}, not {sha256}.")
+def _package(source: Source) -> Package:
+    path = Path(source.package)
+    manifest, digest = read_manifest(path)
+    if digest != source.digest:
+        raise PackageError(f"package {path} was exchanged: its digest is {digest}, not {source.digest}.")
+    return Package(path, manifest, digest)
+
+
+def _module(package: Package, source: Source, device: str) -> Any:
+    """What computes a batch of tensors, on its device; without gradients."""
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--devices {device}: torch finds no GPU here.")
+    torch.set_grad_enabled(False)
+    if source.kind == "task":
+        return _task_module(package, source.task).to(device)
+    from torch.export.passes import move_to_device_pass
+
+    program = torch.export.load(io.BytesIO(package.read_program("pt2")))
+    if device != "cpu":
+        program = move_to_device_pass(program, device)
+    return program.module()
+
+
+def _task_module(package: Package, task_spec: str) -> torch.nn.Module:
+    """The module of a task's ``build_inference``, with the package's weights."""
+    from safetensors.torch import load
+
+    task = build_task(load_task_class(task_spec), package.manifest.provenance.fields)
+    model = task.build_model()
+    try:
+        model.load_state_dict(load(package.read_weights()))
+    except RuntimeError as error:
+        raise UserError(f"the weights of {package.path} are not those of {task_spec}'s model: {error}") from error
+    inference = task.build_inference(model.eval())
+    if inference is None:
+        raise UserError(f"{task_spec} does not define build_inference, so it cannot be served.")
+    return inference.module.eval()
 
 
 class TorchServable:
     """A program of torch.export, or a task's own module, on a CPU thread or a GPU."""
 
-    def __init__(self, source: Source, spec: ModelSpec, device: str) -> None:
-        import torch
-
-        self._device = torch.device(device)
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"--devices {device}: torch finds no GPU here.")
-        torch.set_grad_enabled(False)
+    def __init__(self, module: Any, spec: ModelSpec, device: str) -> None:
+        self._module = module
+        self._device = device
         self._inputs = tuple(spec.inputs)
         self._outputs = tuple(spec.outputs)
-        if source.kind == "pt2":
-            from torch.export.passes import move_to_device_pass
-
-            program = torch.export.load(source.path)
-            if self._device.type != "cpu":
-                program = move_to_device_pass(program, self._device)
-            self._module: Any = program.module()
-        else:
-            self._module = _task_module(source).to(self._device)
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
         """Compute a batch."""
-        tensors = [self._tensor(inputs[name]) for name in self._inputs]
-        answer = self._module(*tensors)
-        return {name: np.asarray(answer[name].cpu().numpy()) for name in self._outputs}
-
-    def _tensor(self, array: Array) -> torch.Tensor:
         import torch
 
-        # torch warns of arrays that it might write to, and it does not.
-        writable = array if array.flags.writeable else array.copy()
-        return torch.from_numpy(writable).to(self._device)
-
-
-def _task_module(source: Source) -> torch.nn.Module:
-    """The module of a task's ``build_inference``, with the weights of a file."""
-    import torch
-    from safetensors.torch import load_file
-
-    from paceline.task import load_task
-
-    task = load_task(source.task, dict(source.fields or {}))
-    torch.manual_seed(0)
-    model = task.build_model()
-    if source.path:
-        weights = load_file(source.path)
-        _, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected:
-            raise UserError(f"{source.path} holds {', '.join(unexpected)}, which the task's model does not have.")
-    inference = task.build_inference(model.eval())
-    if inference is None:
-        raise UserError(f"{source.task} does not define build_inference, so it cannot be served.")
-    return inference.module.eval()
+        tensors = [torch.from_numpy(inputs[name]).to(self._device) for name in self._inputs]
+        answer = self._module(*tensors)
+        return {name: answer[name].cpu().numpy() for name in self._outputs}
 
 
 class OnnxServable:
     """A model under onnxruntime, without torch."""
 
-    def __init__(self, source: Source, spec: ModelSpec, device: str) -> None:
+    def __init__(self, model: bytes, spec: ModelSpec, device: str) -> None:
         try:
             import onnxruntime
         except ImportError as error:
@@ -112,7 +105,7 @@ class OnnxServable:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(source.path, options, providers=providers)
+        self._session = onnxruntime.InferenceSession(model, options, providers=providers)
         self._outputs = tuple(spec.outputs)
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:

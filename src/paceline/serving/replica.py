@@ -10,8 +10,8 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from paceline.errors import PacelineError
@@ -26,21 +26,37 @@ def main(descriptor: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as channel:
-        first = frames.receive(channel)
-        if first is None:
+        # The server goes away whenever it likes.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            return _load_and_serve(channel)
+    return 0
+
+
+def _load_and_serve(channel: socket.socket) -> int:
+    first = frames.receive(channel)
+    if first is None:
+        return 0
+    try:
+        servable = _load(first[0])
+    except PacelineError as error:
+        frames.send(channel, frames.encode({"failed": str(error)}))
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        frames.send(channel, frames.encode({"failed": f"{type(error).__name__}: {error}"}))
+        return 1
+    frames.send(channel, frames.encode({"ready": os.getpid()}))
+    while True:
+        message = frames.receive(channel)
+        if message is None:
             return 0
-        header, _ = first
+        header, inputs = message
         try:
-            servable = _load(header)
-        except PacelineError as error:
-            frames.send(channel, frames.encode({"failed": str(error)}))
-            return error.exit_code
+            outputs = servable.predict(inputs)
+            answer = frames.encode({"id": header["id"]}, outputs)
         except Exception as error:
-            traceback.print_exc()
-            frames.send(channel, frames.encode({"failed": f"{type(error).__name__}: {error}"}))
-            return 1
-        frames.send(channel, frames.encode({"ready": os.getpid()}))
-        return _serve(channel, servable)
+            answer = frames.encode({"id": header["id"], "error": f"{type(error).__name__}: {error}"})
+        frames.send(channel, answer)
 
 
 def _load(header: dict[str, Any]) -> Servable:
@@ -68,26 +84,6 @@ def spec_from_json(record: dict[str, Any]) -> ModelSpec:
         for kind in ("inputs", "outputs")
     }
     return ModelSpec(**{**record, **tensors, "labels": tuple(record["labels"])})
-
-
-def _serve(channel: socket.socket, servable: Servable) -> int:
-    while True:
-        try:
-            message = frames.receive(channel)
-            if message is None:
-                return 0
-            header, inputs = message
-            began = time.perf_counter()
-            try:
-                outputs = servable.predict(inputs)
-                answer = frames.encode(
-                    {"id": header["id"], "seconds": time.perf_counter() - began}, outputs
-                )
-            except Exception as error:
-                answer = frames.encode({"id": header["id"], "error": f"{type(error).__name__}: {error}"})
-            frames.send(channel, answer)
-        except (BrokenPipeError, ConnectionResetError):
-            return 0
 
 
 if __name__ == "__main__":

@@ -63,19 +63,17 @@ class Source:
     """Where a replica finds its model; small and JSON, since it travels to another process.
 
     Attributes:
+        package: the package's directory.
+        digest: of the package that was opened; another one in its place is refused.
         kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the task's own
             code.
-        path: the program, or for ``task`` the weights (safetensors).
         task: ``file.py:Name`` or a recipe, for ``task``.
-        fields: the task's fields.
-        sha256: of the file at ``path``, looked at once more before it is loaded.
     """
 
+    package: str
+    digest: str
     kind: Literal["pt2", "onnx", "task"]
-    path: str
-    sha256: str
     task: str = ""
-    fields: Mapping[str, Any] | None = None
 
 
 class Servable(Protocol):

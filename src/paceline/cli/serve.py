@@ -1,0 +1,183 @@
+"""``paceline serve PACKAGE...``: models behind the Open Inference Protocol v2; ``--swap`` exchanges one."""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from paceline.config import parse_duration_s
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.serving.models import Opened
+    from paceline.serving.options import ServingOptions
+    from paceline.serving.server import Address
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def serve(
+    package: Annotated[tuple[str, ...], Parameter(negative="")],
+    *,
+    replicas: int = 1,
+    devices: str = "cpu",
+    threads: int = 1,
+    max_batch: int = 32,
+    max_wait: str = "2ms",
+    max_queue: int = 256,
+    timeout: str = "30s",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: Path | None = None,
+    program: Literal["auto", "pt2", "onnx"] = "auto",
+    task: str = "",
+    trust: Flag = False,
+    max_body: int = 64,
+    receive_timeout: str = "10s",
+    startup_timeout: str = "2min",
+    hang_timeout: str = "1min",
+    drain_notice: str = "1s",
+    access_log: Flag = False,
+    swap: str | None = None,
+    model: str | None = None,
+    json: Flag = False,
+) -> int:
+    """Serve each PACKAGE until SIGTERM; it then answers what it was asked, and ends.
+
+    With --swap URL, the server at URL serves PACKAGE from now on instead of what it has; no request fails.
+
+    Parameters
+    ----------
+    package
+        Directories or references such as fashion-mnist@prod.
+    replicas
+        Processes that compute, for each package.
+    devices
+        Where, in turns: cpu, or cuda:0,cuda:1.
+    threads
+        Of each replica, on a CPU.
+    max_batch
+        Rows that are computed together.
+    max_wait
+        How long a batch may wait to fill while every replica computes. It never waits for an idle one.
+    max_queue
+        Rows that may wait; what comes beyond gets 429 and Retry-After.
+    timeout
+        How long a request may take; it may say less (Request-Timeout-Ms).
+    host
+        Address to listen on. Others than this machine's own need --token-file.
+    port
+        0 takes a free one.
+    token_file
+        A file that only you can read, with the token that clients send: Authorization: Bearer TOKEN.
+    program
+        Which of a package's programs computes. auto: pt2, or else onnx.
+    task
+        Use the weights with this task's own code, and no program.
+    trust
+        Trust these packages' pt2 programs from now on; loading one may run any code.
+    max_body
+        Largest request, in MiB.
+    receive_timeout
+        How long a client may take to send a request.
+    startup_timeout
+        How long a replica may take to load its model.
+    hang_timeout
+        A replica that computes one batch for longer is replaced.
+    drain_notice
+        After SIGTERM, for how long to say "not ready" before connections are refused.
+    access_log
+        Log each request, without what is in it.
+    swap
+        A server's address: exchange its package instead of serving one here.
+    model
+        With --swap: the model's name there. Default: the package's.
+    json
+        Print one line of JSON when the server is ready.
+    """
+    if swap is not None:
+        return _swap(swap, package, model, token_file, json=json)
+    if model is not None:
+        raise ConfigError("--model says what --swap exchanges; without --swap it means nothing.")
+    try:
+        import orjson  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"paceline serve: {error}. Install it: pip install 'paceline[serve]'") from error
+    from paceline.serving.access import read_token
+    from paceline.serving.models import open_model
+    from paceline.serving.options import ServingOptions
+    from paceline.serving.server import Address
+
+    options = ServingOptions(
+        replicas=replicas,
+        devices=tuple(word.strip() for word in devices.split(",")),
+        threads=threads,
+        max_batch=max_batch,
+        max_wait_s=parse_duration_s(max_wait, "max_wait"),
+        max_queue=max_queue,
+        timeout_s=parse_duration_s(timeout, "timeout"),
+        max_body_bytes=max_body * 2**20,
+        receive_timeout_s=parse_duration_s(receive_timeout, "receive_timeout"),
+        startup_timeout_s=parse_duration_s(startup_timeout, "startup_timeout"),
+        hang_timeout_s=parse_duration_s(hang_timeout, "hang_timeout"),
+        drain_notice_s=parse_duration_s(drain_notice, "drain_notice"),
+    )
+    address = Address(host=host, port=port, token=None if token_file is None else read_token(token_file))
+    if trust:
+        _trust(package)
+    opened = [open_model(place, program=program, task=task) for place in package]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("paceline.serving.access").setLevel(logging.INFO if access_log else logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    names = [found.spec.name for found in opened]
+
+    def on_ready(url: str) -> None:
+        if json:
+            print(json_module.dumps({"url": url, "models": names}), flush=True)
+        else:
+            for name in names:
+                print(f"{url}/v2/models/{name} is ready.", flush=True)
+
+    _run(opened, address, options, on_ready)
+    return 0
+
+
+def _run(
+    opened: Sequence[Opened], address: Address, options: ServingOptions, on_ready: Callable[[str], None]
+) -> None:
+    import asyncio
+
+    import uvloop
+
+    from paceline.serving.server import serve as serve_packages
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_packages(opened, address, options, on_ready))
+
+
+def _trust(places: tuple[str, ...]) -> None:
+    from paceline.packages.package import open_package
+    from paceline.packages.trust import trust as trust_digest
+
+    for place in places:
+        trust_digest(open_package(place).digest)
+
+
+def _swap(url: str, package: tuple[str, ...], model: str | None, token_file: Path | None, *, json: bool) -> int:
+    from paceline.serving.client import Client
+
+    if len(package) != 1:
+        raise ConfigError(f"--swap takes one package, not {len(package)}.")
+    place = str(Path(package[0]).absolute()) if Path(package[0]).is_dir() else package[0]
+    with Client(url, token_file=token_file) as client:
+        answer = client.swap(place, model)
+    print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
+    return 0

@@ -1,0 +1,297 @@
+"""The HTTP side: an ASGI application that speaks the Open Inference Protocol v2.
+
+https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, for exchanging a
+package, ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from typing import Any
+
+import orjson
+
+from paceline import __version__
+from paceline.errors import PacelineError
+from paceline.serving.access import Access
+from paceline.serving.datatypes import DATATYPES
+from paceline.serving.deployment import Deployment
+from paceline.serving.failures import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline.serving.infer_request import parse_request
+from paceline.serving.infer_response import JSON_TYPE, Headers, build_response
+from paceline.serving.metrics import CONTENT_TYPE
+from paceline.serving.models import Models
+from paceline.serving.openapi import describe
+from paceline.serving.options import ServingOptions
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Answer = tuple[int, Headers, bytes]
+
+ON_DISCONNECT = "paceline.disconnect"
+"""In a scope's ``extensions``: a set of futures that are cancelled when the client has gone."""
+
+log = logging.getLogger("paceline.serving")
+access_log = logging.getLogger("paceline.serving.access")
+
+_MAX_ADMIN_BYTES = 64 * 1024
+_READ = ("GET", "HEAD")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class App:
+    """Answers requests for the models of one server.
+
+    Attributes:
+        draining: the server ends soon: it says that it is not ready, and asks clients to connect elsewhere.
+    """
+
+    def __init__(self, models: Models, options: ServingOptions, access: Access) -> None:
+        self.draining = False
+        self._models = models
+        self._options = options
+        self._access = access
+        self._logs_access = access_log.isEnabledFor(logging.INFO)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        began = time.perf_counter()
+        try:
+            status, headers, body = await self._answer(scope, receive)
+        except ClientGone:
+            return
+        except RequestFailure as failure:
+            status, headers, body = _error(failure.status, str(failure), failure.headers)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("%s %s", scope["method"], scope["path"])
+            status, headers, body = _error(500, "an error of the server's own; its log says more.")
+        headers.append((b"content-length", str(len(body)).encode()))
+        if self.draining:
+            headers.append((b"connection", b"close"))
+        if self._logs_access:
+            client = (scope.get("client") or ("-",))[0]
+            seconds = time.perf_counter() - began
+            # What a client put into the path must not begin a line of its own.
+            access_log.info("%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds)
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        headers = dict(scope["headers"])
+        parts = scope["path"].strip("/").split("/")
+        if parts[:2] == ["v2", "health"] and len(parts) == 3:
+            return self._health(scope, parts[2])
+        self._access.check_token(headers)
+        match parts:
+            case ["v2", "models", name, *rest]:
+                return await self._model(scope, receive, headers, name, rest)
+            case ["v2"]:
+                return _read(scope, self._server_metadata)
+            case ["v2", "models"]:
+                return _read(scope, lambda: _json({"models": list(self._models.deployments)}))
+            case ["metrics"]:
+                return _read(scope, lambda: (200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()))
+            case ["openapi.json"]:
+                return _read(scope, lambda: _json(describe(d.spec for d in self._models.deployments.values())))
+            case ["v2", "repository", "models", name, "load"]:
+                _only(scope, "POST")
+                return await self._load(scope, receive, headers, name)
+        raise RequestFailure(404, "there is nothing at this address. /openapi.json lists what there is.")
+
+    def _health(self, scope: Scope, what: str) -> Answer:
+        if what == "live":
+            return _read(scope, lambda: _json({"live": True}))
+        if what == "ready":
+            ready = self._models.ready and not self.draining
+            return _read(scope, lambda: _json({"ready": ready}, 200 if ready else 503))
+        raise RequestFailure(404, "health is live or ready.")
+
+    def _server_metadata(self) -> Answer:
+        extensions = ["binary_tensor_data", "model_repository(load)"]
+        return _json({"name": "paceline", "version": __version__, "extensions": extensions})
+
+    async def _model(
+        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str, rest: list[str]
+    ) -> Answer:
+        deployment = self._models.deployments.get(name)
+        if deployment is None:
+            there = ", ".join(self._models.deployments)
+            raise RequestFailure(404, f"there is no model {name!r:.80}; there is: {there}.")
+        if rest[:1] == ["versions"]:
+            if len(rest) < 2 or rest[1] != deployment.spec.version:
+                raise RequestFailure(404, f"of {name} there is the version {deployment.spec.version}.")
+            rest = rest[2:]
+        match rest:
+            case ["infer"]:
+                _only(scope, "POST")
+                return await self._counted(name, self._infer(scope, receive, headers, deployment))
+            case []:
+                return _read(scope, lambda: _json(model_metadata(deployment)))
+            case ["ready"]:
+                ready = bool(deployment.ready_replicas) and not self.draining
+                return _read(scope, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
+        raise RequestFailure(404, "of a model there is /ready and /infer.")
+
+    async def _counted(self, name: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        began = time.perf_counter()
+        status = 500
+        try:
+            result = await answer
+            status = result[0]
+            return result
+        except RequestFailure as failure:
+            status = failure.status
+            raise
+        except ClientGone:
+            status = 499  # nginx's number for it; nobody is sent it
+            raise
+        finally:
+            self._models.metrics.request(name, status, time.perf_counter() - began)
+
+    async def _infer(
+        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], deployment: Deployment
+    ) -> Answer:
+        # Refused before the body is read: that is when there is the least time for it.
+        deployment.batcher.check_room()
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise RequestFailure(415, "compressed bodies are not taken.")
+        timeout_s = _timeout_of(headers)
+        body = await _read_body(receive, headers, self._options.max_body_bytes)
+        length = headers.get(b"inference-header-content-length")
+        request = parse_request(deployment.spec, body, None if length is None else length.decode("latin-1"))
+        times = [t for t in (timeout_s, request.timeout_s, self._options.timeout_s) if t is not None]
+        future = deployment.submit(request.inputs)
+        outputs = await _within(min(times), future, scope)
+        return 200, *build_response(deployment.spec, request, outputs)
+
+    async def _load(
+        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str
+    ) -> Answer:
+        self._access.check_admin(scope, headers)
+        if name not in self._models.deployments:
+            raise RequestFailure(404, f"there is no model {name!r:.80}.")
+        try:
+            document = orjson.loads(await _read_body(receive, headers, _MAX_ADMIN_BYTES))
+            place = document["parameters"]["package"]
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+            place = None
+        if not isinstance(place, str) or not place or "\0" in place:
+            raise InvalidRequest('the body must be {"parameters": {"package": "NAME@TAG"}}.')
+        try:
+            spec = await self._models.swap(name, place)
+        except PacelineError as error:
+            raise RequestFailure(409, f"the model stays as it is: {error}") from error
+        return _json({"name": spec.name, "version": spec.version})
+
+
+def model_metadata(deployment: Deployment) -> dict[str, Any]:
+    """What clients are told of a model; sizes that are free are -1."""
+    spec = deployment.spec
+    tensors = {
+        side: [
+            {
+                "name": name,
+                "datatype": DATATYPES[tensor.dtype],
+                "shape": [-1, *(-1 if size is None else size for size in tensor.shape)],
+            }
+            for name, tensor in specs.items()
+        ]
+        for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))
+    }
+    parameters = {"labels": spec.labels, "label": spec.label, "probabilities": spec.probabilities}
+    return {
+        "name": spec.name,
+        "versions": [spec.version],
+        "platform": spec.platform,
+        **tensors,
+        "parameters": {name: value for name, value in parameters.items() if value},
+    }
+
+
+async def _within(timeout_s: float, future: asyncio.Future[Any], scope: Scope) -> Any:
+    """The future's result, unless time is up or the client goes first; then it is cancelled."""
+    timed_out = False
+
+    def expire() -> None:
+        nonlocal timed_out
+        timed_out = True
+        future.cancel()
+
+    timer = asyncio.get_running_loop().call_later(timeout_s, expire)
+    waiting: set[asyncio.Future[Any]] = scope.get("extensions", {}).get(ON_DISCONNECT, set())
+    waiting.add(future)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if timed_out:
+            raise DeadlinePassed(timeout_s) from None
+        task = asyncio.current_task()
+        if future.cancelled() and not (task is not None and task.cancelling()):
+            raise ClientGone from None
+        raise
+    finally:
+        waiting.discard(future)
+        timer.cancel()
+
+
+async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes | bytearray:
+    declared = headers.get(b"content-length", b"0")
+    if int(declared) > limit:
+        raise RequestFailure(413, f"the body has {int(declared):,} bytes; at most {limit:,} are taken.")
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    first: bytes = message.get("body", b"")
+    if not message.get("more_body", False):
+        return first
+    body = bytearray(first)
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise RequestFailure(413, f"the body has more than {limit:,} bytes.", [(b"connection", b"close")])
+        if not message.get("more_body", False):
+            return body
+
+
+def _timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
+    text = headers.get(b"request-timeout-ms")
+    if text is None:
+        return None
+    if not text.isdigit() or not 0 < int(text[:12]) <= 86_400_000 or len(text) > 12:
+        raise InvalidRequest("Request-Timeout-Ms must be a whole number of milliseconds, 1 to 86400000.")
+    return int(text) / 1000
+
+
+def _only(scope: Scope, *methods: str) -> None:
+    if scope["method"] not in methods:
+        allowed = ", ".join(methods)
+        raise RequestFailure(405, f"only {allowed} here.", [(b"allow", allowed.encode())])
+
+
+def _read(scope: Scope, answer: Callable[[], Answer]) -> Answer:
+    _only(scope, *_READ)
+    return answer()
+
+
+def _json(document: Any, status: int = 200) -> Answer:
+    return status, [JSON_TYPE], orjson.dumps(document)
+
+
+def _error(status: int, message: str, headers: Any = ()) -> Answer:
+    # What a client sent may hold what is no text; orjson takes no lone surrogates.
+    text = message.encode("utf-8", "replace").decode()
+    return status, [JSON_TYPE, *headers], orjson.dumps({"error": text})

@@ -1,0 +1,243 @@
+"""Which requests are computed together, and by whom.
+
+A batch never waits while a replica is idle. While all compute, requests gather; each replica may have one more
+batch sent ahead, so that it need not wait for the server between two, and that one goes off when it is full or
+``max_wait`` after its first request came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paceline.serving.failures import ModelFailed, Overloaded, ReplicaLost, RequestFailure
+from paceline.serving.options import ServingOptions
+from paceline.serving.replica_process import BatchFailed, ReplicaDied, ReplicaProcess
+from paceline.serving.servable import Array, Arrays, rows_of
+
+_SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next
+_Shape = tuple[tuple[int, ...], ...]
+
+
+class _Waiting:
+    """A request, or a piece of a large one."""
+
+    __slots__ = ("answer", "came", "inputs", "lost_replicas", "rows", "shape")
+
+    def __init__(self, inputs: Arrays, came: float, answer: asyncio.Future[dict[str, Array]]) -> None:
+        self.inputs = inputs
+        self.rows = rows_of(inputs)
+        self.shape: _Shape = tuple(array.shape[1:] for array in inputs.values())
+        self.came = came
+        self.answer = answer
+        self.lost_replicas = 0
+
+
+class Batcher:
+    """Gathers the requests of a model and hands them to its replicas.
+
+    Attributes:
+        waiting_rows: rows that no replica has been sent yet.
+    """
+
+    def __init__(self, options: ServingOptions, on_batch: Callable[[int, float], None]) -> None:
+        """``on_batch`` is told the rows and seconds of each batch that was computed."""
+        self._options = options
+        self._on_batch = on_batch
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[_Waiting] = deque()
+        self._replicas: list[ReplicaProcess] = []
+        self._running: set[asyncio.Task[None]] = set()
+        self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._seconds_a_row = 0.001
+        self.waiting_rows = 0
+
+    @property
+    def replicas(self) -> Sequence[ReplicaProcess]:
+        """Those that are ready."""
+        return self._replicas
+
+    def add(self, replica: ReplicaProcess) -> None:
+        """Use a replica from now on."""
+        self._replicas.append(replica)
+        self._schedule()
+
+    def remove(self, replica: ReplicaProcess) -> None:
+        """Send a replica nothing more."""
+        self._replicas.remove(replica)
+
+    def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
+        """Ask for a prediction; cancelling the answer takes a request that still waits out of the queue.
+
+        Raises:
+            Overloaded: as many rows wait as may wait.
+        """
+        rows = rows_of(inputs)
+        self.check_room(rows)
+        largest = self._options.max_batch
+        if rows <= largest:
+            return self._enqueue(inputs)
+        pieces = [
+            self._enqueue({name: array[start : start + largest] for name, array in inputs.items()})
+            for start in range(0, rows, largest)
+        ]
+        return asyncio.ensure_future(_joined(pieces))
+
+    def check_room(self, rows: int = 1) -> None:
+        """Refuse what would have to wait behind more than may wait.
+
+        Raises:
+            Overloaded: with the time after which there should be room.
+        """
+        # An empty queue takes a request of any size, or one that is larger than the queue could never be answered.
+        if self.waiting_rows and self.waiting_rows + rows > self._options.max_queue:
+            seconds = self.waiting_rows * self._seconds_a_row / max(len(self._replicas), 1)
+            raise Overloaded(self.waiting_rows, max(1, math.ceil(seconds)))
+
+    def _enqueue(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
+        item = _Waiting(inputs, self._loop.time(), self._loop.create_future())
+        self._queue.append(item)
+        self.waiting_rows += item.rows
+        self._schedule()
+        return item.answer
+
+    def _schedule(self) -> None:
+        # Once per turn of the event loop: what arrives in the same turn is computed together.
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._scheduled = False
+        while self._queue:
+            if self._queue[0].answer.done():
+                self._drop_first()
+                continue
+            replica = min(self._replicas, key=lambda r: r.in_flight, default=None)
+            if replica is None or replica.in_flight >= _SENT_AHEAD:
+                return
+            if replica.in_flight and self.waiting_rows < self._options.max_batch:
+                wait_s = self._queue[0].came + self._options.max_wait_s - self._loop.time()
+                if wait_s > 0:
+                    self._wake_in(wait_s)
+                    return
+            batch = self._take()
+            task = self._loop.create_task(self._compute(replica, batch))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            # The task has not begun, and the replica's count must rise before the next choice.
+            self._loop.call_soon(self._schedule)
+            return
+
+    def _wake_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._schedule)
+
+    def _drop_first(self) -> None:
+        self.waiting_rows -= self._queue.popleft().rows
+
+    def _take(self) -> list[_Waiting]:
+        """The oldest request, and those after it of its shape, as many as a batch may hold."""
+        batch: list[_Waiting] = []
+        passed_over: list[_Waiting] = []
+        room = self._options.max_batch
+        while self._queue and room > 0:
+            item = self._queue.popleft()
+            if item.answer.done():  # the client has gone, or its time is up
+                self.waiting_rows -= item.rows
+            elif not batch or (item.shape == batch[0].shape and item.rows <= room):
+                batch.append(item)
+                room -= item.rows
+                self.waiting_rows -= item.rows
+            else:
+                passed_over.append(item)
+        self._queue.extendleft(reversed(passed_over))
+        return batch
+
+    async def _compute(self, replica: ReplicaProcess, batch: list[_Waiting]) -> None:
+        if len(batch) == 1:
+            inputs = batch[0].inputs
+        else:
+            inputs = {name: np.concatenate([item.inputs[name] for item in batch]) for name in batch[0].inputs}
+        rows = sum(item.rows for item in batch)
+        began = self._loop.time()
+        try:
+            outputs = await replica.predict(inputs)
+            _check_rows(outputs, rows)
+        except BatchFailed as error:
+            await self._compute_apart(replica, batch, error)
+        except ReplicaDied:
+            self._return(batch)
+        else:
+            seconds = self._loop.time() - began
+            self._seconds_a_row += 0.1 * (seconds / rows - self._seconds_a_row)
+            self._on_batch(rows, seconds)
+            _answer(batch, outputs)
+        self._schedule()
+
+    async def _compute_apart(
+        self, replica: ReplicaProcess, batch: list[_Waiting], error: BatchFailed
+    ) -> None:
+        """One request that the model cannot compute must not fail the others of its batch."""
+        if len(batch) == 1:
+            _fail(batch[0], ModelFailed(str(error)))
+            return
+        for item in batch:
+            await self._compute(replica, [item])
+
+    def _return(self, batch: list[_Waiting]) -> None:
+        """Its replica died: each request is tried once more, before all others."""
+        again = []
+        for item in batch:
+            item.lost_replicas += 1
+            if item.lost_replicas > 1:
+                _fail(item, ReplicaLost())
+            else:
+                again.append(item)
+        self._queue.extendleft(reversed(again))
+        self.waiting_rows += sum(item.rows for item in again)
+
+    async def finish(self) -> None:
+        """Wait until everything that was asked is answered."""
+        while self._queue or self._running:
+            if self._running:
+                await asyncio.wait(self._running, timeout=0.05)
+            else:
+                self._schedule()
+                await asyncio.sleep(0.005)
+
+
+def _check_rows(outputs: Arrays, rows: int) -> None:
+    for name, array in outputs.items():
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise BatchFailed(f"its output {name} has the shape {array.shape} for {rows} rows")
+
+
+def _answer(batch: Sequence[_Waiting], outputs: dict[str, Array]) -> None:
+    at = 0
+    for item in batch:
+        if not item.answer.done():
+            item.answer.set_result({name: array[at : at + item.rows] for name, array in outputs.items()})
+        at += item.rows
+
+
+def _fail(item: _Waiting, failure: RequestFailure) -> None:
+    if not item.answer.done():
+        item.answer.set_exception(failure)
+
+
+async def _joined(pieces: Sequence[asyncio.Future[dict[str, Array]]]) -> dict[str, Array]:
+    """The answers of a large request's pieces, one after another."""
+    try:
+        answers = await asyncio.gather(*pieces)
+    except BaseException:
+        for piece in pieces:
+            piece.cancel()
+        raise
+    return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

@@ -1,0 +1,109 @@
+"""A model that is served: its replicas, kept alive, and the batcher that feeds them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from paceline.errors import ServingError
+from paceline.serving.batching import Batcher
+from paceline.serving.options import ServingOptions
+from paceline.serving.replica_process import ReplicaProcess
+from paceline.serving.servable import Array, Arrays, ModelSpec, Source
+
+log = logging.getLogger("paceline.serving")
+
+_LONGEST_PAUSE_S = 10.0
+
+
+class Deployment:
+    """One version of a model on its replicas. Make one with :meth:`start`.
+
+    Attributes:
+        spec: what clients are told of it.
+        batcher: where its requests wait.
+        restarts: replicas that died and were started again.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        spec: ModelSpec,
+        options: ServingOptions,
+        on_batch: Callable[[int, float], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.batcher = Batcher(options, on_batch)
+        self.restarts = 0
+        self._source = source
+        self._options = options
+        self._on_restart = on_restart
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start the replicas and wait until all of them are ready.
+
+        Raises:
+            ServingError: one could not load the model; those that could are ended.
+        """
+        devices = [self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)]
+        started = await asyncio.gather(*map(self._start_replica, devices), return_exceptions=True)
+        replicas = [replica for replica in started if isinstance(replica, ReplicaProcess)]
+        failures = [failure for failure in started if isinstance(failure, BaseException)]
+        if failures:
+            await asyncio.gather(*(replica.end() for replica in replicas))
+            raise failures[0]
+        for replica, device in zip(replicas, devices, strict=True):
+            self.batcher.add(replica)
+            self._keepers.append(asyncio.create_task(self._keep(replica, device)))
+
+    @property
+    def ready_replicas(self) -> int:
+        """How many could compute a batch now."""
+        return len(self.batcher.replicas)
+
+    def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
+        """Ask for a prediction; see :meth:`Batcher.submit`."""
+        return self.batcher.submit(inputs)
+
+    async def close(self) -> None:
+        """Answer what was asked, then end the replicas."""
+        await self.batcher.finish()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    def _start_replica(self, device: str) -> asyncio.Future[ReplicaProcess]:
+        return asyncio.ensure_future(ReplicaProcess.start(self._source, self.spec, device, self._options))
+
+    async def _keep(self, replica: ReplicaProcess | None, device: str) -> None:
+        """Whenever the replica dies, start another."""
+        pause_s = 0.0
+        try:
+            while True:
+                if replica is not None:
+                    await replica.wait_gone()
+                    self.batcher.remove(replica)
+                    log.warning("%s: replica %d died; another is started", self.spec.name, replica.pid)
+                    await replica.end()
+                    replica = None
+                    self.restarts += 1
+                    self._on_restart()
+                await asyncio.sleep(pause_s)
+                try:
+                    replica = await self._start_replica(device)
+                except (ServingError, OSError) as error:
+                    pause_s = min(max(2 * pause_s, 0.5), _LONGEST_PAUSE_S)
+                    log.error("%s; the next try is in %g s", error, pause_s)
+                else:
+                    pause_s = 0.0
+                    self.batcher.add(replica)
+                    log.info("%s: replica %d is ready", self.spec.name, replica.pid)
+        finally:
+            if replica is not None:
+                with suppress(ValueError):
+                    self.batcher.remove(replica)
+                await replica.end()

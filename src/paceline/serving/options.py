@@ -1,0 +1,60 @@
+"""How a server batches, bounds and times what it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """The options of ``paceline serve`` that its parts share.
+
+    Attributes:
+        replicas: processes for each model.
+        devices: where they compute, in turns.
+        max_batch: rows of a batch.
+        max_wait_s: how long a batch may wait to fill while every replica computes. It never waits for an idle one.
+        max_queue: rows that may wait; what comes beyond is refused with 429.
+        timeout_s: how long a request may take, unless it says less itself.
+        receive_timeout_s: how long a client may take to send one request.
+        max_body_bytes: of a request.
+        drain_notice_s: after SIGTERM, how long "not ready" is shown before connections are refused.
+        startup_timeout_s: how long a replica may take to load its model.
+        hang_timeout_s: a replica that computes one batch for longer is killed.
+        threads: of a replica, on a CPU.
+    """
+
+    replicas: int = 1
+    devices: tuple[str, ...] = ("cpu",)
+    max_batch: int = 32
+    max_wait_s: float = 0.002
+    max_queue: int = 256
+    timeout_s: float = 30.0
+    receive_timeout_s: float = 10.0
+    max_body_bytes: int = 64 * 2**20
+    drain_notice_s: float = 1.0
+    startup_timeout_s: float = 120.0
+    hang_timeout_s: float = 60.0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        self._check("replicas", self.replicas, 1, 256)
+        self._check("max-batch", self.max_batch, 1, 65536)
+        self._check("max-queue", self.max_queue, 1, 10**7)
+        self._check("threads", self.threads, 1, 1024)
+        self._check("max-body", self.max_body_bytes, 1024, 2**32)
+        self._check("max-wait", self.max_wait_s, 0, 60)
+        for name in ("timeout", "receive-timeout", "startup-timeout", "hang-timeout"):
+            self._check(name, getattr(self, name.replace("-", "_") + "_s"), 0.001, 86400)
+        self._check("drain-notice", self.drain_notice_s, 0, 600)
+        for device in self.devices:
+            kind, _, index = device.partition(":")
+            if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or device == "cuda:":
+                raise ConfigError(f"--devices are cpu, cuda or cuda:N, not {device!r}.")
+
+    def _check(self, name: str, value: Any, least: float, most: float) -> None:
+        if not least <= value <= most:
+            raise ConfigError(f"--{name} must be between {least} and {most}, but is {value}.")

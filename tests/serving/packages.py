@@ -1,0 +1,95 @@
+"""Packages of models that nobody trained: what is served does not matter to who serves it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from paceline.checkpoint.manifest import FileRecord
+from paceline.inference import Inference
+from paceline.packages.manifest import Manifest, Provenance
+from paceline.packages.registry import Reference, Registry
+from paceline.packages.trust import trust
+from paceline.task import build_task, load_task_class
+
+
+def put(registry: Path, recipe: str, *, name: str, seed: int = 0, tag: str = "prod") -> Path:
+    """Build a recipe's model, export it into ``registry``, tag and trust it; returns its directory."""
+    torch.manual_seed(seed)
+    task = build_task(load_task_class(recipe), {})
+    model = task.build_model().eval()
+    inference = task.build_inference(model)
+    assert inference is not None
+    module = inference.module.eval()
+    return put_module(
+        registry, inference, module, save(dict(model.state_dict())), name=name, task=recipe, tag=tag
+    )
+
+
+def put_module(
+    registry: Path,
+    inference: Inference,
+    module: torch.nn.Module,
+    weights: bytes,
+    *,
+    name: str,
+    task: str = "",
+    tag: str = "prod",
+) -> Path:
+    """The same of any module."""
+    batch = torch.export.Dim.DYNAMIC
+    examples, dynamic = [], []
+    for spec in inference.inputs.values():
+        shape = [8 if size is None else size for size in spec.shape]
+        examples.append(torch.zeros((4, *shape), dtype=getattr(torch, spec.dtype)))
+        dynamic.append({0: batch, **{i + 1: batch for i, size in enumerate(spec.shape) if size is None}})
+    with torch.no_grad():
+        program = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(dynamic))
+    stream = io.BytesIO()
+    torch.export.save(program, stream)
+    files = {"weights.safetensors": weights, "program.pt2": stream.getvalue()}
+    manifest = Manifest(
+        name=name,
+        created="2026-01-01T00:00:00+00:00",
+        inputs=inference.inputs,
+        outputs=inference.outputs,
+        provenance=Provenance(
+            run="none",
+            task=task,
+            fields={},
+            step=0,
+            state_version=0,
+            model_sha256=hashlib.sha256(weights).hexdigest(),
+            data={},
+            versions={"torch": torch.__version__},
+        ),
+        files={
+            file: FileRecord(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
+            for file, content in files.items()
+        },
+        labels=inference.labels,
+        probabilities=inference.probabilities,
+        label=inference.label,
+        programs={"pt2": "program.pt2"},
+    )
+    home = Registry(registry)
+    with home.draft() as draft:
+        for file, content in files.items():
+            (draft / file).write_bytes(content)
+        digest = home.commit(draft, manifest)
+    home.put_tag(Reference(name, tag), digest)
+    configured = os.environ.get("XDG_CONFIG_HOME")
+    os.environ["XDG_CONFIG_HOME"] = str(registry / "config")
+    try:
+        trust(digest)
+    finally:
+        if configured is None:
+            del os.environ["XDG_CONFIG_HOME"]
+        else:
+            os.environ["XDG_CONFIG_HOME"] = configured
+    return home.path_of(digest)
