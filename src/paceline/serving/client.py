@@ -1,0 +1,188 @@
+"""A client of the Open Inference Protocol v2: this package's server, or another's."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+
+from paceline.errors import ConfigError, ServingError
+from paceline.inference import TensorSpec
+from paceline.serving.access import read_token
+from paceline.serving.datatypes import DATATYPES
+from paceline.serving.servable import Array, Arrays, ModelSpec, rows_of
+
+_DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+_PATIENCE_S = 30.0  # with a server that says 429
+
+
+class Client:
+    """One connection to a server; a context manager."""
+
+    def __init__(self, url: str, *, token_file: Path | None = None, timeout_s: float = 60.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"a server's address is like http://127.0.0.1:8000, not {url!r}.")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._url = url
+        self._base = parts.path.rstrip("/")
+        self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+        self._headers = {} if token_file is None else {"Authorization": f"Bearer {read_token(token_file)}"}
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    def models(self) -> list[str]:
+        """The names of the server's models."""
+        names: list[str] = self._json("GET", "/v2/models")["models"]
+        return names
+
+    def choose(self, model: str | None) -> str:
+        """``model``, or the server's only one.
+
+        Raises:
+            ConfigError: it has no such model, or several and none was named.
+        """
+        names = self.models()
+        if model is None and len(names) == 1:
+            return names[0]
+        if model not in names:
+            asked = "has several models" if model is None else f"has no model {model!r}"
+            raise ConfigError(f"{self._url} {asked}: say --model with one of {', '.join(names)}.")
+        return model
+
+    def spec(self, model: str) -> ModelSpec:
+        """What the server says of a model."""
+        record = self._json("GET", f"/v2/models/{quote(model)}")
+        tensors = {
+            side: {
+                entry["name"]: TensorSpec(
+                    dtype=_DTYPES[entry["datatype"]],
+                    shape=tuple(None if size == -1 else size for size in entry["shape"][1:]),
+                )
+                for entry in record[side]
+            }
+            for side in ("inputs", "outputs")
+        }
+        parameters = record.get("parameters", {})
+        return ModelSpec(
+            name=model,
+            version=(record.get("versions") or ["1"])[0],
+            **tensors,
+            labels=tuple(parameters.get("labels", ())),
+            label=parameters.get("label"),
+            probabilities=parameters.get("probabilities"),
+        )
+
+    def infer(self, model: str, inputs: Arrays) -> dict[str, Array]:
+        """Predict a batch, with binary tensors both ways; waits where the server says 429."""
+        body, json_length = encode_binary(inputs)
+        headers = {"Inference-Header-Content-Length": str(json_length), "Content-Type": "application/octet-stream"}
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            status, answered, content = self._ask("POST", f"/v2/models/{quote(model)}/infer", body, headers)
+            if status != 429 or time.monotonic() > deadline:
+                break
+            time.sleep(float(answered.get("retry-after", "1")))
+        if status != 200:
+            raise self._failure(status, content)
+        outputs = decode_response(content, answered.get("inference-header-content-length"))
+        if any(array.shape[0] != rows_of(inputs) for array in outputs.values()):
+            raise ServingError(f"{self._url} answered with another number of rows than it was asked for.")
+        return outputs
+
+    def swap(self, package: str, model: str | None) -> dict[str, Any]:
+        """Let the server serve another package instead of the one that it has."""
+        name = self.choose(model)
+        body = json.dumps({"parameters": {"package": package}}).encode()
+        headers = {"Content-Type": "application/json"}
+        return self._json("POST", f"/v2/repository/models/{quote(name)}/load", body, headers)
+
+    def _json(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        status, _, content = self._ask(method, path, body, headers or {})
+        if status != 200:
+            raise self._failure(status, content)
+        try:
+            document = json.loads(content)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise ServingError(f"{self._url} does not answer as the Open Inference Protocol v2 says.")
+        return document
+
+    def _ask(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        try:
+            self._connection.request(method, self._base + path, body, {**self._headers, **headers})
+            if self._connection.sock is not None:
+                self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            response = self._connection.getresponse()
+            answered = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, answered, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ServingError(f"{self._url} cannot be asked: {error or type(error).__name__}.") from error
+
+    def _failure(self, status: int, content: bytes) -> ServingError:
+        try:
+            said = json.loads(content)["error"]
+        except (ValueError, KeyError, TypeError):
+            said = content[:200].decode("utf-8", "replace")
+        return ServingError(f"{self._url} says {status}: {said}")
+
+
+def encode_binary(inputs: Arrays) -> tuple[bytes, int]:
+    """A request's body with binary tensors both ways, and how long its JSON is."""
+    entries, contents = [], []
+    for name, array in inputs.items():
+        content = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        contents.append(content)
+        entries.append(
+            {
+                "name": name,
+                "datatype": DATATYPES[array.dtype.name],
+                "shape": array.shape,
+                "parameters": {"binary_data_size": len(content)},
+            }
+        )
+    header = json.dumps({"inputs": entries, "parameters": {"binary_data_output": True}}).encode()
+    return b"".join((header, *contents)), len(header)
+
+
+def decode_response(content: bytes, json_length: str | None) -> dict[str, Array]:
+    """The outputs of an answer, in JSON or binary.
+
+    Raises:
+        ServingError: it is not what the protocol says.
+    """
+    try:
+        at = len(content) if json_length is None else int(json_length)
+        outputs: dict[str, Array] = {}
+        for entry in json.loads(content[:at])["outputs"]:
+            dtype = np.dtype(_DTYPES[entry["datatype"]])
+            size = entry.get("parameters", {}).get("binary_data_size")
+            if size is None:
+                flat = np.asarray([np.nan if x is None else x for x in entry["data"]], dtype)
+            else:
+                flat = np.frombuffer(content[at : at + size], dtype.newbyteorder("<")).astype(dtype)
+                at += size
+            outputs[entry["name"]] = flat.reshape(entry["shape"])
+        return outputs
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ServingError(f"the answer is not what the Open Inference Protocol v2 says: {error}") from error

@@ -1,0 +1,89 @@
+"""A server that several tests talk to, and ways to start others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import Processes
+from tests.serving.packages import put
+
+START_TIMEOUT_S = 120
+
+
+@dataclass
+class Server:
+    """A ``paceline serve`` that is ready."""
+
+    popen: subprocess.Popen[str]
+    url: str
+
+    def replicas(self) -> list[psutil.Process]:
+        """Its replicas' processes."""
+        children = psutil.Process(self.popen.pid).children()
+        return [child for child in children if "paceline.serving.replica" in child.cmdline()]
+
+
+@pytest.fixture(scope="session")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A registry with ``fashion-mnist@prod`` and another version of it, ``@next``, both trusted."""
+    home = tmp_path_factory.mktemp("registry")
+    for seed, tag in enumerate(("prod", "next")):
+        put(home, "fashion-mnist", name="fashion-mnist", seed=seed, tag=tag)
+    return home
+
+
+@pytest.fixture(scope="session")
+def serving_env(registry: Path) -> dict[str, str]:
+    """What lets a command find the registry and trust its packages."""
+    return {"PACELINE_REGISTRY": str(registry), "XDG_CONFIG_HOME": str(registry / "config")}
+
+
+def start_server(
+    processes: Processes, env: dict[str, str], *words: str | Path, shared: bool = False
+) -> Server:
+    """Start ``paceline serve`` on a free port and wait until it is ready."""
+    popen = processes.start(
+        [sys.executable, "-m", "paceline", "serve", *words, "--port", "0", "--json"], env=env, shared=shared
+    )
+    assert popen.stdout is not None
+    line = popen.stdout.readline()
+    if not line:
+        pytest.fail(f"the server did not start: {processes.finish(popen, timeout_s=START_TIMEOUT_S)}")
+    return Server(popen, json.loads(line)["url"])
+
+
+@pytest.fixture
+def start(run_processes: Processes, serving_env: dict[str, str]) -> Callable[..., Server]:
+    """Start a server that ends with the test."""
+    return lambda *words: start_server(run_processes, serving_env, *words)
+
+
+@pytest.fixture(scope="module")
+def server(module_processes: Processes, serving_env: dict[str, str]) -> Iterator[Server]:
+    """One that the tests of a module share."""
+    found = start_server(module_processes, serving_env, "fashion-mnist@prod", "--max-body", "2", shared=True)
+    yield found
+    for child in psutil.Process(found.popen.pid).children():
+        child.kill()
+
+
+@pytest.fixture(scope="module")
+def base_url(request: pytest.FixtureRequest) -> str:
+    """Where the protocol is spoken: PACELINE_CONFORMANCE_URL, or a server of our own."""
+    other = os.environ.get("PACELINE_CONFORMANCE_URL")
+    return other or request.getfixturevalue("server").url
+
+
+def json_request(**changes: Any) -> dict[str, Any]:
+    """A request for one black picture, with changes to its only input."""
+    tensor = {"name": "image", "datatype": "UINT8", "shape": [1, 1, 28, 28], "data": [0] * 784}
+    return {"inputs": [{**tensor, **changes}]}
