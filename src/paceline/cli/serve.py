@@ -171,7 +171,9 @@ def _trust(places: tuple[str, ...]) -> None:
         trust_digest(open_package(place).digest)
 
 
-def _swap(url: str, package: tuple[str, ...], model: str | None, token_file: Path | None, *, json: bool) -> int:
+def _swap(
+    url: str, package: tuple[str, ...], model: str | None, token_file: Path | None, *, json: bool
+) -> int:
     from paceline.serving.client import Client
 
     if len(package) != 1:

@@ -33,7 +33,9 @@ class Access:
             return
         given = headers.get(b"authorization", b"")
         if not hmac.compare_digest(given, self._expected):
-            raise RequestFailure(401, "send the token: Authorization: Bearer TOKEN.", [(b"www-authenticate", b"Bearer")])
+            raise RequestFailure(
+                401, "send the token: Authorization: Bearer TOKEN.", [(b"www-authenticate", b"Bearer")]
+            )
 
     def check_admin(self, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes]) -> None:
         """Refuse a request that may not change what is served; the token was checked."""

@@ -83,7 +83,9 @@ class App:
             client = (scope.get("client") or ("-",))[0]
             seconds = time.perf_counter() - began
             # What a client put into the path must not begin a line of its own.
-            access_log.info("%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds)
+            access_log.info(
+                "%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds
+            )
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
@@ -101,9 +103,13 @@ class App:
             case ["v2", "models"]:
                 return _read(scope, lambda: _json({"models": list(self._models.deployments)}))
             case ["metrics"]:
-                return _read(scope, lambda: (200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()))
+                return _read(
+                    scope, lambda: (200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text())
+                )
             case ["openapi.json"]:
-                return _read(scope, lambda: _json(describe(d.spec for d in self._models.deployments.values())))
+                return _read(
+                    scope, lambda: _json(describe(d.spec for d in self._models.deployments.values()))
+                )
             case ["v2", "repository", "models", name, "load"]:
                 _only(scope, "POST")
                 return await self._load(scope, receive, headers, name)

@@ -90,7 +90,10 @@ class Client:
     def infer(self, model: str, inputs: Arrays) -> dict[str, Array]:
         """Predict a batch, with binary tensors both ways; waits where the server says 429."""
         body, json_length = encode_binary(inputs)
-        headers = {"Inference-Header-Content-Length": str(json_length), "Content-Type": "application/octet-stream"}
+        headers = {
+            "Inference-Header-Content-Length": str(json_length),
+            "Content-Type": "application/octet-stream",
+        }
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             status, answered, content = self._ask("POST", f"/v2/models/{quote(model)}/infer", body, headers)

@@ -49,7 +49,9 @@ class Deployment:
         Raises:
             ServingError: one could not load the model; those that could are ended.
         """
-        devices = [self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)]
+        devices = [
+            self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)
+        ]
         started = await asyncio.gather(*map(self._start_replica, devices), return_exceptions=True)
         replicas = [replica for replica in started if isinstance(replica, ReplicaProcess)]
         failures = [failure for failure in started if isinstance(failure, BaseException)]

@@ -41,7 +41,9 @@ class DeadlinePassed(RequestFailure):
     """The request's time is up."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(504, f"it took longer than the {timeout_s * 1000:,.0f} ms that this request may take.")
+        super().__init__(
+            504, f"it took longer than the {timeout_s * 1000:,.0f} ms that this request may take."
+        )
 
 
 class ModelFailed(RequestFailure):

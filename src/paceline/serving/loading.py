@@ -62,7 +62,9 @@ def _task_module(package: Package, task_spec: str) -> torch.nn.Module:
     try:
         model.load_state_dict(load(package.read_weights()))
     except RuntimeError as error:
-        raise UserError(f"the weights of {package.path} are not those of {task_spec}'s model: {error}") from error
+        raise UserError(
+            f"the weights of {package.path} are not those of {task_spec}'s model: {error}"
+        ) from error
     inference = task.build_inference(model.eval())
     if inference is None:
         raise UserError(f"{task_spec} does not define build_inference, so it cannot be served.")
@@ -94,7 +96,9 @@ class OnnxServable:
         try:
             import onnxruntime
         except ImportError as error:
-            raise ConfigError(f"Serving ONNX takes onnxruntime: pip install 'paceline[onnx]' ({error})") from error
+            raise ConfigError(
+                f"Serving ONNX takes onnxruntime: pip install 'paceline[onnx]' ({error})"
+            ) from error
         providers = ["CPUExecutionProvider"]
         if device.startswith("cuda"):
             available = onnxruntime.get_available_providers()

@@ -86,7 +86,9 @@ class _Gauges(Collector):
         self._deployments = deployments
 
     def collect(self) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily("paceline_waiting_rows", "Rows that wait for a replica.", labels=("model",))
+        waiting = GaugeMetricFamily(
+            "paceline_waiting_rows", "Rows that wait for a replica.", labels=("model",)
+        )
         ready = GaugeMetricFamily("paceline_ready_replicas", "Replicas that are ready.", labels=("model",))
         for name, deployment in self._deployments().items():
             waiting.add_metric((name,), deployment.batcher.waiting_rows)

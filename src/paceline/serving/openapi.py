@@ -77,7 +77,11 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "id": {"type": "string", "maxLength": 256},
-            "parameters": {"type": "object", "properties": {"binary_data_output": {"const": False}}, "additionalProperties": False},
+            "parameters": {
+                "type": "object",
+                "properties": {"binary_data_output": {"const": False}},
+                "additionalProperties": False,
+            },
             "inputs": {
                 "type": "array",
                 "prefixItems": [_tensor(name, tensor) for name, tensor in spec.inputs.items()],

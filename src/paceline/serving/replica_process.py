@@ -63,7 +63,9 @@ class ReplicaProcess:
         return len(self._answers)
 
     @classmethod
-    async def start(cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions) -> ReplicaProcess:
+    async def start(
+        cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions
+    ) -> ReplicaProcess:
         """Start a process and wait until it has loaded its model.
 
         Raises:

@@ -1,0 +1,192 @@
+"""``paceline predict PACKAGE|URL INPUT...``: with a package here, or a server."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.serving.prediction import Engine
+    from paceline.serving.rows import Rows
+    from paceline.serving.servable import Array, ModelSpec
+
+Flag = Annotated[bool, Parameter(negative="")]
+_SHOWN = 20
+
+
+def predict(
+    model: str,
+    inputs: Annotated[tuple[Path, ...], Parameter(negative="")],
+    *,
+    output: Path | None = None,
+    nproc: int = 1,
+    chunk: int = 1024,
+    max_batch: int = 32,
+    devices: str = "cpu",
+    program: Literal["auto", "pt2", "onnx"] = "auto",
+    task: str = "",
+    name: str | None = None,
+    token_file: Path | None = None,
+    json: Flag = False,
+) -> int:
+    """Predict INPUTS with MODEL, a package or a server's address.
+
+    INPUTS are images, or rows in .npy, .npz (arrays by the inputs' names), .csv or .json. With --output, what was
+    computed is kept: killed, the same command goes on, and every row is in the result exactly once.
+
+    Parameters
+    ----------
+    model
+        A package's directory or reference (fashion-mnist@prod), or http://HOST:PORT.
+    inputs
+        Files.
+    output
+        Write everything into this file: .npz, .jsonl or .csv. Default: print it.
+    nproc
+        Processes that compute; of a server, connections.
+    chunk
+        Rows that are computed and kept together.
+    max_batch
+        Rows of a batch, with a package.
+    devices
+        Where a package's processes compute, in turns: cpu, or cuda:0,cuda:1.
+    program
+        Which of a package's programs computes. auto: pt2, or else onnx.
+    task
+        Use a package's weights with this task's own code.
+    name
+        Which of a server's models. Default: its only one.
+    token_file
+        The file with the server's token.
+    json
+        Print JSON.
+    """
+    for option, value in (("nproc", nproc), ("chunk", chunk), ("max-batch", max_batch)):
+        if value < 1:
+            raise ConfigError(f"--{option} must be at least 1, but is {value}.")
+    from paceline.serving.client import Client
+    from paceline.serving.models import open_model
+    from paceline.serving.options import ServingOptions
+    from paceline.serving.prediction import replicas, server
+    from paceline.serving.rows import read_rows
+
+    if model.startswith(("http://", "https://")):
+        with Client(model, token_file=token_file) as client:
+            name = client.choose(name)
+            spec = client.spec(name)
+        engine = server(model, name, token_file, nproc)
+        job: dict[str, Any] = {"model": spec.name, "version": spec.version}
+    else:
+        opened = open_model(model, program=program, task=task)
+        spec = opened.spec
+        options = ServingOptions(
+            replicas=nproc, devices=tuple(devices.split(",")), max_batch=max_batch, max_queue=10**7
+        )
+        engine = replicas(opened, options)
+        job = {
+            "digest": opened.source.digest,
+            "kind": opened.source.kind,
+            "task": task,
+            "max_batch": max_batch,
+        }
+    rows = read_rows(inputs, spec)
+    with _progress(len(rows.names), quiet=json) as on_rows:
+        if output is not None:
+            _into(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)
+        else:
+            outputs = _all(rows, engine, chunk, on_rows)
+    if output is not None:
+        count = len(rows.names)
+        print(
+            json_module.dumps({"rows": count, "output": str(output)})
+            if json
+            else f"{count} rows in {output}."
+        )
+    else:
+        _print(outputs, spec, rows, json=json)
+    return 0
+
+
+def _into(
+    output: Path,
+    rows: Rows,
+    spec: ModelSpec,
+    engine: Engine,
+    job: Mapping[str, Any],
+    chunk: int,
+    concurrency: int,
+    on_rows: Callable[[int], None],
+) -> None:
+    import asyncio
+
+    from paceline.serving.chunks import Journal, fingerprint
+    from paceline.serving.prediction import predict_into
+
+    job = {**job, "inputs": fingerprint(rows.arrays)}
+    with Journal.open(output, job, len(rows.names), chunk) as journal:
+        try:
+            asyncio.run(predict_into(journal, rows.arrays, engine, concurrency, on_rows))
+        except* Exception as group:
+            # Of those that compute at once, the first that failed says why.
+            first: BaseException = group
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+        journal.finish(spec, rows.names)
+
+
+def _all(rows: Rows, engine: Engine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
+    import asyncio
+
+    from paceline.serving.prediction import predict_all
+
+    return asyncio.run(predict_all(rows.arrays, engine, chunk, on_rows))
+
+
+@contextmanager
+def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda rows: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda rows: progress.advance(bar, rows)
+
+
+def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:
+    from paceline.serving.chunks import records
+
+    found = list(records(outputs, spec, rows.names, 0))
+    if json:
+        print(json_module.dumps({"model": spec.name, "version": spec.version, "predictions": found}))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    labelled = spec.label is not None
+    table = Table("row", *(("label", "probability") if labelled else spec.outputs), box=SIMPLE_HEAD)
+    for record in found[:_SHOWN]:
+        if labelled:
+            probability = record.get("probability")
+            cells = [str(record["label"]), "" if probability is None else f"{probability:.4f}"]
+        else:
+            cells = [f"{value!s:.60}" for value in record["outputs"].values()]
+        table.add_row(record["source"], *cells)
+    console = Console()
+    console.print(table)
+    if len(found) > _SHOWN:
+        console.print(f"and {len(found) - _SHOWN} more; --json or --output FILE has all.", style="dim")

@@ -1,0 +1,103 @@
+"""A server under load whose replicas die, whose package is exchanged, and that is told to end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import httpx
+import pytest
+from tests.conftest import Processes
+from tests.serving.conftest import Server, json_request
+from tests.serving.load import PATH, Load
+
+
+@pytest.fixture(scope="module")
+def faulty(module_processes: Processes, serving_env: dict[str, str]) -> Server:
+    from tests.serving.conftest import start_server
+
+    return start_server(
+        module_processes, serving_env, "fashion-mnist@prod", "--replicas", "2", shared=True
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _replicas_are_shared(faulty: Server) -> None:
+    from tests import conftest
+
+    conftest._shared_pids.add(faulty.popen.pid)
+
+
+def ready(server: Server) -> bool:
+    return httpx.get(f"{server.url}/v2/health/ready", timeout=60).status_code == 200
+
+
+def test_a_killed_replica_fails_no_request(faulty: Server, wait_until: Callable[..., None]) -> None:
+    with Load(faulty.url) as load:
+        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=60)
+        victim = faulty.replicas()[0]
+        victim.send_signal(signal.SIGKILL)
+        seen = load.statuses[200]
+        wait_until(lambda: load.statuses[200] > seen + 50, "answers from the other", timeout_s=60)
+        wait_until(lambda: len(faulty.replicas()) == 2, "another process", timeout_s=60)
+        wait_until(lambda: 'ready_replicas{model="fashion-mnist"} 2.0' in metrics(faulty), "both ready", timeout_s=60)
+    assert load.statuses.keys() == {200}
+    assert load.broken == []
+    assert 'replica_restarts_total{model="fashion-mnist"} 1.0' in metrics(faulty)
+
+
+def metrics(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics", timeout=60).text
+
+
+def test_without_replicas_it_says_that_it_is_not_ready(faulty: Server, wait_until: Callable[..., None]) -> None:
+    assert ready(faulty)
+    for replica in faulty.replicas():
+        replica.send_signal(signal.SIGKILL)
+    wait_until(lambda: not ready(faulty), "not ready")
+    assert httpx.get(f"{faulty.url}/v2/health/live", timeout=60).status_code == 200
+    # It waits for the replica that is being started.
+    answer = httpx.post(f"{faulty.url}{PATH}", json=json_request(), timeout=60)
+    assert answer.status_code == 200
+    assert ready(faulty)
+
+
+def test_a_stopped_replica_is_replaced(start: Callable[..., Server]) -> None:
+    server = start("fashion-mnist@prod", "--hang-timeout", "2s", "--access-log")
+    server.replicas()[0].send_signal(signal.SIGSTOP)
+    answer = httpx.post(f"{server.url}{PATH}", json=json_request(), timeout=100)
+    assert answer.status_code == 200
+
+
+def test_another_package_without_a_failed_request(
+    faulty: Server, run_processes: Processes, serving_env: dict[str, str], wait_until: Callable[..., None]
+) -> None:
+    with Load(faulty.url) as load:
+        for tag in ("next", "prod"):
+            wait_until(lambda: load.statuses[200] > 20, "answers before", timeout_s=60)
+            done = run_processes.paceline(
+                "serve", f"fashion-mnist@{tag}", "--swap", faulty.url, env=serving_env
+            )
+            assert done.returncode == 0, done.stderr
+            assert "is now version" in done.stdout
+        wait_until(lambda: len(faulty.replicas()) == 2, "the old replicas' end", timeout_s=60)
+    assert load.statuses.keys() == {200}
+    assert load.broken == []
+    assert len(load.versions) == 2
+
+    done = run_processes.paceline("serve", "fashion-mnist@none", "--swap", faulty.url, env=serving_env)
+    assert done.returncode == 1
+    assert "the model stays as it is" in done.stderr
+    assert ready(faulty)
+
+
+def test_sigterm_answers_what_was_asked(start: Callable[..., Server], wait_until: Callable[..., None]) -> None:
+    server = start("fashion-mnist@prod", "--drain-notice", "2s")
+    with Load(server.url) as load:
+        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=60)
+        assert ready(server)
+        server.popen.send_signal(signal.SIGTERM)
+        load.join()
+    assert load.statuses.keys() == {200}
+    assert load.broken == []
+    assert server.popen.wait(60) == 0

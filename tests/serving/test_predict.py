@@ -1,0 +1,112 @@
+"""``paceline predict``: pictures and rows, with a package and with a server; killed, and gone on with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.conftest import Processes
+from tests.serving.conftest import Server
+
+PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
+
+
+@pytest.fixture
+def predict(run_processes: Processes, serving_env: dict[str, str]) -> Callable[..., str]:
+    """Run ``paceline predict`` and return what it prints."""
+
+    def run(*words: str | Path, code: int = 0) -> str:
+        done = run_processes.paceline("predict", *words, env=serving_env)
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    return run
+
+
+def test_a_picture_and_arrays_of_every_form(predict: Callable[..., str], server: Server, tmp_path: Path) -> None:
+    Image.fromarray(PIXELS[0, 0]).save(tmp_path / "one.png")
+    np.save(tmp_path / "rows.npy", PIXELS[:1])
+    np.savez(tmp_path / "rows.npz", image=PIXELS[:1])
+    (tmp_path / "rows.json").write_text(json.dumps(PIXELS[:1].tolist()))
+    heading = ",".join(f"p{i}" for i in range(784))
+    (tmp_path / "rows.csv").write_text(heading + "\n" + ",".join(map(str, PIXELS[0].ravel())) + "\n")
+    names = ["one.png", "rows.npy", "rows.npz", "rows.json", "rows.csv"]
+    document = json.loads(predict(server.url, *(tmp_path / name for name in names), "--json"))
+    found = document["predictions"]
+    assert [entry["source"] for entry in found] == names
+    assert len({json.dumps(entry["outputs"]) for entry in found}) == 1
+    probabilities = found[0]["outputs"]["probabilities"]
+    assert found[0]["probability"] == max(probabilities)
+    labels = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat")
+    assert found[0]["label"] in (*labels, "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+    table = predict(server.url, tmp_path / "one.png")
+    assert "one.png" in table
+    assert found[0]["label"] in table
+
+
+def test_a_file_through_a_server(predict: Callable[..., str], server: Server, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", PIXELS)
+    predict(server.url, tmp_path / "rows.npy", "--output", tmp_path / "out.csv", "--chunk", "7", "--nproc", "2")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["row"]) for row in rows] == list(range(40))
+    assert {"label", "probability", "Ankle boot"} <= rows[0].keys()
+    assert not (tmp_path / "out.csv.parts").exists()
+
+
+def test_killed_in_the_middle_it_goes_on(
+    predict: Callable[..., str],
+    run_processes: Processes,
+    serving_env: dict[str, str],
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (6000, 1, 28, 28), dtype=np.uint8)
+    np.save(tmp_path / "rows.npy", pixels)
+    output = tmp_path / "out.npz"
+    words = ["predict", "fashion-mnist@prod", "rows.npy", "--output", "out.npz", "--chunk", "100"]
+    first = run_processes.start([sys.executable, "-m", "paceline", *words], env=serving_env)
+    parts = tmp_path / "out.npz.parts"
+    wait_until(lambda: len(list(parts.glob("part-*"))) >= 3, "three parts", timeout_s=120)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("part-*")}
+    assert len(kept) < 60, "it was too fast to be killed"
+    # Another job's parts are not mixed with these.
+    assert "another prediction" in predict(*words[1:-1], "50", code=2)
+    assert {path.name: path.stat().st_mtime_ns for path in parts.glob("part-*")} == kept
+    predict(*words[1:], "--nproc", "2")
+    with np.load(output) as result:
+        resumed = result["probabilities"]
+    output.unlink()
+    assert resumed.shape == (6000, 10)
+    predict(*words[1:])
+    with np.load(output) as result:
+        np.testing.assert_allclose(resumed, result["probabilities"], atol=1e-6)
+    assert "is there already" in predict(*words[1:], code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.npy", b"no array", "cannot be read"),
+        ("rows.csv", b"1,2,3\n", "has the shape"),
+        ("rows.csv", b"1,x\n2,3\n", "cannot be read"),
+        ("rows.json", b'{"other": [1]}', "takes image"),
+        ("rows.xyz", b"", "is not known"),
+        ("one.png", b"no picture", "cannot be read"),
+    ],
+)
+def test_bad_files(predict: Callable[..., str], server: Server, tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    message = predict(server.url, tmp_path / name, code=2)
+    assert said in message
+    assert name in message
+    assert len(message.splitlines()) == 1
