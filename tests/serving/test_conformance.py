@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2, against any server of the Fashion-MNIST model (PACELINE_CONFORMANCE_URL)."""
+"""The Open Inference Protocol v2, against any server of a Fashion-MNIST model (PACELINE_CONFORMANCE_URL)."""
 
 from __future__ import annotations
 

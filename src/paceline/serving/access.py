@@ -20,8 +20,8 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 class Access:
     """The rule of one server.
 
-    Without a token, everything is open to whoever reaches the server, which then listens on loopback only; and
-    packages are exchanged only by programs of this machine, not by a page in somebody's browser.
+    Without a token, everything is open to whoever reaches the server, which then listens on loopback only;
+    and packages are exchanged only by programs of this machine, not by a page in somebody's browser.
     """
 
     def __init__(self, token: str | None) -> None:

@@ -103,9 +103,7 @@ class App:
             case ["v2", "models"]:
                 return _read(scope, lambda: _json({"models": list(self._models.deployments)}))
             case ["metrics"]:
-                return _read(
-                    scope, lambda: (200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text())
-                )
+                return _read(scope, self._metrics)
             case ["openapi.json"]:
                 return _read(
                     scope, lambda: _json(describe(d.spec for d in self._models.deployments.values()))
@@ -122,6 +120,9 @@ class App:
             ready = self._models.ready and not self.draining
             return _read(scope, lambda: _json({"ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "health is live or ready.")
+
+    def _metrics(self) -> Answer:
+        return 200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()
 
     def _server_metadata(self) -> Answer:
         extensions = ["binary_tensor_data", "model_repository(load)"]

@@ -1,8 +1,8 @@
 """Which requests are computed together, and by whom.
 
-A batch never waits while a replica is idle. While all compute, requests gather; each replica may have one more
-batch sent ahead, so that it need not wait for the server between two, and that one goes off when it is full or
-``max_wait`` after its first request came.
+A batch never waits while a replica is idle. While all compute, requests gather; each replica may have one
+more batch sent ahead, so that it need not wait for the server between two, and that one goes off when it is
+full or ``max_wait`` after its first request came.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Batcher:
         Raises:
             Overloaded: with the time after which there should be room.
         """
-        # An empty queue takes a request of any size, or one that is larger than the queue could never be answered.
+        # An empty queue takes a request of any size: one that is larger than the queue must be answered too.
         if self.waiting_rows and self.waiting_rows + rows > self._options.max_queue:
             seconds = self.waiting_rows * self._seconds_a_row / max(len(self._replicas), 1)
             raise Overloaded(self.waiting_rows, max(1, math.ceil(seconds)))

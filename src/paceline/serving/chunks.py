@@ -1,8 +1,8 @@
 """Predictions of large files, chunk by chunk, that can be killed and gone on with.
 
-A chunk's outputs are one file, written whole and renamed into place, in a directory beside the result. Whoever goes
-on computes the chunks that are missing; each row is in one chunk, so each is in the result once. The result itself
-appears whole, when all are there, and the directory goes.
+A chunk's outputs are one file, written whole and renamed into place, in a directory beside the result. Who
+goes on computes the chunks that are missing; each row is in one chunk, so each is in the result once. The
+result itself appears whole, when all are there, and the directory goes.
 """
 
 from __future__ import annotations

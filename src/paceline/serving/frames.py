@@ -25,7 +25,7 @@ _NO_ARRAYS: dict[str, Array] = {}
 
 
 def encode(header: Mapping[str, Any], arrays: Arrays | None = None) -> list[bytes | memoryview]:
-    """The pieces of a frame, to be written one after another; arrays are not copied where they are contiguous."""
+    """The pieces of a frame, to be written one after another; contiguous arrays are not copied."""
     pieces: list[memoryview] = []
     tensors = []
     for name, array in (arrays or _NO_ARRAYS).items():

@@ -1,7 +1,7 @@
 """Inference requests of the Open Inference Protocol v2: JSON, and the extension for binary tensors.
 
-Everything that a client sends is checked here against the model's schema, so that what reaches a replica has the
-right names, types and shapes.
+Everything that a client sends is checked here against the model's schema, so that what reaches a replica has
+the right names, types and shapes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
     if kind != "task" and kind not in manifest.programs:
         there = ", ".join(manifest.programs) or "none"
         raise ConfigError(
-            f"{place} has no {kind} program; it has: {there}. Say --task TASK to use its weights with the task's code."
+            f"{place} has no {kind} program; it has: {there}. "
+            "Say --task TASK to use its weights with the task's code."
         )
     if kind == "pt2":
         require_trusted(package.digest, manifest, package.path)
@@ -114,8 +115,8 @@ class Models:
     async def swap(self, name: str, place: str) -> ModelSpec:
         """Serve ``name`` from another package from now on.
 
-        Requests that were taken before are answered by the old one, which then ends. Where the new one cannot be
-        loaded, the old one stays.
+        Requests that were taken before are answered by the old one, which then ends. Where the new one cannot
+        be loaded, the old one stays.
 
         Raises:
             PackageError, ConfigError, ServingError: the new one cannot be served.

@@ -15,7 +15,6 @@ _ERROR = {
     "properties": {"error": {"type": "string"}},
     "required": ["error"],
 }
-_PARAMETERS = {"type": "object"}
 _REFUSALS = {
     "400": "It is not what the protocol or the model's schema says; the error says where.",
     "401": "The token is missing.",
@@ -50,8 +49,8 @@ def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
         "info": {
             "title": "Paceline: Open Inference Protocol v2",
             "version": __version__,
-            "description": "A request may say how long it may take: Request-Timeout-Ms. Tensors may be binary: see "
-            "the binary tensor extension of the protocol.",
+            "description": "A request may say how long it may take: Request-Timeout-Ms. Tensors may be "
+            "binary: see the binary tensor extension of the protocol.",
         },
         "paths": paths,
         "components": {"schemas": {"Error": _ERROR}},

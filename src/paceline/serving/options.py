@@ -16,7 +16,8 @@ class ServingOptions:
         replicas: processes for each model.
         devices: where they compute, in turns.
         max_batch: rows of a batch.
-        max_wait_s: how long a batch may wait to fill while every replica computes. It never waits for an idle one.
+        max_wait_s: how long a batch may wait to fill while every replica computes. It never waits for an idle
+            one.
         max_queue: rows that may wait; what comes beyond is refused with 429.
         timeout_s: how long a request may take, unless it says less itself.
         receive_timeout_s: how long a client may take to send one request.

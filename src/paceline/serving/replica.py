@@ -1,7 +1,7 @@
 """The program of a replica: ``python -m paceline.serving.replica FD``.
 
-It loads one model, says that it is ready, and answers one batch after another over the socket pair ``FD`` until
-the other side closes it. One thread computes on a CPU; more replicas use more cores.
+It loads one model, says that it is ready, and answers one batch after another over the socket pair ``FD``
+until the other side closes it. One thread computes on a CPU; more replicas use more cores.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ def main(descriptor: int) -> int:
     # The server drains and then closes the channel; a Ctrl-C in its terminal reaches this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as channel:
-        # The server goes away whenever it likes.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            return _load_and_serve(channel)
+    # The server goes away whenever it likes.
+    with socket.socket(fileno=descriptor) as channel, suppress(BrokenPipeError, ConnectionResetError):
+        return _load_and_serve(channel)
     return 0
 
 

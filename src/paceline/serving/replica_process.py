@@ -115,7 +115,8 @@ class ReplicaProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
             raise ServingError(
-                f"{spec.name}: a replica ended with code {code} while it loaded its model; what it printed is above."
+                f"{spec.name}: a replica ended with code {code} while it loaded its model; "
+                "what it printed is above."
             ) from None
         if "failed" in answer:
             raise ServingError(f"{spec.name} cannot be loaded: {answer['failed']}")

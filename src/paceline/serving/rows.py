@@ -81,7 +81,8 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
 def _only_input(spec: ModelSpec, path: Path) -> str:
     if len(spec.inputs) != 1:
         raise DataError(
-            f"{path}: {spec.name} has the inputs {', '.join(spec.inputs)}; give them by name, as .npz or a JSON object."
+            f"{path}: {spec.name} has the inputs {', '.join(spec.inputs)}; "
+            "give them by name, as .npz or a JSON object."
         )
     return next(iter(spec.inputs))
 

@@ -47,14 +47,16 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"a model's name is in addresses, so it is letters, digits, '.', '_' and '-', but is {self.name!r}."
+                "a model's name is in addresses, so it is letters, digits, '.', '_' and '-', "
+                f"but is {self.name!r}."
             )
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
             for name, spec in specs.items():
                 if spec.dtype not in DATATYPES:
                     known = ", ".join(DATATYPES)
                     raise ConfigError(
-                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. These can: {known}."
+                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. "
+                        f"These can: {known}."
                     )
 
 
@@ -65,8 +67,8 @@ class Source:
     Attributes:
         package: the package's directory.
         digest: of the package that was opened; another one in its place is refused.
-        kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the task's own
-            code.
+        kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the
+            task's own code.
         task: ``file.py:Name`` or a recipe, for ``task``.
     """
 

@@ -60,7 +60,8 @@ def bind(address: Address) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {address.host}, port {address.port}: {error.strerror}. --port 0 takes a free one."
+            f"cannot listen on {address.host}, port {address.port}: {error.strerror}. "
+            "--port 0 takes a free one."
         ) from error
     return bound
 
