@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
     from paceline.bench.recovery import RecoveryResult
+    from paceline.bench.serving.run import ServingResult
     from paceline.bench.strategies import StrategiesResult
     from paceline.bench.suites import BenchResult
     from paceline.bench.tuning import TuningResult
@@ -233,6 +234,31 @@ def tune(
     return show(result, json=json, markdown=markdown)
 
 
+@app.command
+def serve(
+    *,
+    only: Annotated[
+        tuple[Literal["json", "binary", "overload"], ...],
+        Parameter(
+            consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
+        ),
+    ] = (),
+    rounds: Rounds = 3,
+    seconds: Annotated[float, Parameter(help="How long each is loaded, after a warm-up.")] = 10.0,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Requests a second of paceline serve beside FastAPI and LitServe, on the ConvNet.
+
+    json: 32 connections, each a picture as 784 numbers. binary: 32 rows a request, against the model alone.
+    overload: five times what it can do, what is refused and how fast.
+    """
+    from paceline.bench.serving.run import bench_serve
+
+    result = bench_serve(only=only, rounds=rounds, seconds=seconds, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
 def _workloads(name: str) -> list[Workload]:
     from paceline.bench.workload import WORKLOADS
 
@@ -246,6 +272,7 @@ def _progress(line: str) -> None:
 
 def show(
     result: BenchResult | RecoveryResult | StrategiesResult | TuningResult,
+    result: BenchResult | RecoveryResult | StrategiesResult | ServingResult,
     *,
     json: bool = False,
     markdown: bool = False,

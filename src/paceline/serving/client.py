@@ -81,7 +81,8 @@ class Client:
         return ModelSpec(
             name=model,
             version=(record.get("versions") or ["1"])[0],
-            **tensors,
+            inputs=tensors["inputs"],
+            outputs=tensors["outputs"],
             labels=tuple(parameters.get("labels", ())),
             label=parameters.get("label"),
             probabilities=parameters.get("probabilities"),
@@ -140,7 +141,9 @@ class Client:
             return response.status, answered, response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise ServingError(f"{self._url} cannot be asked: {error or type(error).__name__}.") from error
+            raise ServingError(
+                f"{self._url} cannot be asked: {str(error) or type(error).__name__}."
+            ) from error
 
     def _failure(self, status: int, content: bytes) -> ServingError:
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.serving.app import ON_DISCONNECT
 
@@ -28,7 +28,8 @@ def connection_class(receive_timeout_s: float) -> type[asyncio.Protocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self.scope["extensions"] = {ON_DISCONNECT: self._waiting}  # type: ignore[typeddict-item]
+            scope: dict[str, Any] = cast("dict[str, Any]", self.scope)
+            scope["extensions"] = {ON_DISCONNECT: self._waiting}
             self._await_request()
 
         def on_message_complete(self) -> None:
@@ -53,7 +54,9 @@ def connection_class(receive_timeout_s: float) -> type[asyncio.Protocol]:
         def _give_up(self) -> None:
             if self.transport.is_closing():
                 return
-            if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            # uvicorn declares it as always there.
+            cycle = cast("RequestResponseCycle | None", self.cycle)
+            if cycle is None or not cycle.response_started or cycle.response_complete:
                 self.transport.write(_TOO_SLOW)
             self.transport.close()
 

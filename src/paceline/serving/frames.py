@@ -26,12 +26,12 @@ _NO_ARRAYS: dict[str, Array] = {}
 
 def encode(header: Mapping[str, Any], arrays: Arrays | None = None) -> list[bytes | memoryview]:
     """The pieces of a frame, to be written one after another; contiguous arrays are not copied."""
-    pieces: list[memoryview] = []
+    pieces: list[bytes | memoryview] = []
     tensors = []
     for name, array in (arrays or _NO_ARRAYS).items():
         whole = np.ascontiguousarray(array)
         tensors.append((name, whole.dtype.name, array.shape))
-        pieces.append(memoryview(whole.reshape(-1).view(np.uint8)))
+        pieces.append(whole.reshape(-1).view(np.uint8).data)
     text = json.dumps({**header, "tensors": tensors}).encode()
     return [LENGTHS.pack(len(text), sum(map(len, pieces))) + text, *pieces]
 

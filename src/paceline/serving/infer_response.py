@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import orjson
 
@@ -20,7 +22,7 @@ def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> t
     binary: list[bytes] = []
     for name, in_binary in request.outputs.items():
         array = outputs[name]
-        entry = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
+        entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
         if in_binary:
             content = _bytes_of(array)
             binary.append(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
     if array.dtype.kind not in "biuf":
         raise DataError(f"{path}: {name} is not all numbers, or its rows differ in length.")
     sizes = tensor.shape
-    if array.ndim == 2 and None not in sizes and array.shape[1] == np.prod(sizes, dtype=int):
+    if array.ndim == 2 and None not in sizes and array.shape[1] == math.prod(size or 0 for size in sizes):
         array = array.reshape(len(array), *(size for size in sizes if size is not None))
     fits = array.ndim == 1 + len(sizes) and all(
         want in (None, has) for want, has in zip(sizes, array.shape[1:], strict=True)

@@ -1,0 +1,129 @@
+"""Who may reach a server, and what it takes from whom."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tests.conftest import Processes
+from tests.serving.conftest import Server, json_request
+from tests.serving.load import PATH
+
+from paceline.errors import ConfigError
+from paceline.serving.access import read_token
+from paceline.serving.options import ServingOptions
+from paceline.serving.server import Address, bind
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_text("0123456789abcdef\n")
+    return path
+
+
+def test_a_token(start: Callable[..., Server], token_file: Path) -> None:
+    server = start("fashion-mnist@prod", "--token-file", token_file, "--receive-timeout", "1s")
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.get("/v2/health/ready").status_code == 200
+        for address in ("/v2", "/metrics", "/openapi.json", "/v2/models/fashion-mnist"):
+            assert client.get(address).status_code == 401
+        wrong = {"Authorization": "Bearer 0123456789abcdeg"}
+        assert client.post(PATH, json=json_request(), headers=wrong).status_code == 401
+        right = {"Authorization": "Bearer 0123456789abcdef"}
+        assert client.post(PATH, json=json_request(), headers=right).status_code == 200
+    # A client that does not go on is sent away.
+    host, _, port = urlsplit(server.url).netloc.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as slow:
+        slow.sendall(b"POST /v2 HTTP/1.1\r\nContent-Length: 10\r\n\r\n12")
+        answers = b""
+        while piece := slow.recv(4096):
+            answers += piece
+        assert b" 401 " in answers or b" 408 " in answers
+
+
+def test_a_token_file_that_others_can_read(token_file: Path) -> None:
+    assert read_token(token_file) == "0123456789abcdef"
+    token_file.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_token(token_file)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"two words in here", b"\xff" * 20])
+def test_a_token_that_is_none(token_file: Path, content: bytes) -> None:
+    token_file.write_bytes(content)
+    with pytest.raises(ConfigError, match="at least 16"):
+        read_token(token_file)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_no_public_address_without_a_token(host: str) -> None:
+    with pytest.raises(ConfigError, match="--token-file"):
+        Address(host=host)
+    assert Address(host=host, token="0123456789abcdef").host == host
+
+
+def test_a_port_in_use() -> None:
+    with bind(Address(port=0)) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}.*in use.*--port 0"):
+            bind(Address(port=port))
+
+
+def test_options_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="--replicas must be between 1 and 256, but is 0"):
+        ServingOptions(replicas=0)
+    with pytest.raises(ConfigError, match="--devices"):
+        ServingOptions(devices=("tpu",))
+
+
+def test_what_a_browser_or_another_machine_could_send_exchanges_nothing(server: Server) -> None:
+    address = f"{server.url}/v2/repository/models/fashion-mnist/load"
+    body = json.dumps({"parameters": {"package": "fashion-mnist@next"}})
+    as_json = {"Content-Type": "application/json"}
+    assert httpx.post(address, content=body, headers={"Content-Type": "text/plain"}).status_code == 415
+    assert (
+        httpx.post(address, content=body, headers={**as_json, "Host": "evil.example:80"}).status_code == 403
+    )
+    assert httpx.post(address, content="{}", headers=as_json).status_code == 400
+    missing = json.dumps({"parameters": {"package": "fashion-mnist@nobody"}})
+    assert httpx.post(address, content=missing, headers=as_json).status_code == 409
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    try:
+        for headers in ({}, {"Transfer-Encoding": "chunked"}):
+            pieces = [b" " * 2**20] * 3
+            body = iter(pieces) if headers else b"".join(pieces)
+            connection.request("POST", PATH, body, headers, encode_chunked=bool(headers))
+            answer = connection.getresponse()
+            assert answer.status == 413
+            assert "at most" in (said := answer.read().decode()) or "more than" in said
+            connection.close()
+    finally:
+        connection.close()
+
+
+def test_a_request_says_how_long_it_may_take(server: Server) -> None:
+    for wrong in ("0", "-1", "x", "1e3", "9" * 20):
+        answer = httpx.post(f"{server.url}{PATH}", json=json_request(), headers={"Request-Timeout-Ms": wrong})
+        assert answer.status_code == 400, wrong
+
+
+def test_what_is_not_served_says_so(run_processes: Processes, serving_env: dict[str, str]) -> None:
+    foreign = {**serving_env, "XDG_CONFIG_HOME": "/nonexistent"}
+    done = run_processes.paceline("serve", "fashion-mnist@prod", "--port", "0", env=foreign)
+    assert done.returncode == 2
+    assert "--trust once" in done.stderr
+    done = run_processes.paceline("serve", "fashion-mnist@prod", "--program", "onnx", env=serving_env)
+    assert done.returncode == 2
+    assert "has no onnx program; it has: pt2" in done.stderr
