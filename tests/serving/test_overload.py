@@ -1,4 +1,4 @@
-"""More than a server can do, tried with a replica that stands still: what is refused, given up and forgotten."""
+"""More than a server can do, tried with a replica that stands still: refused, given up and forgotten."""
 
 from __future__ import annotations
 

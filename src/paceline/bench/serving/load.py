@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import httptools
 
@@ -50,8 +51,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are one, but do not say so.
+        self._transport = cast("asyncio.Transport", transport)
         self._parser = httptools.HttpResponseParser(self)
 
     def ask(self) -> None:
