@@ -43,6 +43,7 @@ COMMANDS = (
     *("runs", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
     *("runs", "dashboard", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
     *("export", "registry", "tune"),
+    *("serve", "predict"),
 )
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
 

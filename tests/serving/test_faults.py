@@ -32,14 +32,16 @@ def ready(server: Server) -> bool:
 
 def test_a_killed_replica_fails_no_request(faulty: Server, wait_until: Callable[..., None]) -> None:
     with Load(faulty.url) as load:
-        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=60)
+        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=120)
         victim = faulty.replicas()[0]
         victim.send_signal(signal.SIGKILL)
         seen = load.statuses[200]
-        wait_until(lambda: load.statuses[200] > seen + 50, "answers from the other", timeout_s=60)
-        wait_until(lambda: len(faulty.replicas()) == 2, "another process", timeout_s=60)
+        wait_until(lambda: load.statuses[200] > seen + 50, "answers from the other", timeout_s=120)
+        wait_until(lambda: len(faulty.replicas()) == 2, "another process", timeout_s=120)
         wait_until(
-            lambda: 'ready_replicas{model="fashion-mnist"} 2.0' in metrics(faulty), "both ready", timeout_s=60
+            lambda: 'ready_replicas{model="fashion-mnist"} 2.0' in metrics(faulty),
+            "both ready",
+            timeout_s=120,
         )
     assert load.statuses.keys() == {200}
     assert load.broken == []
@@ -62,17 +64,21 @@ def test_another_package_without_a_failed_request(
     faulty: Server, run_processes: Processes, serving_env: dict[str, str], wait_until: Callable[..., None]
 ) -> None:
     with Load(faulty.url) as load:
-        wait_until(lambda: load.statuses[200] > 20, "answers before", timeout_s=60)
-        done = run_processes.paceline("serve", "fashion-mnist@next", "--swap", faulty.url, env=serving_env)
+        wait_until(lambda: load.statuses[200] > 20, "answers before", timeout_s=120)
+        done = run_processes.paceline(
+            "serve", "fashion-mnist@next", "--swap", faulty.url, env=serving_env, timeout_s=240
+        )
         assert done.returncode == 0, done.stderr
         assert "is now version" in done.stdout
-        wait_until(lambda: len(load.versions) == 2, "answers of the other", timeout_s=60)
-        wait_until(lambda: len(faulty.replicas()) == 2, "the old replicas' end", timeout_s=60)
+        wait_until(lambda: len(load.versions) == 2, "answers of the other", timeout_s=120)
+        wait_until(lambda: len(faulty.replicas()) == 2, "the old replicas' end", timeout_s=120)
     assert load.statuses.keys() == {200}
     assert load.broken == []
     assert len(load.versions) == 2
 
-    done = run_processes.paceline("serve", "fashion-mnist@none", "--swap", faulty.url, env=serving_env)
+    done = run_processes.paceline(
+        "serve", "fashion-mnist@none", "--swap", faulty.url, env=serving_env, timeout_s=240
+    )
     assert done.returncode == 1
     assert "the model stays as it is" in done.stderr
     assert ready(faulty)
@@ -90,7 +96,7 @@ def test_readiness_and_the_end(start: Callable[..., Server], wait_until: Callabl
     assert ready(server)
     # SIGTERM: what was asked is answered.
     with Load(server.url) as load:
-        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=60)
+        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=120)
         server.popen.send_signal(signal.SIGTERM)
         load.join()
     assert load.statuses.keys() == {200}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.serving.server import Address
 
 Flag = Annotated[bool, Parameter(negative="")]
+_SWAP_TIMEOUT_S = 600.0
 
 
 def serve(
@@ -179,7 +180,8 @@ def _swap(
     if len(package) != 1:
         raise ConfigError(f"--swap takes one package, not {len(package)}.")
     place = str(Path(package[0]).absolute()) if Path(package[0]).is_dir() else package[0]
-    with Client(url, token_file=token_file) as client:
+    # The answer comes when the package's replicas have loaded it.
+    with Client(url, token_file=token_file, timeout_s=_SWAP_TIMEOUT_S) as client:
         answer = client.swap(place, model)
     print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
     return 0

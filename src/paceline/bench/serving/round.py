@@ -127,7 +127,7 @@ def _server(name: str, directory: Path) -> Iterator[tuple[int, int]]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     if name in ("fastapi", "litserve"):
-        argv = [sys.executable, "-m", "paceline.bench.serving.peers", name, str(port)]
+        argv = [sys.executable, "-m", f"paceline.bench.serving.{name}_peer", str(port)]
         address = f"http://127.0.0.1:{port}/docs"
     else:
         write_package(directory / "package")
