@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -208,27 +209,40 @@ def _from_json(name: str, dtype: str, shape: tuple[int, ...], entry: Mapping[str
     data = entry.get("data")
     if not isinstance(data, list):
         raise InvalidRequest(f"input {name}: data must be a list.")
-    try:
-        values = np.asarray(data)
-    except (ValueError, OverflowError):  # lists of several lengths or kinds
-        raise InvalidRequest(f"input {name}: data is not of one shape.") from None
-    if values.shape not in ((math.prod(shape),), shape):
+    flat = _flat(data, shape)
+    if flat is None:
         raise InvalidRequest(
-            f"input {name}: data has the shape {list(values.shape)[:_MOST_DIMENSIONS]}, "
-            f"and should have {list(shape)} or {math.prod(shape)} numbers in one list."
+            f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested as "
+            f"{list(shape)} says."
         )
-    return _converted(name, np.dtype(dtype), values).reshape(shape)
+    # Before numpy sees them: it makes an array of strings as wide as the longest one.
+    kinds = set(map(type, flat))
+    if dtype == "bool" and kinds != {bool}:
+        raise InvalidRequest(f"input {name}: data must be true or false.")
+    if dtype != "bool" and not kinds <= {int, float}:
+        raise InvalidRequest(f"input {name}: data must be numbers.")
+    return _converted(name, np.dtype(dtype), np.asarray(flat)).reshape(shape)
+
+
+def _flat(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
+    """The elements of lists that are nested as ``shape`` says, or flat; None where they are neither."""
+    if len(data) == math.prod(shape) and not isinstance(data[0], list):
+        return data
+    level = data
+    if len(level) != shape[0]:
+        return None
+    for size in shape[1:]:
+        if not all(type(item) is list and len(item) == size for item in level):
+            return None
+        level = list(chain.from_iterable(level))
+    return level
 
 
 def _converted(name: str, dtype: np.dtype[Any], values: Array) -> Array:
     """Numbers as ``dtype``, where all of them can be."""
     kind = values.dtype.kind
     if dtype.kind == "b":
-        if kind != "b":
-            raise InvalidRequest(f"input {name}: data must be true or false.")
         return values
-    if kind not in "iuf":
-        raise InvalidRequest(f"input {name}: data must be numbers.")
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         if kind == "f" and not (np.isfinite(values) & (values == np.trunc(values))).all():
