@@ -67,13 +67,14 @@ def start(run_processes: Processes, serving_env: dict[str, str]) -> Callable[...
     return lambda *words: start_server(run_processes, serving_env, *words)
 
 
-@pytest.fixture(scope="module")
-def server(module_processes: Processes, serving_env: dict[str, str]) -> Iterator[Server]:
-    """One that the tests of a module share."""
-    found = start_server(module_processes, serving_env, "fashion-mnist@prod", "--max-body", "2", shared=True)
-    yield found
-    for child in psutil.Process(found.popen.pid).children():
-        child.kill()
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, serving_env: dict[str, str]) -> Iterator[Server]:
+    """One that all tests share which leave it as it is."""
+    processes = Processes(tmp_path_factory.mktemp("server"))
+    try:
+        yield start_server(processes, serving_env, "fashion-mnist@prod", "--max-body", "2", shared=True)
+    finally:
+        processes.end_all()
 
 
 @pytest.fixture(scope="module")

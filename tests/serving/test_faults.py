@@ -8,22 +8,13 @@ from collections.abc import Callable
 import httpx
 import pytest
 from tests.conftest import Processes
-from tests.serving.conftest import Server, json_request
+from tests.serving.conftest import Server, json_request, start_server
 from tests.serving.load import PATH, Load
 
 
 @pytest.fixture(scope="module")
 def faulty(module_processes: Processes, serving_env: dict[str, str]) -> Server:
-    from tests.serving.conftest import start_server
-
     return start_server(module_processes, serving_env, "fashion-mnist@prod", "--replicas", "2", shared=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _replicas_are_shared(faulty: Server) -> None:
-    from tests import conftest
-
-    conftest._shared_pids.add(faulty.popen.pid)
 
 
 def ready(server: Server) -> bool:
