@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from tests.serving.conftest import Server

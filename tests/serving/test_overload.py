@@ -30,8 +30,10 @@ def test_a_full_queue_a_deadline_and_a_client_that_goes(start: Callable[..., Ser
 async def _ask(server: Server, go_on: Callable[[], None]) -> None:
     limits = httpx.Limits(max_connections=100)
     async with httpx.AsyncClient(base_url=server.url, timeout=150, limits=limits) as client:
-        # Two batches are with the replica, and 56 rows wait: there is room for one request more.
-        held = [asyncio.create_task(client.post(PATH, content=BATCH)) for _ in range(9)]
+        # Two batches are with the replica, and then 56 rows wait: there is room for one request more.
+        held = [asyncio.create_task(client.post(PATH, content=BATCH)) for _ in range(5)]
+        await _until(client, 'waiting_rows{model="fashion-mnist"} 24.0')
+        held += [asyncio.create_task(client.post(PATH, content=BATCH)) for _ in range(4)]
         await _until(client, 'waiting_rows{model="fashion-mnist"} 56.0')
 
         late = await client.post(PATH, json=json_request(), headers={"Request-Timeout-Ms": "50"})
