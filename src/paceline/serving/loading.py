@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.errors import ConfigError, PackageError, UserError
+from paceline.errors import ConfigError, PackageError
 from paceline.packages.package import Package, read_manifest
 from paceline.serving.servable import Array, Arrays, ModelSpec, Servable, Source
-from paceline.task import build_task, load_task_class
-
-if TYPE_CHECKING:
-    import torch
 
 
 def load(source: Source, spec: ModelSpec, device: str) -> Servable:
@@ -44,31 +40,15 @@ def _module(package: Package, source: Source, device: str) -> Any:
         raise ConfigError(f"--devices {device}: torch finds no GPU here.")
     torch.set_grad_enabled(False)
     if source.kind == "task":
-        return _task_module(package, source.task).to(device)
+        from paceline.exporting.loading import load_with_task
+
+        return load_with_task(package, source.task).module.eval().to(device)
     from torch.export.passes import move_to_device_pass
 
     program = torch.export.load(io.BytesIO(package.read_program("pt2")))
     if device != "cpu":
         program = move_to_device_pass(program, device)
     return program.module()
-
-
-def _task_module(package: Package, task_spec: str) -> torch.nn.Module:
-    """The module of a task's ``build_inference``, with the package's weights."""
-    from safetensors.torch import load
-
-    task = build_task(load_task_class(task_spec), package.manifest.provenance.fields)
-    model = task.build_model()
-    try:
-        model.load_state_dict(load(package.read_weights()))
-    except RuntimeError as error:
-        raise UserError(
-            f"the weights of {package.path} are not those of {task_spec}'s model: {error}"
-        ) from error
-    inference = task.build_inference(model.eval())
-    if inference is None:
-        raise UserError(f"{task_spec} does not define build_inference, so it cannot be served.")
-    return inference.module.eval()
 
 
 class TorchServable:
