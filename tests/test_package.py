@@ -34,6 +34,7 @@ EXPORTED = [
     "Result",
     "RunDirectoryError",
     "RunInUseError",
+    "ServingError",
     "StopRequested",
     "Task",
     "TaskError",
