@@ -25,7 +25,7 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps([said, "torch" in sys.modules]))
 """
 COMMANDS = (
-    *("train", "resume", "launch", "jobs", "status", "cancel", "doctor"),
+    *("train", "resume", "tune", "launch", "jobs", "status", "cancel", "doctor"),
     *(
         "runs",
         "dashboard",
@@ -39,11 +39,7 @@ COMMANDS = (
         "plan",
         "version",
     ),
-    *("export", "registry"),
-    *("runs", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
-    *("runs", "dashboard", "logs", "audit", "checkpoint", "bench", "scan", "plan", "version"),
-    *("export", "registry", "tune"),
-    *("serve", "predict"),
+    *("export", "registry", "serve", "predict"),
 )
 CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
 

@@ -271,8 +271,7 @@ def _progress(line: str) -> None:
 
 
 def show(
-    result: BenchResult | RecoveryResult | StrategiesResult | TuningResult,
-    result: BenchResult | RecoveryResult | StrategiesResult | ServingResult,
+    result: BenchResult | RecoveryResult | StrategiesResult | TuningResult | ServingResult,
     *,
     json: bool = False,
     markdown: bool = False,
