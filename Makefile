@@ -20,9 +20,9 @@ help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: quickstart
-quickstart: install ## Install, get the data, train Fashion-MNIST on two processes, show the result
+quickstart: install ## Install, get the data, then train, analyse, export, serve and ask a small model
 	@scripts/apt-install dataset-fashion-mnist
-	@$(BIN)/python scripts/quickstart.py
+	@$(BIN)/python scripts/quickstart.py $(ARGS)
 
 .PHONY: test
 test: install-dev test-packages test-systems ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
