@@ -172,6 +172,7 @@ def test_adapters_are_merged_for_a_child_and_in_a_package(
 ) -> None:
     lora = "rank=2,target=0|2"
     assert _paceline(_train("adapted", "--init-from", "parent@last", "--lora", lora, "--max-steps", "3")) == 0
+    assert _paceline(["check", "adapted"]) == 0, "the merged model is the one that was evaluated"
     assert _paceline(_train("grandchild", "--init-from", "adapted@last", "--max-steps", "1")) == 0
     state = load(choose(Path("adapted/checkpoints"), "last")).state["model"]
     a, b = (state[f"0.lora_{letter}.default.weight"] for letter in "AB")
@@ -219,7 +220,7 @@ def test_runs_show_tells_of_the_drift(here: Path, capfd: pytest.CaptureFixture[s
     [
         (("--init-from", "nowhere"), ("--init-from nowhere", "this is no run")),
         (("--init-from", "parent@77"), ("no checkpoint of step 77", "2, 3, 4")),
-        (("--init-from", "parent@first"), ("best, last or a number of steps, not 'first'",)),
+        (("--init-from", "parent@first"), ("best, last or a number of steps such as 500, not 'first'",)),
         (
             ("--init-from", "parent", "--set", "classes=5"),
             ("4.weight is (3, 8) there and (5, 8) here", "Use --reset-head"),

@@ -206,8 +206,18 @@ def test_a_checkpoint_can_be_named(reported_runs: Path, tmp_path: Path) -> None:
     ("run", "options", "error", "message"),
     [
         ("line", {}, DataError, "line has no test split. Use --split val."),
-        ("good", {"checkpoint": "7"}, ConfigError, "--checkpoint 7: .*good has checkpoints of steps 5, 10"),
-        ("good", {"checkpoint": "first"}, ConfigError, "must be best, last or a step, but is 'first'"),
+        (
+            "good",
+            {"checkpoint": "7"},
+            ConfigError,
+            r"no checkpoint of step 7\. The nearest: 5, 10",
+        ),
+        (
+            "good",
+            {"checkpoint": "first"},
+            ConfigError,
+            "best, last or a number of steps such as 500, not 'first'",
+        ),
         ("none", {}, RunDirectoryError, "none is not a run directory"),
         ("good", {"output": Path("missing/page.html")}, ConfigError, "there is no folder missing"),
         ("good", {"output": Path("/")}, ConfigError, "is a folder"),
@@ -235,7 +245,7 @@ def test_a_damaged_checkpoint_is_not_believed(reported_runs: Path, tmp_path: Pat
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="holds no checkpoint that can be used"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint that verifies"):
         report([run])
     assert not (run / "report.html").exists()
 

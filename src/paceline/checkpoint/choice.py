@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from paceline.checkpoint.storage import candidates, find_version, newest_verified, parse_name
 from paceline.errors import CheckpointError, ConfigError
 
 _MOST_STEPS = 5
+_log = logging.getLogger(__name__)
 
 
-def choose(directory: Path, which: str) -> Path:
+def choose(directory: Path, which: str | None) -> Path:
     """The checkpoint in ``directory`` that is meant.
 
     Args:
         directory: a run's checkpoints.
-        which: "best", the best model of the newest checkpoint that verifies, or that one itself where no
-            model was found the best; "last", the newest that verifies; or a number of steps.
+        which: "best", the best model of the newest checkpoint that verifies; "last", the newest that
+            verifies; or a number of steps. None: the best, or the last where nothing was validated.
 
     Returns:
         Its path; it is verified when it is loaded.
 
     Raises:
-        ConfigError: ``which`` is none of these, or there is no checkpoint of that step.
+        ConfigError: ``which`` is none of these, there is no checkpoint of that step, or no best model.
         CheckpointError: there is none that verifies.
     """
-    if which.isdigit():
+    if which not in (None, "best", "last"):
+        if not which.isdecimal():
+            raise ConfigError(f"a checkpoint is best, last or a number of steps such as 500, not {which!r}.")
         return _of_step(directory, int(which))
-    if which not in ("best", "last"):
-        raise ConfigError(f"a checkpoint is best, last or a number of steps, not {which!r}.")
     newest = newest_verified(directory)
+    for reason in newest.skipped:
+        _log.warning("passed over a checkpoint: %s", reason)
     if newest.path is None or newest.manifest is None:
-        reasons = "".join(f"\n  {reason}" for reason in newest.skipped)
-        raise CheckpointError(f"{directory} holds no checkpoint that verifies.{reasons}")
+        why = f": {newest.skipped[0]}" if newest.skipped else "."
+        raise CheckpointError(f"{directory} holds no checkpoint that verifies{why}")
     best = newest.manifest.info.best_version
-    return newest.path if which == "last" or best is None else find_version(directory, best)
+    if which == "last" or (which is None and best is None):
+        return newest.path
+    if best is None:
+        raise ConfigError(f"{directory} knows no best model, since nothing was validated. Choose the last.")
+    return find_version(directory, best)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.checkpointer import load
+from paceline.checkpoint.choice import choose
 from paceline.checkpoint.manifest import CheckpointInfo
-from paceline.checkpoint.storage import candidates, find_version, newest_verified, parse_name
 from paceline.config import config_from_mapping
 from paceline.config.fine_tuning import Lora
 from paceline.data.evaluation import EvalBatches
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
-from paceline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
+from paceline.errors import ExportError
 from paceline.inference import Inference
 from paceline.run_directory import RunDirectory
 from paceline.task import Task, TaskReference
@@ -112,7 +112,7 @@ def read_trained(run: Path, checkpoint: str | None) -> Trained:
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
     config = config_from_mapping(manifest["config"], str(directory.manifest))
-    found = load(choose_checkpoint(directory, checkpoint))
+    found = load(choose(directory.checkpoints, checkpoint))
     spec, fields = manifest["task"]["spec"], manifest["task"]["fields"]
     task = TaskReference(spec, fields).load()
     seed_model(config.seed)
@@ -132,49 +132,6 @@ def read_trained(run: Path, checkpoint: str | None) -> Trained:
         seed=config.seed,
         data=manifest.get("data", {}),
     )
-
-
-def choose_checkpoint(directory: RunDirectory, wanted: str | None) -> Path:
-    """The checkpoint that ``--checkpoint`` means; it is verified when it is loaded.
-
-    Raises:
-        ConfigError: it names none, or one that is not there; says which there are.
-        RunDirectoryError: the run has no checkpoint.
-        CheckpointError: none verifies.
-    """
-    there = candidates(directory.checkpoints)
-    if not there:
-        raise RunDirectoryError(
-            f"{directory.path} has no checkpoint, so there is nothing to export. Train it first: "
-            "paceline resume "
-            f"{directory.path}"
-        )
-    if wanted not in (None, "best", "last"):
-        if not wanted.isdecimal():
-            raise ConfigError(f"--checkpoint must be best, last or a step such as 500, but is {wanted!r}.")
-        named = [path for path in there if parse_name(path.name)[0] == int(wanted)]
-        if not named:
-            steps = ", ".join(str(step) for step in sorted({parse_name(path.name)[0] for path in there}))
-            raise ConfigError(
-                f"--checkpoint {wanted}: {directory.path} has no checkpoint of that step; it has "
-                f"those of {steps}."
-            )
-        return named[0]
-    newest = newest_verified(directory.checkpoints)
-    if newest.path is None or newest.manifest is None:
-        raise CheckpointError(
-            f"no checkpoint in {directory.checkpoints} verifies. See: paceline checkpoint verify "
-            f"{directory.path}"
-        )
-    best = newest.manifest.info.best_version
-    if wanted == "last" or (wanted is None and best is None):
-        return newest.path
-    if best is None:
-        raise ConfigError(
-            f"--checkpoint best: {directory.path} knows no best model, since it was never evaluated on a "
-            "validation split. Use --checkpoint last."
-        )
-    return find_version(directory.checkpoints, best)
 
 
 def inference_of(task: Task, model: nn.Module) -> Inference:

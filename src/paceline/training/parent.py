@@ -83,7 +83,7 @@ def find_parent(source: str) -> Parent:
     path, which = _parsed(source)
     if RunDirectory(path).exists():
         directory = RunDirectory(path)
-        checkpoint = choose(directory.checkpoints, which or "best")
+        checkpoint = choose(directory.checkpoints, which)
     elif which is None and is_checkpoint(path):
         directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
     else:

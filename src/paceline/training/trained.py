@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from paceline.callback import Callback, Group, Horizon
 from paceline.checkpoint.checkpointer import load
+from paceline.checkpoint.choice import choose
 from paceline.checkpoint.identity import differences
 from paceline.checkpoint.manifest import CheckpointInfo
-from paceline.checkpoint.storage import candidates, find_version, newest_verified, parse_name
 from paceline.config import RunConfig
+from paceline.config.fine_tuning import Lora
 from paceline.distributed.environment import Environment, default_threads
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World, open_world
-from paceline.errors import CheckpointError, ConfigError, DataError
+from paceline.errors import CheckpointError, DataError
 from paceline.run_directory import RunDirectory
 from paceline.training.control import StopSignals
 from paceline.training.evaluation import Evaluator, Observe
+from paceline.training.parent import evaluated_weights
 from paceline.training.pins import current_pins, numerics_kept
 from paceline.training.preparation import Request, prepare
 from paceline.training.randomness import seed_model
 from paceline.training.run import Run
 from paceline.training.state import built_model
-
-_log = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -89,44 +88,6 @@ class Trained:
         return dict(self._callback.evaluated(split, measured))
 
 
-def choose_checkpoint(directory: RunDirectory, wanted: str | None) -> Path:
-    """The checkpoint that ``--checkpoint`` means; of "best" and a step, it is not verified yet.
-
-    Args:
-        directory: the run's.
-        wanted: "best", "last" or a step; None: the best, or the last where nothing was validated.
-
-    Raises:
-        ConfigError: it is none of these.
-        CheckpointError: there is no such checkpoint, or none that verifies.
-    """
-    there = candidates(directory.checkpoints)
-    if wanted not in (None, "best", "last"):
-        assert wanted is not None
-        if not wanted.isdecimal():
-            raise ConfigError(f"--checkpoint must be best, last or a step, but is {wanted!r}.")
-        found = [path for path in there if parse_name(path.name)[0] == int(wanted)]
-        if not found:
-            steps = ", ".join(sorted({str(parse_name(path.name)[0]) for path in there}, key=int)) or "none"
-            raise ConfigError(f"--checkpoint {wanted}: {directory.path} has checkpoints of steps {steps}.")
-        return found[0]
-    newest = newest_verified(directory.checkpoints)
-    for reason in newest.skipped:
-        _log.warning("passed over a checkpoint: %s", reason)
-    if newest.path is None or newest.manifest is None:
-        why = f": {newest.skipped[0]}" if newest.skipped else "."
-        raise CheckpointError(f"{directory.checkpoints} holds no checkpoint that can be used{why}")
-    best = newest.manifest.info.best_version
-    if wanted == "last" or (wanted is None and best is None):
-        return newest.path
-    if best is None:
-        raise ConfigError(
-            f"--checkpoint best: {directory.path} has no best model, since nothing was validated. "
-            "Use --checkpoint last."
-        )
-    return find_version(directory.checkpoints, best)
-
-
 @contextmanager
 def open_trained(
     directory: RunDirectory, wanted: str | None = None, *, device: Device = "auto"
@@ -135,7 +96,7 @@ def open_trained(
 
     Args:
         directory: the run's; nothing is written there.
-        wanted: which checkpoint, as :func:`choose_checkpoint` says.
+        wanted: which checkpoint, as :func:`paceline.checkpoint.choice.choose` says.
         device: where the model goes; ``auto`` is a GPU where there is one.
 
     Raises:
@@ -146,7 +107,7 @@ def open_trained(
     # It belongs to a strategy, and one process has none; autocast does what it does, in the same precision.
     options = {**manifest["config"], "fsdp_mixed_precision": False}
     manifest = {**manifest, "config": options}
-    path = choose_checkpoint(directory, wanted)
+    path = choose(directory.checkpoints, wanted)
     alone = Environment()
     with (
         numerics_kept(),
@@ -169,7 +130,7 @@ def open_trained(
         horizon = Horizon(total_steps=run.data.total_steps, steps_per_epoch=run.data.steps_per_epoch)
         callback = run.task.build_callback(module, horizon)
         with closing(callback):
-            info = _restore(path, module, callback)
+            info = _restore(path, module, run.config.adapters, callback)
             callback.attach(_alone(run, Path(scratch)), step=info.step, epoch=info.epoch)
             module.eval()
             yield Trained(
@@ -202,16 +163,11 @@ def evaluator_of(trained: Trained, split: str) -> Evaluator:
     raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
 
 
-def _restore(path: Path, module: nn.Module, callback: Callback) -> CheckpointInfo:
+def _restore(path: Path, module: nn.Module, lora: Lora | None, callback: Callback) -> CheckpointInfo:
     checkpoint = load(path)
     state = checkpoint.state
     try:
-        weights: Mapping[str, Any] = state["model"]
-        if "ema" in state:
-            # torch's AveragedModel holds a counter beside the average itself.
-            inside = "module."
-            weights = {n.removeprefix(inside): t for n, t in state["ema"].items() if n.startswith(inside)}
-        module.load_state_dict(weights)
+        module.load_state_dict(evaluated_weights(state, lora))
         callback.load_state_dict(state.get("callback", {}))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
