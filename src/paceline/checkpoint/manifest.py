@@ -10,13 +10,14 @@ import io
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.checkpoint.listed_files import open_listed, require_equal
 from paceline.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -26,6 +27,9 @@ MAX_MANIFEST_BYTES = 4 * 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _PIECE_BYTES = 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_open = partial(open_listed, MANIFEST, CheckpointError)
+_compare = partial(require_equal, MANIFEST, CheckpointError)
 
 Pin = str | int | float | bool | None | list[str | int | float | bool | None]
 
@@ -198,7 +202,7 @@ def verify(path: Path) -> Manifest:
         manifest = _read_manifest(directory)
         for name, record in _listed(directory, manifest):
             with _open(directory, name, record.size) as file:
-                _compare(name, record, hashlib.file_digest(file, "sha256").hexdigest())
+                _compare(name, record.sha256, hashlib.file_digest(file, "sha256").hexdigest())
         return manifest
 
 
@@ -214,7 +218,7 @@ def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
         for name, record in _listed(directory, manifest):
             with _open(directory, name, record.size) as file:
                 contents[name] = file.read(record.size + 1)
-            _compare(name, record, hashlib.sha256(contents[name]).hexdigest())
+            _compare(name, record.sha256, hashlib.sha256(contents[name]).hexdigest())
         return manifest, contents
 
 
@@ -233,7 +237,7 @@ def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.Buf
                 for name, record in _listed(directory, manifest)
             ]
             for name, file in files:
-                _compare(name, manifest.files[name], hashlib.file_digest(file, "sha256").hexdigest())
+                _compare(name, manifest.files[name].sha256, hashlib.file_digest(file, "sha256").hexdigest())
         yield manifest, files
 
 
@@ -257,7 +261,7 @@ def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> 
                         while piece := file.read(_PIECE_BYTES):
                             digest.update(piece)
                             on_read(len(piece))
-                    _compare(name, record, digest.hexdigest())
+                    _compare(name, record.sha256, digest.hexdigest())
                 except CheckpointError as error:
                     found.append(str(error))
                 except OSError as error:
@@ -303,31 +307,3 @@ def _listed(directory: int, manifest: Manifest) -> Iterator[tuple[str, FileRecor
     for name, record in manifest.files.items():
         _open(directory, name, record.size).close()
     yield from manifest.files.items()
-
-
-def _open(directory: int, name: str, size: int | None = None) -> io.BufferedReader:
-    try:
-        # A symbolic link would lead out of the checkpoint, and a FIFO would block for ever.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.fdopen(os.open(name, flags, dir_fd=directory), "rb")
-    except FileNotFoundError:
-        raise CheckpointError(f"{name} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be opened: {error.strerror}") from error
-    status = os.fstat(file.fileno())
-    problem = None
-    if not stat.S_ISREG(status.st_mode):
-        problem = f"{name} is not a regular file"
-    elif size is not None and status.st_size != size:
-        problem = f"{name} has {status.st_size} bytes, but its {MANIFEST} says {size}"
-    if problem is not None:
-        file.close()
-        raise CheckpointError(problem)
-    return file
-
-
-def _compare(name: str, record: FileRecord, sha256: str) -> None:
-    if sha256 != record.sha256:
-        raise CheckpointError(
-            f"{name} is damaged: its SHA-256 is {sha256}, but its {MANIFEST} says {record.sha256}"
-        )

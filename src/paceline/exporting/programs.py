@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,13 @@ from torch.export import Dim, ExportedProgram
 
 from paceline.errors import ExportError
 from paceline.inference import Inference
+from paceline.monitoring.hushed import hushed
 
 Compute = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
 """A format of the model: inputs in their order -> outputs by name."""
 
 PROGRAM_FILES = {"pt2": "program.pt2", "onnx": "model.onnx"}
+_TORCHS_EXPORTERS = "torch.onnx"
 _EXAMPLE_SAMPLES = 2  # torch.export takes a size of 1 for a constant
 
 
@@ -51,7 +50,7 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
         ExportError: it cannot trace the module.
     """
     try:
-        with _quiet(), torch.no_grad():
+        with hushed(_TORCHS_EXPORTERS), torch.no_grad():
             return torch.export.export(module, example, dynamic_shapes=dynamic)
     except Exception as error:
         raise ExportError(
@@ -63,13 +62,13 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
 
 def save_pt2(program: ExportedProgram, path: Path) -> None:
     """Write a program as torch does."""
-    with _quiet():
+    with hushed(_TORCHS_EXPORTERS):
         torch.export.save(program, path)
 
 
 def load_pt2(content: bytes) -> Compute:
     """The function in a pt2 file; loading it may run any code, so its origin must be trusted."""
-    with _quiet():
+    with hushed(_TORCHS_EXPORTERS):
         module = torch.export.load(io.BytesIO(content)).module()
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
@@ -103,7 +102,7 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         ExportError: an operation has no ONNX form; names it.
     """
     try:
-        with _quiet():
+        with hushed(_TORCHS_EXPORTERS):
             converted = torch.onnx.export(
                 program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False
             )
@@ -130,20 +129,6 @@ def load_onnx(path: Path, outputs: Sequence[str]) -> Compute:
         return dict(zip(outputs, map(torch.from_numpy, session.run(None, arrays)), strict=True))
 
     return compute
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing of what torch's exporters warn of: their own inside, and libraries that are not needed."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _first_lines(error: Exception) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from paceline.checkpoint.manifest import FileRecord
+from paceline.checkpoint.listed_files import open_listed, require_equal
 from paceline.errors import PackageError
 from paceline.packages.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from paceline.packages.registry import Registry
 from paceline.packages.trust import require_trusted
 
 _PIECE_BYTES = 2**20
+_open = partial(open_listed, MANIFEST, PackageError)
+_compare = partial(require_equal, MANIFEST, PackageError)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Package:
             record = self.manifest.files[name]
             with _open(directory, name, record.size) as file:
                 content = file.read(record.size + 1)
-            _compare(name, record, hashlib.sha256(content).hexdigest())
+            _compare(name, record.sha256, hashlib.sha256(content).hexdigest())
             return content
 
     def read_weights(self) -> bytes:
@@ -124,7 +125,7 @@ def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: Non
                 while piece := file.read(_PIECE_BYTES):
                     hashed.update(piece)
                     on_read(len(piece))
-            _compare(name, record, hashed.hexdigest())
+            _compare(name, record.sha256, hashed.hexdigest())
     return Package(path, manifest, digest)
 
 
@@ -161,31 +162,3 @@ def _read_manifest(directory: int) -> tuple[Manifest, str]:
     with _open(directory, MANIFEST) as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
     return Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
-
-
-def _open(directory: int, name: str, size: int | None = None) -> io.BufferedReader:
-    try:
-        # A symbolic link would lead out of the package, and a FIFO would block for ever.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.fdopen(os.open(name, flags, dir_fd=directory), "rb")
-    except FileNotFoundError:
-        raise PackageError(f"{name} is missing") from None
-    except OSError as error:
-        raise PackageError(f"{name} cannot be opened: {error.strerror}") from error
-    status = os.fstat(file.fileno())
-    problem = None
-    if not stat.S_ISREG(status.st_mode):
-        problem = f"{name} is not a regular file"
-    elif size is not None and status.st_size != size:
-        problem = f"{name} has {status.st_size} bytes, but its {MANIFEST} says {size}"
-    if problem is not None:
-        file.close()
-        raise PackageError(problem)
-    return file
-
-
-def _compare(name: str, record: FileRecord, sha256: str) -> None:
-    if sha256 != record.sha256:
-        raise PackageError(
-            f"{name} is damaged: its SHA-256 is {sha256}, but its {MANIFEST} says {record.sha256}"
-        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -16,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from paceline.callback import Group, Horizon
 from paceline.errors import TaskError
+from paceline.monitoring.hushed import hushed
 
 
 class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is not installed
@@ -28,7 +27,7 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
     """
 
     def __init__(self, module: pl.LightningModule, datamodule: Any, given: list[pl.Callback]) -> None:
-        with _quiet():
+        with hushed("lightning.pytorch.utilities.rank_zero"):
             super().__init__(
                 accelerator="cpu",
                 devices=1,
@@ -168,17 +167,3 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
     def save_checkpoint(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refused."""
         raise TaskError("Paceline saves checkpoints (--checkpoint-every); trainer.save_checkpoint() cannot.")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Lightning's notes on the hardware, which is Paceline's business."""
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
