@@ -45,6 +45,19 @@ def texts(chrome: Chrome, selector: str) -> list[str]:
         return []  # the page was just drawn again
 
 
+def allow(pace: Path, step: int) -> None:
+    """Let the training go on to a step; it never reads half of the number."""
+    new = pace.with_suffix(".new")
+    new.write_text(str(step))
+    new.replace(pace)
+
+
+def seen(into: list[str], chrome: Chrome, selector: str) -> list[str]:
+    """What is there now, kept: the page may be drawn again at any time."""
+    into[:] = texts(chrome, selector)
+    return into
+
+
 def points(chrome: Chrome) -> int:
     """Of the curve of the training loss."""
     try:
@@ -59,7 +72,7 @@ def test_a_run_is_watched_while_it_is_trained(
     run_processes: Processes, tmp_path: Path, chrome: Chrome, wait_until: Callable[..., None], no_jobs: None
 ) -> None:
     pace = tmp_path / "pace"
-    pace.write_text("8")
+    allow(pace, 8)
     (tmp_path / "runs").mkdir()
     paceline = [sys.executable, "-m", "paceline"]
     serving = run_processes.start([*paceline, "dashboard", tmp_path / "runs", "--port", "0", "--json"])
@@ -77,29 +90,30 @@ def test_a_run_is_watched_while_it_is_trained(
     wait_until(lambda: points(chrome) >= 8, "eight steps are drawn", WAIT_S)
     assert texts(chrome, ".title .pill") == ["running"]
     before = points(chrome)
-    pace.write_text("16")
+    allow(pace, 16)
     wait_until(lambda: points(chrome) >= before + 8, "the curve grows", WAIT_S)
 
-    wait_until(lambda: len(texts(chrome, ".ranks tbody tr")) == 2, "both ranks beat", WAIT_S)
-    pid = int(chrome.find_elements(By.CSS_SELECTOR, ".ranks tbody tr")[1].text.split()[2])
+    ranks: list[str] = []
+    wait_until(lambda: len(seen(ranks, chrome, ".ranks tbody tr")) == 2, "both ranks beat", WAIT_S)
+    pid = int(ranks[1].split()[2])
     os.kill(pid, signal.SIGKILL)
-    pace.write_text("24")
+    allow(pace, 24)
     wait_until(
         lambda: any("killed" in row for row in texts(chrome, ".recoveries tbody tr")), "the recovery", WAIT_S
     )
     wait_until(
         lambda: any("a worker was lost" in text for text in texts(chrome, ".alerts li")), "the alert", WAIT_S
     )
-    pace.write_text("1000")
+    allow(pace, 1000)
     wait_until(lambda: texts(chrome, ".title .pill") == ["finished"], "the run's end", WAIT_S)
     wait_until(lambda: points(chrome) == 32, "each step once", WAIT_S)
     assert run_processes.finish(training).returncode == 0
     assert any("latest" in row for row in texts(chrome, ".checkpoints tbody tr"))
 
     chrome.find_element(By.CSS_SELECTOR, ".chart summary").send_keys(Keys.ENTER)
-    rows = texts(chrome, ".chart tbody tr")
+    rows: list[str] = []
+    wait_until(lambda: len(seen(rows, chrome, ".chart tbody tr")) == 32, "the curve's numbers", WAIT_S)
     assert rows[0].split()[:2] == ["32", "loss"]
-    assert len(rows) == 32
     chrome.find_element(By.CSS_SELECTOR, ".log summary").send_keys(Keys.ENTER)
     wait_until(lambda: any(texts(chrome, ".log pre")), "the log", WAIT_S)
     assert complaints(chrome) == []

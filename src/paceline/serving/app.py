@@ -269,9 +269,18 @@ async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: in
             raise ClientGone
         body += message.get("body", b"")
         if len(body) > limit:
+            await _discard(receive, message, limit)
             raise RequestFailure(413, f"the body has more than {limit:,} bytes.", [(b"connection", b"close")])
         if not message.get("more_body", False):
             return body
+
+
+async def _discard(receive: Receive, message: Mapping[str, Any], most: int) -> None:
+    """Read on for a while: a client that still sends when its connection is closed sees no answer."""
+    discarded = 0
+    while message.get("more_body", False) and discarded < most:
+        message = await receive()
+        discarded += len(message.get("body", b""))
 
 
 def _timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
