@@ -45,6 +45,7 @@ from paceline.run_directory import write_atomically
 
 _MEETING_S = 300.0
 _POLL_S = 0.2
+_ENDING_S = 15.0  # the head may be ending its own part before it says so
 _GRACE_S = 5.0  # shorter than that of whoever supervises this process
 _LONGEST_TEMPORARY = 17
 """Names of Ray's Unix sockets are 90 characters longer than the temporary directory's, and at most 107."""
@@ -198,7 +199,10 @@ def _head(here: _Here, command: Sequence[str]) -> int:
             stack.callback(here.meeting.unlink, missing_ok=True)
             stack.enter_context(_door(here, address, cluster))
             _wait_for_all(ray, here.place.nodes)
-        return _run(command, {"RAY_ADDRESS": cluster})
+        code = _run(command, {"RAY_ADDRESS": cluster})
+        # Before the others are told: while Ray is here, it would print that theirs ends unexpectedly.
+        _shut_down(ray)
+        return code
 
 
 def _address(here: _Here, towards: str, port: int = 1) -> str:
@@ -269,7 +273,7 @@ def _member(here: _Here) -> int:
                 while started.poll() is None:
                     if select.select([door], [], [], _POLL_S)[0]:
                         return 0
-            if select.select([door], [], [], _POLL_S)[0]:
+            if select.select([door], [], [], _ENDING_S)[0]:
                 return 0
             said = log.read_text(errors="replace").strip()
             raise LaunchError(f"Ray ended on this machine. It said:\n{said}")
