@@ -53,6 +53,7 @@ def test_ten_of_each_kind_and_nothing_is_lost(run_processes: Any, tmp_path: Path
     assert "was killed by SIGKILL" in shown.stdout
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_failing_disks_and_slow_workers(run_processes: Any, tmp_path: Path) -> None:
     kinds = chaos(
         run_processes,

@@ -35,6 +35,26 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TIME_LIMIT_S = 120
+LONG = (
+    *(
+        "adapters",
+        "bench-comm",
+        "communication",
+        "fine-tuning",
+        "parameter-server",
+        "pipedream",
+        "pipeline",
+        "plan",
+        "preemption",
+    ),
+    *("running", "sharding", "tensor-parallel", "coming-from/accelerate", "coming-from/lightning"),
+    *("coming-from/torchrun", "launchers/mpi", "launchers/ray", "launchers/submitit"),
+)
+"""Pages that train for longer; other tests do what they show, too."""
+
+
+def _marks(page: Path) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if page in [ROOT / "docs" / f"{name}.md" for name in LONG] else []
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,11 @@ def run_block(block: Block, directory: Path) -> None:
             pytest.fail(f"a block is python, console, toml, json, mermaid or text, not {other!r}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=_marks(page)) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     for block in code_blocks(page.read_text(encoding="utf-8")):
         if block.not_run is None:

@@ -14,6 +14,7 @@ from tests.lab.sshd import SshLab
 from paceline.doctor.checks import Report
 
 
+@pytest.mark.slow
 @pytest.mark.ssh
 def test_by_ssh(ssh_machines: Callable[[int], SshLab]) -> None:
     """With as many processes as the machines have slots."""

@@ -19,6 +19,7 @@ def test_jobs_run_on_nodes_with_gpus_and_are_accounted_for(slurm_cluster: SlurmC
     cluster.wait_until(lambda: cluster.run(*sacct).stdout == "FAILED|3:0\n", "the job in the database")
 
 
+@pytest.mark.slow
 def test_a_job_of_a_lost_node_is_requeued(slurm_cluster: SlurmCluster) -> None:
     cluster = slurm_cluster
     job = cluster.sbatch("--requeue", "--wrap", "sleep 1000")

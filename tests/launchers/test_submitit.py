@@ -161,6 +161,7 @@ def test_a_callable_is_asked_what_to_continue_with(
     assert failed.endswith("failed")
 
 
+@pytest.mark.slow
 def test_a_task_that_is_preempted_ends_with_the_same_model(
     run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

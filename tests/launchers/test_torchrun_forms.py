@@ -106,6 +106,7 @@ def test_workers_are_started_again(launch: Any, run_processes: Any) -> None:
     assert printed(done) == ["came back after 1"] * 2
 
 
+@pytest.mark.slow
 def test_elastic_with_fewer_machines_than_may_come(launch: Any, run_processes: Any) -> None:
     elastic = ("--on", "torchrun", "--nodes", "1:3", "--nproc", "2", "--max-restarts", "3")
     done = run_processes.finish(

@@ -85,6 +85,7 @@ def test_fields_that_cannot_work_are_refused(fields: dict[str, Any], message: st
         Transformer(**fields)
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_and_fsdp_give_one_model(run_processes: Any, tmp_path: Path) -> None:
     common = ("transformer", "--max-steps", "6", "--threads", "1", "--seed", "7", "--json", "--quiet")
     sets = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]

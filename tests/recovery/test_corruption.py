@@ -137,7 +137,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(result_of(path)["model_sha256"])
 
 
-@pytest.mark.parametrize(("rank", "role", "what"), [(0, 1, "forward"), (1, 2, "fetch"), (2, 1, "forward")])
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("rank", "role", "what"), [(0, 1, "forward"), slow(1, 2, "fetch"), slow(2, 1, "forward")]
+)
 def test_the_wrong_rank_of_three_is_named(
     tmp_path: Path, undisturbed: str, rank: int, role: int, what: str
 ) -> None:

@@ -56,7 +56,7 @@ def _assert_equal(
         ("inprocess", signal.SIGTERM, 75, 1),
         ("spawn", signal.SIGINT, 130, 1),
         ("torchrun", signal.SIGTERM, 75, 2),
-        ("torchrun", signal.SIGUSR1, 75, 1),
+        pytest.param("torchrun", signal.SIGUSR1, 75, 1, marks=pytest.mark.slow),
         ("inplace", signal.SIGUSR1, 75, 2),
     ],
 )
@@ -97,6 +97,7 @@ def test_a_signal_to_one_worker_stops_all(
     _assert_equal(small, small.resume(), undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [("spawn", signal.SIGUSR1), ("torchrun", signal.SIGTERM), ("inplace", signal.SIGTERM)],

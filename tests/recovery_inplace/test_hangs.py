@@ -114,6 +114,7 @@ def test_a_dataset_that_blocks(
     assert place in re.sub(r"worker \d+", "worker N", sentence)
 
 
+@pytest.mark.slow
 def test_without_recovery_the_job_ends_and_can_be_resumed(
     run_processes: Any, tmp_path: Path, undisturbed: str
 ) -> None:

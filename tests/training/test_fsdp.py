@@ -130,6 +130,7 @@ def test_a_checkpoint_is_that_of_one_process(worlds: dict[int, Any]) -> None:
                 assert torch.equal(torch.as_tensor(other), torch.as_tensor(value)), (name, number, key)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_goes_from_strategy_to_strategy(start_trainings: Any, tmp_path: Path) -> None:
     def train(run: str, ranks: int, stop_at: int = 0, **options: Any) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def test_the_norm_of_gradients_is_that_of_all_stages_and_parts(alone: Any, four:
         torch.testing.assert_close(clipped[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_three_axes_on_eight_processes(start_trainings: Any, split: Any) -> None:
     jobs = {"layered": _under(JOBS["layered"], mesh="dp=2,tp=2,pp=2")}
     _same(start_trainings(jobs, ranks=8)["layered"], split["layered"])

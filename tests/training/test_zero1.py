@@ -86,6 +86,7 @@ def test_a_state_that_cannot_be_gathered_is_refused(worlds: dict[int, Any]) -> N
     assert "keeps a dict as 'notes' of a parameter. Use --strategy ddp." in refused["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_goes_from_strategy_to_strategy(start_trainings: Any, tmp_path: Path) -> None:
     def train(run: str, ranks: int, stop_at: int = 0, **options: Any) -> dict[str, Any]:

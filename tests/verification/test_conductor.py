@@ -43,6 +43,7 @@ def test_a_method_that_is_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> 
     assert not report.ok
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_dies_does_not_keep_back_the_others(run_processes: Any) -> None:
     done = run_processes.paceline(

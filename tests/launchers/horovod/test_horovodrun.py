@@ -165,6 +165,7 @@ def test_a_rank_that_fails_ends_the_job(run: Callable[..., Any], tmp_path: Path)
     assert "paceline: horovodrun ended with exit code 1; what is printed above says why." in done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_shows_what_horovod_was_built_with(run: Callable[..., Any]) -> None:
     plain = subprocess.run(
         [BESIDE / "horovodrun", "--check-build"], capture_output=True, text=True, check=True
