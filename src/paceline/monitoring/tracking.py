@@ -31,8 +31,6 @@ _CLOSE_S = 5.0  # while the run goes on elsewhere, or is being stopped
 _FINISH_S = 60.0
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")
 
-TRACKERS = ("mlflow", "wandb")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:

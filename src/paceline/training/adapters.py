@@ -5,9 +5,7 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (https://a
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,10 +13,11 @@ from torch import nn
 
 from paceline.config.fine_tuning import ALL_LINEAR, Lora
 from paceline.errors import CheckpointError, ConfigError
+from paceline.monitoring.hushed import loggers_hushed
 from paceline.training.patterns import listed
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-_NOISY = ("torchao", "torch.utils._pytree")
+_NOISY = ("torchao", "torch.utils._pytree")  # peft looks at it, and it has no part in this
 
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
@@ -33,7 +32,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
     """
     layers = target_layers(module, lora)
     try:
-        with _hushed():
+        with loggers_hushed(*_NOISY):
             from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
@@ -42,7 +41,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers, bias="none"
     )
-    with _hushed():
+    with loggers_hushed(*_NOISY):
         inject_adapter_in_model(config, module)
 
 
@@ -99,16 +98,3 @@ def merged(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
             )
         plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + state[layer + _B] @ a * lora.scaling
     return plain
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Without what libraries say that peft looks at, and that have no part in this."""
-    before = {name: logging.getLogger(name).level for name in _NOISY}
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
