@@ -15,7 +15,8 @@ from tests.conftest import Processes
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
-from paceline.monitoring.tracking import Tracked, TrackerWriter, require
+from paceline.monitoring.tracker import Tracked
+from paceline.monitoring.tracking import TrackerWriter, require
 from paceline.run_directory import RunDirectory, read_json_lines
 
 TASK = Path(__file__).parents[1] / "dashboard" / "paced.py"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paceline.monitoring.tracking import Tracked
+from paceline.monitoring.tracker import Tracked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

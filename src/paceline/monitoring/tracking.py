@@ -18,55 +18,17 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.monitoring.tracker import Tracked, Tracker
 from paceline.monitoring.writers import scalars
-from paceline.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 10_000  # records
 _CLOSE_S = 5.0  # while the run goes on elsewhere, or is being stopped
 _FINISH_S = 60.0
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tracked:
-    """What a tracker is told of a run.
-
-    Attributes:
-        id: the run's own, from ``run.toml``.
-        name: its directory's name.
-        task: the task's name, as the user gave it.
-        directory: where it is.
-        options: what was resolved; ``task.FIELD`` for the task's fields.
-        tags: what it can be found by.
-    """
-
-    id: str
-    name: str
-    task: str
-    directory: RunDirectory
-    options: Mapping[str, Any]
-    tags: Mapping[str, str]
-
-
-class Tracker(Protocol):
-    """One service; all methods are called from one thread, and may raise anything."""
-
-    def open(self, run: Tracked, earlier: str | None) -> str:
-        """Begin a run, or go on with the one that an earlier call named; return its name there."""
-
-    def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Add values of a step; ``at`` is Unix time."""
-
-    def conclude(self, tags: Mapping[str, str], values: Mapping[str, float]) -> None:
-        """The run has finished: its final tags and values."""
-
-    def close(self) -> None:
-        """Send what is left; the run may go on later."""
 
 
 def require(names: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.monitoring.tracking import Tracked
+from paceline.monitoring.tracker import Tracked
 
 
 class WandbTracker:

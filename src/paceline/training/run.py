@@ -20,7 +20,8 @@ from paceline.data.stream import StreamLoader
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.monitoring.monitor import Monitor
-from paceline.monitoring.tracking import Tracked, TrackerWriter, make_tracker
+from paceline.monitoring.tracker import Tracked
+from paceline.monitoring.tracking import TrackerWriter, make_tracker
 from paceline.run_directory import RunDirectory, backup_path
 from paceline.strategies.base import AMP_DTYPES, Strategy, StrategyOptions
 from paceline.strategies.placement import Placement, Rehearsal

@@ -17,8 +17,8 @@ from paceline.distributed.process import STOP_SIGNALS, StopRequests, passed_on, 
 from paceline.distributed.sockets import job_port
 from paceline.errors import LaunchError
 from paceline.launchers.local.failures import STOPPED
-from paceline.launchers.ray.job import RayJob
 from paceline.launchers.ray.machine import Machine
+from paceline.launchers.ray.ray_job import RayJob
 
 _TURN_S = 0.5
 _READ_S = 10.0

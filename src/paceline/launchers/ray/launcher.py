@@ -11,8 +11,8 @@ from paceline.launchers.attached import AttachedJob, AttachedLauncher, start_com
 from paceline.launchers.base import Command, JobHandle, JobSpec, Rendered, option
 from paceline.launchers.local.supervision import Starter
 from paceline.launchers.node import interface_variables, node_command
-from paceline.launchers.ray.job import RayJob
 from paceline.launchers.ray.node import cluster_command, ray_node_command
+from paceline.launchers.ray.ray_job import RayJob
 from paceline.launchers.refusals import refuse_restarts, refuse_walltime
 
 PLACEMENTS = ("spread", "pack", "strict-spread", "strict-pack")
