@@ -29,7 +29,7 @@ def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
     save_onnx(program, list(inference.inputs), list(inference.outputs), tmp_path / "model.onnx")
     computes = {
         "pt2": load_pt2((tmp_path / "program.pt2").read_bytes()),
-        "onnx": load_onnx(tmp_path / "model.onnx", list(inference.outputs)),
+        "onnx": load_onnx((tmp_path / "model.onnx").read_bytes(), list(inference.outputs)),
     }
     for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
         expected = inference.module(tokens(samples, length))["probabilities"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ExportError
 from paceline.exporting.programs import Compute
-from paceline.exporting.source import Trained
+from paceline.exporting.source import Source
 from paceline.inference import Inference, TensorSpec
 from paceline.packages.manifest import Difference
 
@@ -51,7 +51,7 @@ class _Tally:
 
 
 def compare(
-    trained: Trained, candidates: Mapping[str, Compute], on_progress: OnProgress
+    trained: Source, candidates: Mapping[str, Compute], on_progress: OnProgress
 ) -> dict[str, tuple[Difference, float]]:
     """Compute the whole split with the trained model and with each format.
 
@@ -121,7 +121,7 @@ def problem_of(
 
 
 def layer_at_fault(
-    trained: Trained,
+    trained: Source,
     alone: Callable[[str, tuple[Any, ...]], Tensor],
     quantization: str | None,
     tolerance: float | None,
@@ -151,7 +151,7 @@ def layer_at_fault(
     return named if quantization else None
 
 
-def batch_inputs(trained: Trained, batch: Any) -> list[Tensor]:
+def batch_inputs(trained: Source, batch: Any) -> list[Tensor]:
     """The inputs in a batch, checked against the task's own word.
 
     Raises:
@@ -219,7 +219,7 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Any, samples: int) -> Non
         )
 
 
-def _calls(trained: Trained) -> list[tuple[str, nn.Module, tuple[Any, ...], Tensor]]:
+def _calls(trained: Source) -> list[tuple[str, nn.Module, tuple[Any, ...], Tensor]]:
     """Each layer without layers of its own, as it was called first: name, module, inputs, output."""
     calls: list[tuple[str, nn.Module, tuple[Any, ...], Tensor]] = []
     seen: set[nn.Module] = set()

@@ -61,21 +61,34 @@ def load_with_task(package: Package, task: Task | str | None = None) -> Inferenc
         TaskError: the task cannot be found or built.
         PackageError: the weights do not fit the task, or it is not said which code may run.
     """
-    manifest = package.manifest
     if not isinstance(task, Task):
-        spec = manifest.provenance.task if task is None else task
-        if task is None and spec not in RECIPES and package.digest not in trusted():
-            # Importing it runs it, and the name is only the package's word.
-            raise PackageError(
-                f"package {package.path} says that it is of the task {spec}, and you have not trusted it. "
-                "Name the task yourself, with --task, or say --trust once."
-            )
+        spec = task_of(package, task)
         load_task_class(spec)  # says what is wrong with the name before fields are blamed
-        task = TaskReference(spec, manifest.provenance.fields).load()
+        task = TaskReference(spec, package.manifest.provenance.fields).load()
     model = task.build_model()
     model.eval().requires_grad_(False)
-    load_weights(model, package.read_weights(), manifest.quantization)
+    load_weights(model, package.read_weights(), package.manifest.quantization)
     return inference_of(task, model)
+
+
+def task_of(package: Package, task: str | None) -> str:
+    """The name of the task whose code may run.
+
+    Args:
+        package: verified.
+        task: what the user names; None is the task that the package names.
+
+    Raises:
+        PackageError: the user names none, and the package is not trusted.
+    """
+    spec = package.manifest.provenance.task if task is None else task
+    if task is None and spec not in RECIPES and package.digest not in trusted():
+        # Importing it runs it, and the name is only the package's word.
+        raise PackageError(
+            f"package {package.path} says that it is of the task {spec}, and you have not trusted it. "
+            "Name the task yourself, with --task, or say --trust once."
+        )
+    return spec
 
 
 def load_weights(model: nn.Module, content: bytes, quantization: str | None) -> None:
@@ -115,7 +128,10 @@ def load_program(package: Package, program: str) -> Compute:
     if program == "pt2":
         return load_pt2(content)
     require_onnx()
-    return load_onnx(package.path / package.manifest.programs[program], list(package.manifest.outputs))
+    # Weights of more than 2 GB are in files of their own, which the model names.
+    name = package.manifest.programs[program]
+    beside = {file: package.read(file) for file in package.manifest.files if file.startswith(f"{name}.")}
+    return load_onnx(content, list(package.manifest.outputs), beside)
 
 
 def _tied(content: bytes) -> Mapping[str, str]:

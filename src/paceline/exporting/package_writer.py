@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +26,15 @@ from paceline.exporting.programs import (
     PROGRAM_FILES,
     Compute,
     capture,
+    layer_alone,
     load_onnx,
     load_pt2,
     require_onnx,
     save_onnx,
     save_pt2,
-    trace,
 )
 from paceline.exporting.quantization import Quantization, quantize
-from paceline.exporting.source import Trained, inference_of, read_trained, source_sha256
+from paceline.exporting.source import PACKAGE_METRICS, Source, inference_of, open_source, source_sha256
 from paceline.inference import Inference
 from paceline.packages.manifest import Difference, Manifest, Provenance, plain_name
 from paceline.packages.package import Package, verify_package
@@ -98,25 +97,28 @@ def export(
     if "onnx" in request.formats:
         require_onnx()
     on_stage("reading the run")
-    trained = read_trained(request.run, request.checkpoint)
-    reference = Reference(request.name or default_name(trained), request.tag)
-    on_stage(f"evaluating {trained.split}")
-    metrics = trained.measure()
-    with registry.draft() as draft:
-        weights = _write_weights(trained, request.quantization, draft)
-        reloaded = _reloaded(trained, weights, request.quantization)
+    with open_source(request.run, request.checkpoint) as source, registry.draft() as draft:
+        reference = Reference(request.name or default_name(source), request.tag)
+        on_stage(f"evaluating {source.split}")
+        metrics = _finite(source.measure())
+        weights = _write_weights(source, request.quantization, draft)
+        model, reloaded = _reloaded(source, weights, request.quantization)
         computes = {
             "safetensors": _as_compute(reloaded),
-            **_write_programs(trained, reloaded, request.formats, draft, on_stage),
+            **_write_programs(source, reloaded, request.formats, draft, on_stage),
         }
         on_stage("comparing")
-        compared = compare(trained, computes, on_progress)
+        compared = compare(source, computes, on_progress)
         for kind, (difference, scale) in compared.items():
             problem = problem_of(difference, scale, request.quantization, request.tolerance)
             if problem is not None:
-                raise _refusal(trained, reloaded, kind, problem, request)
+                raise _refusal(source, reloaded, kind, problem, request)
         differences = {kind: difference for kind, (difference, _) in compared.items()}
-        manifest = _manifest(trained, request, reference.name, metrics, differences, draft)
+        data = source.data
+        if request.quantization is not None:
+            on_stage(f"evaluating {source.split}, {request.quantization}")
+            data[PACKAGE_METRICS] = _finite(source.measure(model))
+        manifest = _manifest(source, request, reference.name, metrics, differences, data, draft)
         registry.commit(draft, manifest)
     # What this user exported here may run here.
     trust(manifest.digest)
@@ -124,15 +126,15 @@ def export(
     return verify_package(registry.path_of(manifest.digest)), reference
 
 
-def default_name(trained: Trained) -> str:
+def default_name(source: Source) -> str:
     """A recipe's own name, or the task's class in small letters."""
-    spec = trained.spec.rpartition(":")[2] or trained.spec
+    spec = source.spec.rpartition(":")[2] or source.spec
     letters = (c if c.isalnum() and c.isascii() else "-" for c in spec.lower())
     return "".join(letters).strip("-")[:64].strip("-") or "model"
 
 
-def _write_weights(trained: Trained, quantization: Quantization | None, draft: Path) -> bytes:
-    model = trained.model
+def _write_weights(source: Source, quantization: Quantization | None, draft: Path) -> bytes:
+    model = source.model
     if quantization is not None:
         model = deepcopy(model)
         quantize(model, quantization)
@@ -141,11 +143,13 @@ def _write_weights(trained: Trained, quantization: Quantization | None, draft: P
     return content
 
 
-def _reloaded(trained: Trained, weights: bytes, quantization: Quantization | None) -> Inference:
-    """The function as somebody gets it who has the weights and the task."""
-    model = trained.task.build_model().eval().requires_grad_(False)
+def _reloaded(
+    source: Source, weights: bytes, quantization: Quantization | None
+) -> tuple[nn.Module, Inference]:
+    """Model and function as somebody gets them who has the weights and the task."""
+    model = source.task.build_model().eval().requires_grad_(False)
     load_weights(model, weights, quantization)
-    return inference_of(trained.task, model)
+    return model, inference_of(source.task, model)
 
 
 def _as_compute(inference: Inference) -> Compute:
@@ -158,7 +162,7 @@ def _as_compute(inference: Inference) -> Compute:
 
 
 def _write_programs(
-    trained: Trained,
+    source: Source,
     reloaded: Inference,
     formats: Sequence[str],
     draft: Path,
@@ -169,12 +173,12 @@ def _write_programs(
     if not wanted:
         return {}
     on_stage("tracing")
-    batches = trained.batches()
+    batches = source.batches()
     try:
         batch = next(iter(batches.read(range(1))))
     finally:
         batches.close()
-    program = capture(reloaded, batch_inputs(trained, batch.batch))
+    program = capture(reloaded, batch_inputs(source, batch.batch))
     computes: dict[str, Compute] = {}
     for kind in wanted:
         on_stage(f"writing {kind}")
@@ -184,17 +188,18 @@ def _write_programs(
             computes[kind] = load_pt2(path.read_bytes())
         else:
             save_onnx(program, list(reloaded.inputs), list(reloaded.outputs), path)
-            computes[kind] = load_onnx(path, list(reloaded.outputs))
+            beside = {p.name: p.read_bytes() for p in draft.glob(f"{path.name}.*")}
+            computes[kind] = load_onnx(path.read_bytes(), list(reloaded.outputs), beside)
     return computes
 
 
 def _refusal(
-    trained: Trained, reloaded: Inference, kind: str, problem: str, request: ExportRequest
+    source: Source, reloaded: Inference, kind: str, problem: str, request: ExportRequest
 ) -> ExportError:
     quantization = request.quantization
     layer = layer_at_fault(
-        trained,
-        lambda name, given: _alone(reloaded, kind, name, given),
+        source,
+        lambda name, given: layer_alone(reloaded.module.get_submodule(name), kind, given),
         quantization,
         request.tolerance,
     )
@@ -211,83 +216,61 @@ def _refusal(
         "in Python"
     )
     return ExportError(
-        f"the {kind} export computes something else than the trained model on the {trained.split} split: "
+        f"the {kind} export computes something else than the trained model on the {source.split} split: "
         f"{problem}; {where}. {advice}; or say with --tolerance what may differ. Nothing was exported."
     )
 
 
-def _alone(reloaded: Inference, kind: str, name: str, given: tuple[Any, ...]) -> Tensor:
-    """One layer's output in a format."""
-    layer = reloaded.module.get_submodule(name)
-    if kind == "safetensors":
-        with torch.no_grad():
-            return cast(Tensor, layer(*given))
-    program = trace(_Named(layer), given)
-    with tempfile.TemporaryDirectory(prefix="paceline-layer-") as directory:
-        path = Path(directory) / PROGRAM_FILES[kind]
-        if kind == "pt2":
-            save_pt2(program, path)
-            return load_pt2(path.read_bytes())(given)["output"]
-        save_onnx(program, [f"input_{number}" for number in range(len(given))], ["output"], path)
-        return load_onnx(path, ["output"])(given)["output"]
-
-
-class _Named(nn.Module):
-    """A layer whose output has a name."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *values: Tensor) -> dict[str, Tensor]:
-        return {"output": self.layer(*values)}
-
-
 def _manifest(
-    trained: Trained,
+    source: Source,
     request: ExportRequest,
     name: str,
     metrics: Mapping[str, float],
     differences: Mapping[str, Difference],
+    data: Mapping[str, Any],
     draft: Path,
 ) -> Manifest:
-    inference = trained.inference
+    inference = source.inference
     manifest = Manifest(
         name=name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         inputs=inference.inputs,
         outputs=inference.outputs,
-        provenance=_provenance(trained),
+        provenance=_provenance(source, data),
         files={},
         labels=inference.labels,
         probabilities=inference.probabilities,
         label=inference.label,
-        metrics={key: value for key, value in metrics.items() if abs(value) < 1e300},
+        metrics=metrics,
         weights=WEIGHTS,
         programs={kind: PROGRAM_FILES[kind] for kind in differences if kind in PROGRAM_FILES},
         quantization=request.quantization,
         differences=differences,
     )
-    write_file(draft / CARD, [model_card(manifest, trained.task).encode()])
+    write_file(draft / CARD, [model_card(manifest, source.task).encode()])
     files = {path.name: _record(path) for path in sorted(draft.iterdir())}
     return replace(manifest, files=files)
 
 
-def _provenance(trained: Trained) -> Provenance:
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if abs(value) < 1e300}
+
+
+def _provenance(source: Source, data: Mapping[str, Any]) -> Provenance:
     return Provenance(
-        run=trained.run,
-        task=trained.spec,
-        fields=trained.fields,
-        step=trained.info.step,
-        state_version=trained.info.state_version,
-        model_sha256=model_sha256(trained.model.state_dict()),
-        data={**trained.data, "compared_split": trained.split},
+        run=str(source.manifest["id"]),
+        task=source.spec,
+        fields=source.fields,
+        step=source.trained.info.step,
+        state_version=source.trained.info.state_version,
+        model_sha256=model_sha256(source.model.state_dict()),
+        data=data,
         versions={
             "paceline": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        code_sha256=source_sha256(trained.task),
+        code_sha256=source_sha256(source.task),
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,13 +117,26 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         ) from error
 
 
-def load_onnx(path: Path, outputs: Sequence[str]) -> Compute:
-    """The function in an ONNX file, by onnxruntime on the CPU."""
+def load_onnx(
+    content: bytes, outputs: Sequence[str], beside: Mapping[str, bytes] = MappingProxyType({})
+) -> Compute:
+    """The function of an ONNX model, by onnxruntime on the CPU.
+
+    Args:
+        content: the model.
+        outputs: their names, in their order.
+        beside: file name -> content of the weights that the model does not hold itself.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    if beside:
+        contents = list(beside.values())
+        options.add_external_initializers_from_files_in_memory(
+            list(beside), contents, [len(each) for each in contents]
+        )
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
@@ -129,6 +144,36 @@ def load_onnx(path: Path, outputs: Sequence[str]) -> Compute:
         return dict(zip(outputs, map(torch.from_numpy, session.run(None, arrays)), strict=True))
 
     return compute
+
+
+def layer_alone(layer: nn.Module, kind: str, given: tuple[Any, ...]) -> Tensor:
+    """One layer's output in a format.
+
+    Raises:
+        ExportError: it cannot be written in that format by itself.
+    """
+    if kind == "safetensors":
+        with torch.no_grad():
+            return cast(Tensor, layer(*given))
+    program = trace(_Named(layer), given)
+    with tempfile.TemporaryDirectory(prefix="paceline-layer-") as directory:
+        path = Path(directory) / PROGRAM_FILES[kind]
+        if kind == "pt2":
+            save_pt2(program, path)
+            return load_pt2(path.read_bytes())(given)["output"]
+        save_onnx(program, [f"input_{number}" for number in range(len(given))], ["output"], path)
+        return load_onnx(path.read_bytes(), ["output"])(given)["output"]
+
+
+class _Named(nn.Module):
+    """A layer whose output has a name."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *values: Tensor) -> dict[str, Tensor]:
+        return {"output": self.layer(*values)}
 
 
 def _first_lines(error: Exception) -> str:

@@ -4,101 +4,101 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.choice import choose
-from paceline.checkpoint.manifest import CheckpointInfo
-from paceline.config import config_from_mapping
-from paceline.config.fine_tuning import Lora
+from paceline.config import RunConfig
 from paceline.data.evaluation import EvalBatches
-from paceline.distributed.mesh import Mesh
-from paceline.distributed.world import World
 from paceline.errors import ExportError
 from paceline.inference import Inference
 from paceline.run_directory import RunDirectory
-from paceline.task import Task, TaskReference
-from paceline.training.evaluation import Evaluator
-from paceline.training.parent import evaluated_weights
-from paceline.training.randomness import seed_model
-from paceline.training.state import built_model
+from paceline.task import Task
+from paceline.training.trained import Trained, evaluator_of, open_trained
 
-COMPARED_BATCH = 64
-"""Samples of the test split that are computed at once; the last batch is smaller."""
+EVALUATION = "evaluation"
+"""In a package's ``provenance.data``: the options of the run that its evaluation follows from."""
 
-_CPU = torch.device("cpu")
+PACKAGE_METRICS = "package_metrics"
+"""Likewise: the metrics of quantized weights; those of the manifest are of the weights before that."""
+
+_DECIDE_IT = (
+    *("seed", "global_batch_size", "shards", "precision", "threads"),
+    *("val_fraction", "epochs", "max_steps"),
+)
+_SPLITS = ("test", "val")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained model, on the CPU, in evaluation mode.
+class Source:
+    """A trained model that is exported, on the CPU, in evaluation mode.
 
     Attributes:
-        task: it was trained by.
-        spec: the task's name.
-        fields: the task's hyperparameters.
-        model: the trained one.
-        inference: the function around it.
-        run: the run's id.
-        info: of the checkpoint.
-        split: what it is compared and measured on, "test", or "val" where there is no test split.
-        dataset: that split.
-        seed: the run's.
-        data: what the run recorded of its data.
+        trained: the model, and the evaluation that its run would do.
+        manifest: the run's ``run.toml``.
+        inference: the function around the model.
+        split: what it is compared and measured on: "test", or "val" where there is no test split.
     """
 
-    task: Task
-    spec: str
-    fields: Mapping[str, Any]
-    model: nn.Module
+    trained: Trained
+    manifest: Mapping[str, Any]
     inference: Inference
-    run: str
-    info: CheckpointInfo
     split: str
-    dataset: Any
-    seed: int
-    data: Mapping[str, Any]
+
+    @property
+    def task(self) -> Task:
+        """What the model was trained by."""
+        return self.trained.run.task
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained one."""
+        return self.trained.module
+
+    @property
+    def spec(self) -> str:
+        """The task's name."""
+        return str(self.manifest["task"]["spec"])
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The task's hyperparameters."""
+        return dict(self.manifest["task"]["fields"])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What is known of the data, and how the model is evaluated on it."""
+        config = self.trained.run.config
+        default = RunConfig()
+        decide = {name: getattr(config, name) for name in _DECIDE_IT}
+        return {
+            **self.manifest.get("data", {}),
+            "compared_split": self.split,
+            EVALUATION: {n: value for n, value in decide.items() if value != getattr(default, n)},
+        }
 
     def batches(self) -> EvalBatches:
-        """The split, in its order."""
-        return EvalBatches(
-            self.dataset,
-            COMPARED_BATCH,
-            seed=self.seed,
-            device=_CPU,
-            workers=0,
-            collate=self.task.collate,
-            split=self.split,
-        )
+        """The split, in the blocks in which the run evaluates it; close them."""
+        batches = self.trained.run.build_eval_batches(self.split)
+        assert batches is not None
+        return batches
 
-    def measure(self) -> dict[str, float]:
-        """The task's metrics of the trained model on the split."""
-        world = World(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            device=_CPU,
-            backend="gloo",
-            generation=0,
-            one_host=True,
-        )
-        evaluator = Evaluator(
-            self.task, _CPU, self.batches(), seed=self.seed, autocast=torch.no_grad, split=self.split
-        )
-        try:
-            return evaluator.run(Mesh(world, {}), self.model, lambda: 0)
-        finally:
-            evaluator.close()
+    def measure(self, model: nn.Module | None = None) -> dict[str, float]:
+        """The task's metrics on the split, as the run records them.
+
+        Args:
+            model: what is measured; by default the trained one.
+        """
+        with closing(evaluator_of(self.trained, self.split)) as evaluator:
+            return self.trained.evaluate(evaluator, self.split, module=model)
 
 
-def read_trained(run: Path, checkpoint: str | None) -> Trained:
+@contextmanager
+def open_source(run: Path, checkpoint: str | None) -> Iterator[Source]:
     """Read the model of a run.
 
     Args:
@@ -107,31 +107,13 @@ def read_trained(run: Path, checkpoint: str | None) -> Trained:
 
     Raises:
         UserError: there is no such run or checkpoint, or the task says not what its model does for others.
-        CheckpointError: none verifies.
+        CheckpointError: none verifies, or it does not fit the task.
     """
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
-    config = config_from_mapping(manifest["config"], str(directory.manifest))
-    found = load(choose(directory.checkpoints, checkpoint))
-    spec, fields = manifest["task"]["spec"], manifest["task"]["fields"]
-    task = TaskReference(spec, fields).load()
-    seed_model(config.seed)
-    model = built_model(task)
-    _load_weights(model, found.state, config.adapters)
-    split, dataset = _compared_split(task)
-    return Trained(
-        task=task,
-        spec=spec,
-        fields=fields,
-        model=model,
-        inference=inference_of(task, model),
-        run=manifest["id"],
-        info=found.manifest.info,
-        split=split,
-        dataset=dataset,
-        seed=config.seed,
-        data=manifest.get("data", {}),
-    )
+    with open_trained(directory, checkpoint, device="cpu") as trained:
+        inference = inference_of(trained.run.task, trained.module)
+        yield Source(trained, manifest, inference, _compared_split(trained))
 
 
 def inference_of(task: Task, model: nn.Module) -> Inference:
@@ -164,23 +146,13 @@ def source_sha256(task: Task) -> str | None:
         return None
 
 
-def _load_weights(model: nn.Module, state: Mapping[str, Any], lora: Lora | None) -> None:
-    try:
-        model.load_state_dict(evaluated_weights(state, lora))
-    except RuntimeError as error:
-        raise ExportError(
-            f"the checkpoint does not fit the task as it is now: {error}\n"
-            "Export with the code that the run was trained with."
-        ) from error
-
-
-def _compared_split(task: Task) -> tuple[str, Any]:
-    for split in ("test", "val"):
-        dataset = task.build_dataset(split)
-        if dataset is not None:
-            return split, dataset
+def _compared_split(trained: Trained) -> str:
+    for split in _SPLITS:
+        batches = trained.run.build_eval_batches(split)
+        if batches is not None:
+            batches.close()
+            return split
     raise ExportError(
-        f"{type(task).__name__} has neither a test nor a val split, and nothing is exported that was "
-        "not compared "
-        "with the trained model. Let build_dataset return one for 'test'."
+        f"{type(trained.run.task).__name__} has neither a test nor a val split, and nothing is exported that "
+        "was not compared with the trained model. Let build_dataset return one for 'test'."
     )

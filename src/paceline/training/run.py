@@ -147,6 +147,24 @@ class Run:
         Raises:
             DataError: the dataset cannot be read.
         """
+        batches = self.build_eval_batches(split)
+        if batches is None:
+            return None
+        return Evaluator(
+            self.task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split
+        )
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of a block of an evaluation."""
+        return _EVAL_SHARDS * -(-self.global_batch_size // self.num_shards)
+
+    def build_eval_batches(self, split: str) -> EvalBatches | None:
+        """What "val" or "test" is evaluated in, or None where the task has no such split.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
         data, task, index_map = self.data, self.task, None
         if split == "val" and data.carved is not None:
             dataset, index_map = data.train, data.carved.val
@@ -154,18 +172,15 @@ class Run:
             dataset = data.val if split == "val" else task.build_dataset(split)
         if dataset is None:
             return None
-        batches = EvalBatches(
+        return EvalBatches(
             dataset,
-            _EVAL_SHARDS * -(-self.global_batch_size // self.num_shards),
+            self.eval_batch_size,
             seed=self.config.seed,
             device=self.device,
             workers=resolve_workers(dataset, task.collate, self.config.workers, self.processes),
             collate=task.collate,
             index_map=index_map,
             split=split,
-        )
-        return Evaluator(
-            task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split
         )
 
     def build_mesh(self, world: World) -> Mesh:

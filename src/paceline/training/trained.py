@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,32 +36,23 @@ from paceline.training.state import built_model
 
 Device = Literal["auto", "cpu", "cuda"]
 
+Fill = Callable[[Run, nn.Module, Callback], tuple[int, int]]
+"""Loads what was saved into a model and its callback; returns the steps and epochs that it had done."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A trained model, ready to be evaluated on one process.
+class Evaluated:
+    """A model, ready to be evaluated on one process as its run would.
 
     Attributes:
         run: what it was trained by; its options are the recorded ones.
         module: the model, in evaluation mode: the moving average where the run keeps one.
-        path: the checkpoint's directory.
-        info: what the checkpoint is of.
-        is_best: whether it is the best model so far.
     """
 
     run: Run
     module: nn.Module
-    path: Path
-    info: CheckpointInfo
-    is_best: bool
     _world: World
     _callback: Callback
-
-    @property
-    def changed_pins(self) -> list[str]:
-        """In what this process differs from the one that wrote the checkpoint, where bits depend on it."""
-        now = current_pins(self.run.config, self.run.device)
-        return differences(self.info.pins, now)
 
     def evaluator(self, split: str) -> Evaluator | None:
         """The evaluator of "val" or "test", or None where the run has no such split; close it.
@@ -71,21 +62,51 @@ class Trained:
         """
         return self.run.build_evaluator(split)
 
-    def evaluate(self, evaluator: Evaluator, split: str, observe: Observe | None = None) -> dict[str, float]:
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        split: str,
+        observe: Observe | None = None,
+        *,
+        module: nn.Module | None = None,
+    ) -> dict[str, float]:
         """The metrics of a split, by name: those that the run itself would record.
 
         Args:
             evaluator: of the split.
             split: its name.
             observe: told of each block.
+            module: evaluated instead of the model.
 
         Raises:
             TaskError: the task's metrics are not what they should be.
         """
-        self._callback.evaluation_begins(split, self.module)
+        module = self.module if module is None else module
+        self._callback.evaluation_begins(split, module)
         mesh = Mesh(self._world, {"dp": 1})
-        measured = evaluator.run(mesh, self.module, lambda: 0, observe=observe)
+        measured = evaluator.run(mesh, module, lambda: 0, observe=observe)
         return dict(self._callback.evaluated(split, measured))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Evaluated):
+    """The model of one of a run's checkpoints.
+
+    Attributes:
+        path: the checkpoint's directory.
+        info: what the checkpoint is of.
+        is_best: whether it is the best model so far.
+    """
+
+    path: Path
+    info: CheckpointInfo
+    is_best: bool
+
+    @property
+    def changed_pins(self) -> list[str]:
+        """In what this process differs from the one that wrote the checkpoint, where bits depend on it."""
+        now = current_pins(self.run.config, self.run.device)
+        return differences(self.info.pins, now)
 
 
 @contextmanager
@@ -104,10 +125,45 @@ def open_trained(
         CheckpointError: there is no such checkpoint, it is damaged, or does not fit the task as it is now.
     """
     manifest = directory.read_complete_manifest()
+    path = choose(directory.checkpoints, wanted)
+    infos = []
+
+    def fill(run: Run, module: nn.Module, callback: Callback) -> tuple[int, int]:
+        info = _restore(path, module, run.config.adapters, callback)
+        infos.append(info)
+        return info.step, info.epoch
+
+    with open_evaluated(directory, manifest, fill, device=device) as model:
+        (info,) = infos
+        yield Trained(
+            run=model.run,
+            module=model.module,
+            path=path,
+            info=info,
+            is_best=info.best_version == info.state_version,
+            _world=model._world,
+            _callback=model._callback,
+        )
+
+
+@contextmanager
+def open_evaluated(
+    directory: RunDirectory, manifest: Mapping[str, Any], fill: Fill, *, device: Device = "auto"
+) -> Iterator[Evaluated]:
+    """Build a recorded task and its model again, and have them filled.
+
+    Args:
+        directory: the run's, for messages; nothing is read or written there.
+        manifest: the tables ``task`` and ``config`` of ``run.toml``.
+        fill: loads what was saved.
+        device: where the model goes; ``auto`` is a GPU where there is one.
+
+    Raises:
+        UserError: the task or its data cannot be built.
+    """
     # It belongs to a strategy, and one process has none; autocast does what it does, in the same precision.
     options = {**manifest["config"], "fsdp_mixed_precision": False}
     manifest = {**manifest, "config": options}
-    path = choose(directory.checkpoints, wanted)
     alone = Environment()
     with (
         numerics_kept(),
@@ -130,21 +186,13 @@ def open_trained(
         horizon = Horizon(total_steps=run.data.total_steps, steps_per_epoch=run.data.steps_per_epoch)
         callback = run.task.build_callback(module, horizon)
         with closing(callback):
-            info = _restore(path, module, run.config.adapters, callback)
-            callback.attach(_alone(run, Path(scratch)), step=info.step, epoch=info.epoch)
+            step, epoch = fill(run, module, callback)
+            callback.attach(_alone(run, Path(scratch)), step=step, epoch=epoch)
             module.eval()
-            yield Trained(
-                run=run,
-                module=module,
-                path=path,
-                info=info,
-                is_best=info.best_version == info.state_version,
-                _world=world,
-                _callback=callback,
-            )
+            yield Evaluated(run=run, module=module, _world=world, _callback=callback)
 
 
-def evaluator_of(trained: Trained, split: str) -> Evaluator:
+def evaluator_of(trained: Evaluated, split: str) -> Evaluator:
     """The evaluator of a split that there must be.
 
     Raises:
