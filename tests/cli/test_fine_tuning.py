@@ -22,6 +22,7 @@ from paceline.config import config_from_mapping
 from paceline.inference import TensorSpec
 from paceline.packages.manifest import Manifest, Provenance
 from paceline.run_directory import RunDirectory
+from paceline.training import replica
 from paceline.training.parent import find_parent
 
 TASKS = """
@@ -129,6 +130,12 @@ def test_which_checkpoint_is_begun_with(here: Path, which: str) -> None:
     assert RunDirectory(Path("child")).read_manifest()["parent"]["step"] == saved.manifest.info.step
     model = saved.state["model"]
     assert all(torch.equal(value, model[name]) for name, value in _copy("child").items())
+
+
+def test_the_model_is_built_once(here: Path) -> None:
+    with mock.patch.object(replica, "built_model", wraps=replica.built_model) as built:
+        assert _paceline([*_train("child"), "--init-from", "parent", "--max-steps", "1"]) == 0
+    assert built.call_count == 1
 
 
 def test_a_checkpoints_directory_will_do(here: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from tests.conftest import Processes
 from tests.exporting.conftest import TASKS
 
@@ -26,15 +27,6 @@ from paceline.exporting.package_writer import ExportRequest, export
 from paceline.exporting.source import Source, open_source
 from paceline.packages.package import Package, open_package
 from paceline.packages.registry import Registry
-
-
-@pytest.fixture(scope="module")
-def package(run_directory: Path, home: Path) -> Package:
-    """In every format."""
-    request = ExportRequest(run=run_directory, formats=("safetensors", "pt2", "onnx"), tag="prod")
-    exported, reference = export(request, Registry.of_user())
-    assert str(reference) == "shapes@prod"
-    return exported
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +65,16 @@ def test_the_manifest_tells_of_the_run(package: Package, trained: Source, run_di
 
 def test_the_model_card_says_what_the_manifest_says(package: Package) -> None:
     card = package.read("README.md").decode()
-    assert card.startswith("# shapes\n\nWhich third of a picture is brightest.\n")
+    assert "---\n\n# shapes\n\nWhich third of a picture is brightest.\n" in card
     for word in ("top, 1 middle", "image", "(batch, 1, 6, 6)", package.manifest.provenance.run, "lr = 0.1"):
         assert word in card
+    # As Hugging Face's own library reads it.
+    results = ModelCard(card).data.eval_results
+    assert results is not None
+    assert {each.metric_type: each.metric_value for each in results} == package.manifest.metrics
+    low, high = (package.manifest.provenance.data["intervals"]["accuracy"][end] for end in ("low", "high"))
+    assert low < package.manifest.metrics["accuracy"] < high
+    assert f"{low:.4g} to {high:.4g} (Wilson score)" in card
 
 
 @pytest.mark.parametrize("kind", ["pt2", "onnx"])

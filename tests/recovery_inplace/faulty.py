@@ -234,7 +234,6 @@ class Faulty(paceline.Task):
         return Samples(tensors, Path(self.plan)) if self.sample_by_sample and split == "train" else tensors
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        self.model = model
         self.optimizer = AdamW(model.parameters(), lr=0.01)
         return self.optimizer
 
@@ -249,5 +248,4 @@ class Faulty(paceline.Task):
 
     def _steps(self) -> int:
         """Steps done: the optimizer counts them, also where the state came from elsewhere."""
-        state = self.optimizer.state.get(self.model[0].weight)
-        return int(state["step"]) if state else 0
+        return next((int(state["step"]) for state in self.optimizer.state.values()), 0)

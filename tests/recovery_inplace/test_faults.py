@@ -22,10 +22,16 @@ STEPS = 40  # of the whole run; an evaluation every 7, a checkpoint every 5
 
 
 def train(
-    run: Path, nproc: int, harms: Sequence[str] = (), *, recover: str = "inplace", fields: Sequence[str] = ()
+    run: Path,
+    nproc: int,
+    harms: Sequence[str] = (),
+    *,
+    recover: str = "inplace",
+    fields: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train to the end, whatever happens; return the result."""
-    start(run, nproc, harms, recover=recover, fields=fields)
+    start(run, nproc, harms, recover=recover, fields=fields, more=options)
     result: dict[str, Any] = json.loads((run / "result.json").read_text())
     report = audit(RunDirectory(run))
     assert report.clean, report.verdict
@@ -41,6 +47,7 @@ def start(
     recover: str = "inplace",
     code: int = 0,
     fields: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> None:
     """Begin or continue a run, which ends with this exit code."""
     plan = run.with_name(run.name + "-plan")
@@ -53,7 +60,7 @@ def start(
     for field in fields:
         command += ["--set", field]
     process = subprocess.Popen(
-        [*command, "--checkpoint-every", "5steps", *options],
+        [*command, "--checkpoint-every", "5steps", *options, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,8 +77,16 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train(tmp_path_factory.mktemp("undisturbed") / "run", 1)
+def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(run, 1)
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((undisturbed_run / "result.json").read_text())
+    return result
 
 
 def same(result: dict[str, Any], undisturbed: dict[str, Any]) -> None:
@@ -105,6 +120,27 @@ def test_model_is_that_of_the_undisturbed_run(
     harms: list[str], tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     same(train(tmp_path / "run", 3, harms), undisturbed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--lora", "rank=2,target=5"), id="adapters"),
+        pytest.param(("--freeze", "0", "--reset-head"), id="frozen", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fine_tuned_model_is_that_of_the_undisturbed_run(
+    options: tuple[str, ...], tmp_path: Path, undisturbed_run: Path, undisturbed: dict[str, Any]
+) -> None:
+    """All are killed before the first checkpoint, one later: the run's copy of its parent begins it again."""
+    options = (*options, "--init-from", str(undisturbed_run))
+    whole = train(tmp_path / "whole/run", 1, options=options)
+    assert whole["model_sha256"] != undisturbed["model_sha256"]
+    harms = ["step-2-0-kill", "step-2-1-kill", "step-9-1-kill"]
+    killed = train(tmp_path / "killed/run", 2, harms, options=options)
+    same(killed, whole)
+    assert killed["drift"] == whole["drift"]
+    assert killed["recoveries"] >= 1
 
 
 def test_the_best_model_outlives_rank_0(tmp_path: Path, undisturbed: dict[str, Any]) -> None:

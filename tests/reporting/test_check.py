@@ -67,7 +67,7 @@ def test_other_weights_than_the_recorded_ones(run: Path, capsys: pytest.CaptureF
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "model_sha256": "0" * 64}))
     assert check(run) == 1
-    assert "weights are not those that the run recorded" in capsys.readouterr().out
+    assert "weights are not those that were recorded" in capsys.readouterr().out
 
 
 def test_other_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

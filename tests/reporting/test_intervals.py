@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from paceline.reporting.intervals import Estimate, holm, mcnemar, mean, of_counts, paired, ratio, wilson
+from paceline.intervals import Estimate, holm, mcnemar, mean, of_counts, paired, ratio, wilson
 
 
 def test_wilsons_interval_is_the_published_one() -> None:

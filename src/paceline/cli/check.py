@@ -1,4 +1,4 @@
-"""``paceline check RUN``."""
+"""``paceline check RUN|PACKAGE``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from paceline.errors import ConfigError
+from paceline.packages.manifest import MANIFEST
 from paceline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.reporting.recheck import Recheck
+    from paceline.reporting.recheck import Program, Recheck
 
 _WORDS = {
     "same": "the same, to the last bit",
@@ -27,40 +28,71 @@ _STYLES = {"differs": "bold red", "tolerated": "yellow"}
 
 
 def check(
-    run: Path,
+    subject: Path,
     *,
+    task: str | None = None,
     tolerance: float = 0.0,
+    trust: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say whether a run's recorded numbers still hold, under the libraries and on the machine of now.
+    """Say whether the recorded numbers of a run or a package still hold, under the libraries of now.
 
-    The model that they are of is evaluated again on each split. The exit code is 0 if all of them hold: to
-    the last bit, within rounding of float32, or within --tolerance; and 1 if one does not, or the weights
-    have changed.
+    The model that they are of is evaluated again on each split that the run recorded; a package's, on the
+    split that it was compared on, and its programs are held against its weights. The exit code is 0 if all
+    of them hold: to the last bit, within rounding of float32, or within --tolerance; and 1 if one does not,
+    or the weights have changed. A package that does not verify is refused.
 
     Parameters
     ----------
-    run
-        The run's directory.
+    subject
+        The run's directory; or a package's, NAME@TAG, NAME, or the beginning of a digest.
+    task
+        Check a package with this task's code. Default: the task that it names, where you trust the package.
+        A program that you do not trust is then left out.
     tolerance
         The absolute difference of a number that still holds.
+    trust
+        Let a package's program and its task run, from now on.
     json
         Print the findings as one line of JSON.
     """
     if not tolerance >= 0:
         raise ConfigError(f"--tolerance must be at least 0, but is {tolerance}.")
-    directory = RunDirectory(run)
+    directory = RunDirectory(subject)
+    is_run = directory.exists() or (subject.is_dir() and not (subject / MANIFEST).is_file())
+    if is_run:
+        if task is not None or trust:
+            raise ConfigError(f"--task and --trust are for packages, but {subject} is a run.")
+        found = _check_run(directory, tolerance, quiet=json)
+    else:
+        found = _check_package(str(subject), task, tolerance, trust=trust, quiet=json)
+    if json:
+        print(json_module.dumps(found.as_json()))
+    else:
+        _print(found, subject)
+    return 0 if found.holds else 1
+
+
+def _check_run(directory: RunDirectory, tolerance: float, *, quiet: bool) -> Recheck:
     directory.read_complete_manifest()
     # Only here, so that --help need not wait for torch.
     from paceline.reporting.recheck import recheck
 
-    with _progress(json) as on_progress:
-        found = recheck(directory, tolerance=tolerance, on_progress=on_progress)
-    if json:
-        print(json_module.dumps(found.as_json()))
-    else:
-        _print(found, run)
-    return 0 if found.holds else 1
+    with _progress(quiet) as on_progress:
+        return recheck(directory, tolerance=tolerance, on_progress=on_progress)
+
+
+def _check_package(place: str, task: str | None, tolerance: float, *, trust: bool, quiet: bool) -> Recheck:
+    from paceline.packages.package import open_package
+    from paceline.packages.trust import trust as trust_digest
+
+    package = open_package(place)
+    if trust:
+        trust_digest(package.digest)
+    from paceline.reporting.recheck_package import recheck_package
+
+    with _progress(quiet) as on_progress:
+        return recheck_package(package, task, tolerance=tolerance, on_progress=on_progress)
 
 
 @contextmanager
@@ -80,7 +112,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
-def _print(found: Recheck, run: Path) -> None:
+def _print(found: Recheck, subject: Path) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -104,7 +136,9 @@ def _print(found: Recheck, run: Path) -> None:
     if found.weights_hold is not None:
         weights = "are" if found.weights_hold else "are not"
         style = "" if found.weights_hold else "bold red"
-        console.print(f"The last model's weights {weights} those that the run recorded.", style=style)
+        console.print(f"The model's weights {weights} those that were recorded.", style=style)
+    for program in found.programs:
+        console.print(Text(_of_program(program)), style="bold red" if program.problem else "", soft_wrap=True)
     changed = [
         f"{n}: {found.then[n]} then, {v} now" for n, v in found.now.items() if found.then.get(n, v) != v
     ]
@@ -114,10 +148,22 @@ def _print(found: Recheck, run: Path) -> None:
         console.print(Text(pin.replace("in the checkpoint", "then")), soft_wrap=True)
     wrong = sum(number.finding == "differs" for number in found.numbers)
     if found.holds:
-        verdict = f"{run} holds: {len(found.numbers)} numbers, of the model after step {found.step:,}."
+        verdict = f"{subject} holds: {len(found.numbers)} numbers, of the model after step {found.step:,}."
     else:
-        verdict = f"{run} does not hold: {wrong} of {len(found.numbers)} numbers differ."
+        verdict = f"{subject} does not hold: {wrong} of {len(found.numbers)} numbers differ"
+        broken = sum(program.problem is not None for program in found.programs)
+        verdict += f", {broken} of {len(found.programs)} programs." if found.programs else "."
     console.print(Text(verdict, style="green" if found.holds else "bold red"), soft_wrap=True)
+
+
+def _of_program(program: Program) -> str:
+    """In a sentence."""
+    if program.problem is not None:
+        return f"The {program.format} program does not hold: {program.problem}."
+    if program.now is None:
+        return f"The {program.format} program was not run: you have not trusted it."
+    then = "" if program.then is None else f"; {program.then:.3g} at the export"
+    return f"The {program.format} program differs from the weights by at most {program.now:.3g}{then}."
 
 
 def _shown(value: float | None) -> str:

@@ -21,16 +21,16 @@ class Interval:
     seconds: float | None = None
 
 
-_UNITS_S = {"ms": 0.001, "s": 1, "sec": 1, "min": 60, "h": 3600}
+_UNITS_S = {"ms": 0.001, "s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 def parse_duration_s(text: str, name: str) -> float:
-    """Seconds of "90s", "5min" or "2h".
+    """Seconds of "90s", "5min", "2h" or "30d".
 
     Raises:
         ConfigError: the text is not a duration.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|sec|min|h)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|sec|min|h|d)", text.strip())
     if not match or float(match[1]) <= 0:
         raise ConfigError(f"{flag(name)} must be a duration such as 90s, 5min or 2h, but is {text!r}.")
     return float(match[1]) * _UNITS_S[match[2]]

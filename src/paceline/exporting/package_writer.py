@@ -34,8 +34,16 @@ from paceline.exporting.programs import (
     save_pt2,
 )
 from paceline.exporting.quantization import Quantization, quantize
-from paceline.exporting.source import PACKAGE_METRICS, Source, inference_of, open_source, source_sha256
+from paceline.exporting.source import (
+    INTERVALS,
+    PACKAGE_METRICS,
+    Source,
+    inference_of,
+    open_source,
+    source_sha256,
+)
 from paceline.inference import Inference
+from paceline.intervals import Estimate
 from paceline.packages.manifest import Difference, Manifest, Provenance, plain_name
 from paceline.packages.package import Package, verify_package
 from paceline.packages.registry import LATEST, Reference, Registry
@@ -100,7 +108,7 @@ def export(
     with open_source(request.run, request.checkpoint) as source, registry.draft() as draft:
         reference = Reference(request.name or default_name(source), request.tag)
         on_stage(f"evaluating {source.split}")
-        metrics = _finite(source.measure())
+        measured = source.measure()
         weights = _write_weights(source, request.quantization, draft)
         model, reloaded = _reloaded(source, weights, request.quantization)
         computes = {
@@ -114,11 +122,11 @@ def export(
             if problem is not None:
                 raise _refusal(source, reloaded, kind, problem, request)
         differences = {kind: difference for kind, (difference, _) in compared.items()}
-        data = source.data
+        data = {**source.data, INTERVALS: _intervals(measured)}
         if request.quantization is not None:
             on_stage(f"evaluating {source.split}, {request.quantization}")
             data[PACKAGE_METRICS] = _finite(source.measure(model))
-        manifest = _manifest(source, request, reference.name, metrics, differences, data, draft)
+        manifest = _manifest(source, request, reference.name, _finite(measured), differences, data, draft)
         registry.commit(draft, manifest)
     # What this user exported here may run here.
     trust(manifest.digest)
@@ -252,8 +260,16 @@ def _manifest(
     return replace(manifest, files=files)
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if abs(value) < 1e300}
+def _finite(measured: Mapping[str, Estimate]) -> dict[str, float]:
+    return {name: found.value for name, found in measured.items() if abs(found.value) < 1e300}
+
+
+def _intervals(measured: Mapping[str, Estimate]) -> dict[str, Any]:
+    return {
+        name: {"low": found.low, "high": found.high, "method": found.method}
+        for name, found in measured.items()
+        if found.low is not None and found.high is not None and abs(found.high) + abs(found.low) < 1e300
+    }
 
 
 def _provenance(source: Source, data: Mapping[str, Any]) -> Provenance:
@@ -261,8 +277,8 @@ def _provenance(source: Source, data: Mapping[str, Any]) -> Provenance:
         run=str(source.manifest["id"]),
         task=source.spec,
         fields=source.fields,
-        step=source.trained.info.step,
-        state_version=source.trained.info.state_version,
+        step=source.step,
+        state_version=source.state_version,
         model_sha256=model_sha256(source.model.state_dict()),
         data=data,
         versions={

@@ -53,7 +53,9 @@ def find_runs(root: Path) -> list[RunSummary]:
     """All runs directly under ``root``, oldest first; an unreadable one is reported, not skipped."""
     if not root.is_dir():
         return []
-    directories = [RunDirectory(path) for path in root.iterdir() if path.is_dir()]
+    # What begins with a dot is on its way out (paceline gc).
+    paths = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    directories = [RunDirectory(path) for path in paths]
     found = [summarise(d) for d in directories if looks_like_run(d)]
     return sorted(found, key=lambda run: (run.created or 0.0, run.name))
 

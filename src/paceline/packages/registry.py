@@ -151,6 +151,37 @@ class Registry:
                     found[reference] = tag
         return found
 
+    def all_tags(self) -> dict[Reference, Tag]:
+        """The same, where none may be missed.
+
+        Raises:
+            PackageError: one cannot be read.
+        """
+        found = self.references()
+        for file in self.tags.glob("*/*.json"):
+            if not any(file == self._file_of(reference) for reference in found):
+                raise PackageError(
+                    f"{file} cannot be read, so nobody knows which package it means. "
+                    "Restore it, or remove it."
+                )
+        return found
+
+    @contextmanager
+    def unchanging(self, *, exclusive: bool = True) -> Iterator[None]:
+        """No tag begins to mean another package in here, and no package is removed.
+
+        Raises:
+            PackageError: the registry cannot be written.
+        """
+        with _writable(self.path):
+            self.packages.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.packages, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(descriptor)
+
     def find(self, reference: Reference) -> Tag | None:
         """What a tag means; None where there is no such tag.
 
@@ -207,9 +238,9 @@ class Registry:
         Raises:
             PackageError: the package is not here, or the tag cannot be written.
         """
-        if not self.holds(digest):
-            raise PackageError(f"there is no package {digest} in {self.path}: nothing to tag.")
-        with self._changing(reference) as before:
+        with self.unchanging(exclusive=False), self._changing(reference) as before:
+            if not self.holds(digest):
+                raise PackageError(f"there is no package {digest} in {self.path}: nothing to tag.")
             if before is not None and before.digest == digest:
                 return before
             earlier = () if before is None else (before.digest, *before.earlier)[:_MOST_EARLIER]
@@ -221,7 +252,7 @@ class Registry:
         Raises:
             PackageError: there is no such tag, it never meant another package, or that one is gone.
         """
-        with self._changing(reference) as before:
+        with self.unchanging(exclusive=False), self._changing(reference) as before:
             if before is None:
                 raise PackageError(f"there is no {reference} in the registry {self.path}.")
             if not before.earlier:

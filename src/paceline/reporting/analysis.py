@@ -12,9 +12,9 @@ import torch
 
 from paceline.data.microbatch import MicroBatch
 from paceline.inference import Inference
+from paceline.intervals import Estimate, Floats
 from paceline.reporting.architecture import Architecture, Watch
 from paceline.reporting.classification import Classification, classify
-from paceline.reporting.intervals import Estimate, Floats
 from paceline.reporting.observation import Observer, Predictions
 from paceline.reporting.record import Record, read_record
 from paceline.run_directory import RunDirectory
@@ -143,10 +143,10 @@ def analyse(
             split=split,
             step=trained.info.step,
             is_best=trained.is_best,
-            metrics={name: observer.estimate(name, value) for name, value in measured.items()},
+            metrics={name: observer.estimates.estimate(name, value) for name, value in measured.items()},
             recorded=_recorded(record, trained, split),
             changed_pins=tuple(trained.changed_pins),
-            per_sample=observer.per_sample(),
+            per_sample=observer.estimates.per_sample(),
             predictions=predictions,
             classification=None if predictions is None else classify(predictions),
             architecture=watch.architecture(),

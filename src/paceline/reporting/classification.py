@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from paceline.reporting.intervals import Counts, Estimate, Floats, mean, of_counts, wilson
+from paceline.intervals import Counts, Estimate, Floats, mean, of_counts, wilson
 from paceline.reporting.observation import Predictions
 
 BINS = 15

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.intervals import Difference, holm, mcnemar, paired
 from paceline.reporting.analysis import Analysis
-from paceline.reporting.intervals import Difference, holm, mcnemar, paired
 
 SIGNIFICANT = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.microbatch import MicroBatch
 from paceline.errors import TaskError
 from paceline.inference import Inference
-from paceline.reporting.intervals import Estimate, Floats, mean, ratio
+from paceline.intervals import Floats
 from paceline.task import Task
+from paceline.training.estimates import Estimates
 
 MISTAKES = 12
 """How many of the most confident mistakes are kept, with their inputs."""
@@ -75,6 +76,9 @@ class Predictions:
 class Observer:
     """Looks at each block of an evaluation; an instance is an ``Observe``.
 
+    Attributes:
+        estimates: of the metrics.
+
     Args:
         task: what is evaluated.
         inference: what its model does for others; None where that is unknown.
@@ -83,7 +87,7 @@ class Observer:
     def __init__(self, task: Task, inference: Inference | None) -> None:
         self._task = task
         self._inference = inference
-        self._values: dict[str, list[Any]] = {}
+        self.estimates = Estimates()
         self._digest = hashlib.sha256()
         self._said: list[tuple[Any, ...]] = []
         self._worst: list[tuple[float, int, Mistake]] = []
@@ -91,8 +95,7 @@ class Observer:
 
     def __call__(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
         """Take in a block and what the task's ``metrics`` said of it."""
-        for name, value in values.items():
-            self._values.setdefault(name, []).append(_kept(value, microbatch.num_samples))
+        self.estimates(microbatch, values)
         for leaf in tree_leaves(microbatch.batch):
             if isinstance(leaf, torch.Tensor):
                 flat = leaf.detach().cpu().contiguous().reshape(-1)
@@ -106,25 +109,6 @@ class Observer:
     def data_sha256(self) -> str:
         """Of the tensors of all batches: two evaluations with the same have seen the same data."""
         return self._digest.hexdigest()
-
-    def per_sample(self) -> dict[str, Floats]:
-        """The metrics that have a value for each sample, (N,), by name."""
-        return {
-            name: np.concatenate(parts)
-            for name, parts in self._values.items()
-            if all(isinstance(part, np.ndarray) for part in parts)
-        }
-
-    def estimate(self, name: str, value: float) -> Estimate:
-        """The interval of a metric, whose value the evaluation has summed up exactly."""
-        parts = self._values.get(name, [])
-        found = Estimate(value)
-        if parts and all(isinstance(part, np.ndarray) for part in parts):
-            found = mean(np.concatenate(parts))
-        elif parts and all(isinstance(part, tuple) for part in parts):
-            pairs = np.array(parts, dtype=np.float64)
-            found = ratio(pairs[:, 0], pairs[:, 1])
-        return replace(found, value=value)
 
     def predictions(self) -> Predictions | None:
         """What the model said; None where it is no classifier."""
@@ -196,18 +180,3 @@ class Observer:
             )
             push = heapq.heappush if len(self._worst) < MISTAKES else heapq.heappushpop
             push(self._worst, (sure, -number, mistake))
-
-
-def _kept(value: Any, samples: int) -> Any:
-    """A metric's values by sample, its (sum, weight), or None where it is neither."""
-    if isinstance(value, torch.Tensor) and value.shape == (samples,):
-        return value.detach().double().cpu().numpy()
-    if isinstance(value, tuple) and len(value) == 2 and all(_is_number(part) for part in value):
-        return float(value[0]), float(value[1])
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float)

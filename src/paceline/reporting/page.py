@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.intervals import Estimate
 from paceline.monitoring.terminal import duration
 from paceline.reporting.analysis import Analysis
 from paceline.reporting.charts import (
@@ -19,7 +20,6 @@ from paceline.reporting.charts import (
     workers,
 )
 from paceline.reporting.classification import BINS, ClassScore
-from paceline.reporting.intervals import Estimate
 from paceline.reporting.pictures import show
 from paceline.reporting.record import Point
 from paceline.reporting.report import Report

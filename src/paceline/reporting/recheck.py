@@ -48,15 +48,34 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Program:
+    """A program of a package beside its weights with the task's code, on the recorded split.
+
+    Attributes:
+        format: "pt2" or "onnx".
+        then: the largest difference of an output from the trained model's, at the export.
+        now: from the package's weights; None where it was not run, or cannot run.
+        problem: why it does not hold; None where it does, or was not run.
+    """
+
+    format: str
+    then: float | None
+    now: float | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class Recheck:
     """What was found.
 
     Attributes:
         step: of the model that the numbers are of.
-        numbers: all that the run recorded.
-        weights_hold: whether the last model's hash is the recorded one; None where its checkpoint is gone.
+        numbers: all that the run recorded, or the package.
+        weights_hold: whether the model's hash is the recorded one; None where the run's last checkpoint is
+            gone, or a package is quantized: its weights are then those that its manifest vouches for.
         then, now: versions.
         changed_pins: in what this process differs from the run's, where bits depend on it.
+        programs: a package's.
     """
 
     step: int
@@ -65,11 +84,16 @@ class Recheck:
     then: dict[str, str]
     now: dict[str, str]
     changed_pins: tuple[str, ...]
+    programs: tuple[Program, ...] = ()
 
     @property
     def holds(self) -> bool:
-        """Whether everything does."""
-        return self.weights_hold is not False and all(n.finding != "differs" for n in self.numbers)
+        """Whether everything does that was tried."""
+        return (
+            self.weights_hold is not False
+            and all(n.finding != "differs" for n in self.numbers)
+            and all(program.problem is None for program in self.programs)
+        )
 
     def as_json(self) -> dict[str, Any]:
         """JSON types."""
@@ -78,6 +102,7 @@ class Recheck:
             "step": self.step,
             "numbers": [{**asdict(n), "difference": n.difference} for n in self.numbers],
             "weights_hold": self.weights_hold,
+            "programs": [asdict(program) for program in self.programs],
             "versions": {"then": self.then, "now": self.now},
             "changed_pins": list(self.changed_pins),
         }
@@ -122,7 +147,7 @@ def recheck(
 
                 now = trained.evaluate(evaluator, split, count)
             found += [
-                _compare(split, name, value, now.get(name), tolerance) for name, value in recorded.items()
+                compared(split, name, value, now.get(name), tolerance) for name, value in recorded.items()
             ]
         step, changed = trained.info.step, tuple(trained.changed_pins)
     return Recheck(
@@ -135,7 +160,8 @@ def recheck(
     )
 
 
-def _compare(split: str, name: str, then: float | None, now: float | None, tolerance: float) -> Number:
+def compared(split: str, name: str, then: float | None, now: float | None, tolerance: float) -> Number:
+    """A recorded number beside what it is now."""
     if now is not None and now != now:  # NaN is recorded as null
         now = None
     finding: Finding = "differs"

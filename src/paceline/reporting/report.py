@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from paceline import __version__
+from paceline.intervals import LEVEL, RESAMPLES, Estimate
 from paceline.reporting.analysis import Analysis
 from paceline.reporting.classification import Classification
 from paceline.reporting.comparison import Comparison, Setting, compare, differing_settings
-from paceline.reporting.intervals import LEVEL, RESAMPLES, Estimate
 from paceline.reporting.observation import Predictions
 from paceline.reporting.verdict import Verdict, verdict
 

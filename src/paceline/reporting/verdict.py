@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.intervals import Estimate
 from paceline.reporting.analysis import Analysis
 from paceline.reporting.comparison import Comparison
-from paceline.reporting.intervals import Estimate
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,12 @@ class Replica:
         self._run = run
         self._placement: Placement = Whole()
         self._weights: Mapping[str, Tensor] | None = None  # another run's, while a state is begun with them
-        # Where each rank holds all of it: who cannot build it says so before others wait for this one.
-        self._state: TrainingState | None = None if run.config.shards_state else self._new_state()
+        # Where each rank holds all of it: who cannot build it says so before others wait for this one. A new
+        # run that begins with another's weights has to wait for these.
+        waits = run.config.init_from is not None and not run.directory.exists()
+        self._state: TrainingState | None = None
+        if not run.config.shards_state and not waits:
+            self._state = self._new_state()
         self.valid, self._pristine = False, True
         self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
 
