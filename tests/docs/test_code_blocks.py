@@ -41,6 +41,7 @@ LONG = (
         "bench-comm",
         "communication",
         "fine-tuning",
+        "maintenance",
         "parameter-server",
         "pipedream",
         "pipeline",

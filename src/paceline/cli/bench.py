@@ -238,7 +238,7 @@ def tune(
 def serve(
     *,
     only: Annotated[
-        tuple[Literal["json", "binary", "overload"], ...],
+        tuple[Literal["json", "binary", "predict", "overload"], ...],
         Parameter(
             consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
         ),
@@ -251,6 +251,7 @@ def serve(
     """Requests a second of paceline serve beside FastAPI and LitServe, on the ConvNet.
 
     json: 32 connections, each a picture as 784 numbers. binary: 32 rows a request, against the model alone.
+    predict: a file of rows by paceline predict with one process and with two, from command to result.
     overload: five times what it can do, what is refused and how fast.
     """
     from paceline.bench.serving.run import bench_serve

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -28,6 +29,9 @@ CONNECTIONS = 32
 BATCH = 32
 BINARY_CONNECTIONS = 4
 OVERLOAD = 5
+ROWS_PER_S = 15_000
+"""Of a second that is asked for: about what two processes of a core each compute."""
+
 _OVERLOAD_CONNECTIONS = 1000
 _WARMUP_S = 3.0
 _START_TIMEOUT_S = 240.0
@@ -38,6 +42,8 @@ def main(name: str, directory: Path, seconds: float) -> None:
     """Measure, and leave the report in the directory."""
     if name == "in-process":
         report = _in_process(seconds)
+    elif name.startswith("predict-"):
+        report = _predict(directory, int(name.removeprefix("predict-")), int(ROWS_PER_S * seconds))
     else:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         with _server(name, directory) as (port, pid), runner:
@@ -60,6 +66,29 @@ def _in_process(seconds: float) -> dict[str, float]:
             classifier(pixels)
             rows += BATCH
     return {"rows_per_s": rows / (time.perf_counter() - began)}
+
+
+def _predict(directory: Path, processes: int, rows: int) -> dict[str, float]:
+    """Rows a second of ``paceline predict``, from the command to its result, and what CPU time they took."""
+    write_package(directory / "package")
+    np.save(directory / "rows.npy", _pictures(rows))
+    output = directory / "out.npz"
+    argv = [sys.executable, "-m", "paceline", "predict", str(directory / "package"), "--task", RECIPE]
+    argv += [str(directory / "rows.npy"), "--output", str(output), "--nproc", str(processes)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise LaunchError(f"bench: paceline predict ended with code {done.returncode}; see above.")
+    with np.load(output) as result:
+        if len(result["label"]) != rows:
+            raise LaunchError(f"bench: {rows} rows were predicted, and {len(result['label'])} came out.")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"rows_per_s": rows / seconds, "cpu_us_per_row": 1e6 * cpu / rows}
 
 
 def _pictures(rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -18,6 +18,7 @@ REQUESTS = Quantity("requests_per_s", "requests/s", 0)
 P50 = Quantity("p50_ms", "p50 ms")
 P99 = Quantity("p99_ms", "p99 ms")
 ROWS = Quantity("rows_per_s", "rows/s", 0)
+CPU = Quantity("cpu_us_per_row", "CPU us a row", 0)
 _OVERLOAD = (
     Quantity("requests_per_s", "capacity, requests/s", 0),
     Quantity("unloaded_p99_ms", "p99 ms below it"),
@@ -38,6 +39,11 @@ _SUITES: dict[str, tuple[str, Sequence[Quantity], Sequence[tuple[str, str]]]] = 
         "ConvNet, 32 rows a request, binary",
         (ROWS,),
         (("in-process", "the model alone, 1 thread"), ("paceline-binary", "Paceline")),
+    ),
+    "predict": (
+        "ConvNet, a file of rows, the whole command",
+        (ROWS, CPU),
+        (("predict-1", "paceline predict, 1 process"), ("predict-2", "2 processes")),
     ),
     "overload": (
         "five times the capacity, open loop",
