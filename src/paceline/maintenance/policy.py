@@ -94,15 +94,17 @@ def _keep_of_group(members: Sequence[Item], policy: Policy, now: float, reasons:
 
 def _keep_parents(items: Sequence[Item], reasons: dict[Path, str]) -> None:
     """What something that stays came from stays, and what that came from."""
-    by_identity = {item.identity: item for item in items if item.identity}
+    by_identity: dict[str, list[Item]] = defaultdict(list)  # a directory that was copied has the same
+    for item in items:
+        by_identity[item.identity].append(item)
     left = [item for item in items if item.path in reasons]
     while left:
         child = left.pop()
         for identity in sorted(child.parents):
-            parent = by_identity.get(identity)
-            if parent is not None and parent.path not in reasons:
-                reasons[parent.path] = f"parent of {child.name}"
-                left.append(parent)
+            for parent in by_identity.get(identity, []):
+                if parent.path not in reasons:
+                    reasons[parent.path] = f"parent of {child.name}"
+                    left.append(parent)
 
 
 def checkpoints_to_remove(
