@@ -251,7 +251,7 @@ def serve(
     """Requests a second of paceline serve beside FastAPI and LitServe, on the ConvNet.
 
     json: 32 connections, each a picture as 784 numbers. binary: 32 rows a request, against the model alone.
-    predict: a file of rows by paceline predict with one process and with two, from command to result.
+    predict: a file of rows, 45,000 for each of --seconds, by paceline predict with one process and with two.
     overload: five times what it can do, what is refused and how fast.
     """
     from paceline.bench.serving.run import bench_serve
