@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -31,6 +32,13 @@ def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
         "pt2": load_pt2((tmp_path / "program.pt2").read_bytes()),
         "onnx": load_onnx((tmp_path / "model.onnx").read_bytes(), list(inference.outputs)),
     }
+    # As it is written where there are more than 2 GB of weights; its directory is not looked at.
+    apart, beside = tmp_path / "apart.onnx", tmp_path / "apart.onnx.data"
+    whole = onnx.load(tmp_path / "model.onnx")
+    onnx.save_model(whole, apart, save_as_external_data=True, location=beside.name, size_threshold=1024)
+    content, weights = apart.read_bytes(), beside.read_bytes()
+    beside.unlink()
+    computes["onnx, weights apart"] = load_onnx(content, list(inference.outputs), {beside.name: weights})
     for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
         expected = inference.module(tokens(samples, length))["probabilities"]
         for compute in computes.values():

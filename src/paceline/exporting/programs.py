@@ -138,10 +138,11 @@ def load_onnx(
         )
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
+    held = (session, beside)  # it may look into these for as long as it lives
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
-        return dict(zip(outputs, map(torch.from_numpy, session.run(None, arrays)), strict=True))
+        return dict(zip(outputs, map(torch.from_numpy, held[0].run(None, arrays)), strict=True))
 
     return compute
 
