@@ -83,11 +83,14 @@ M = Measurement(
         (Layout(dp=4), "fast", 4, False, (4000, 4000, 8000, 1800, 0)),
         (Layout(dp=4, zero1=True), "fast", 4, False, (4000, 4000, 2000, 1800, 0)),
         # Root twice (2000); around the largest block: 1000 + 2 * 1200 + 800. Gradients come as the 500
-        # of activations go, and no more are counted; the tree keeps two parts.
-        (Layout(fsdp=4), "exact", 4, False, (1000, 1000 + 2000, 2000, 100, 6200)),
+        # of activations go, and no more are counted; one round of the tree keeps nothing.
+        (Layout(fsdp=4), "exact", 4, False, (1000, 1000, 2000, 100, 6200)),
+        # Three rounds: the sum of the first four shards waits, and then that of eight.
+        (Layout(fsdp=4), "exact", 12, False, (1000, 1000 + 1000, 2000, 600, 6200)),
         (Layout(fsdp=4), "fast", 8, False, (1000, 1000, 2000, 600, 6200)),
-        # Two copies of four parts: a group sums four of the eight shards, and keeps three sums.
-        (Layout(dp=2, fsdp=4), "exact", 8, False, (1000, 1000 + 2000, 2000, 100, 6200)),
+        # Two copies of four parts: each sums half of a part, and keeps that from the first round to the next.
+        (Layout(dp=2, fsdp=4), "exact", 8, False, (1000, 1000, 2000, 100, 6200)),
+        (Layout(dp=2, fsdp=4), "exact", 16, False, (1000, 1000 + 500, 2000, 600, 6200)),
         # Three quarters are split: 2500 and 1750 are left.
         (Layout(tp=2), "fast", 4, False, (2500, 2500, 5000, 1200, 0)),
         (Layout(tp=4), "fast", 4, False, (1750, 1750, 3500, 900, 0)),

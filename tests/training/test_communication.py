@@ -67,7 +67,16 @@ OTHER: dict[str, dict[str, Any]] = {
     "fast": {"task": "Points", "options": {"reduction": "fast"}},
 }
 DILOCO = {"sync_every": 2, "outer_optimizer": "nesterov", "max_steps": 12}
+POWERSGD = {"comm_hook": "powersgd", "max_steps": 24}
 MOVING: dict[str, dict[str, Any]] = {
+    # Two losses a step on rank 0: stopped in its 16th step, the sixth that is compressed.
+    "compressed": {"task": "TwoOptimizers", "options": POWERSGD},
+    "compressed-stopped": {"task": "TwoOptimizers", "options": POWERSGD, "stop_at": 32},
+    "compressed-continued": {
+        "task": "TwoOptimizers",
+        "options": {"max_steps": 24, "run": "compressed-stopped"},
+    },
+    "compressed-moved": {"task": "TwoOptimizers", "options": POWERSGD, "stop_at": 32},
     "whole": {"task": "Normed", "options": DILOCO},
     "stopped": {"task": "Normed", "options": DILOCO, "stop_at": 10},
     # Without being told again how.
@@ -195,6 +204,32 @@ def test_a_run_goes_on_under_another_strategy(worlds: dict[int, Any], start_trai
     assert state["outer"]["state"]
     options = {"run": str(run), "sync_every": 0, "outer_optimizer": "none", "max_steps": 12}
     assert start_trainings({"job": {"task": "Normed", "options": options}})["job"]["steps"] == 12
+
+
+def test_what_powersgd_left_out_is_in_the_checkpoint(worlds: dict[int, Any]) -> None:
+    two = worlds[2]
+    assert two["compressed-stopped"]["error"] == "StopRequested"
+    assert two["compressed-continued"]["steps"] == 24
+    assert two["compressed-continued"]["model_sha256"] == two["compressed"]["model_sha256"]
+
+
+def test_what_powersgd_left_out_is_shared_by_other_ranks(
+    worlds: dict[int, Any], start_trainings: Any
+) -> None:
+    assert worlds[2]["compressed-moved"]["error"] == "StopRequested"
+    run = worlds[2].run("compressed-moved")
+    before = newest(run)["powersgd"]
+    assert before["steps"] > 10
+    assert {len(errors) for errors in before["errors"].values()} == {2}
+    moved = start_trainings(
+        {"job": {"task": "TwoOptimizers", "options": {"max_steps": 24, "run": str(run)}}},
+        ranks=3,
+    )
+    assert moved["job"]["steps"] == 24
+    after = newest(run)["powersgd"]
+    assert after["steps"] == 24
+    assert after["errors"].keys() == before["errors"].keys()
+    assert {len(errors) for errors in after["errors"].values()} == {3}
 
 
 def test_rounds() -> None:

@@ -19,14 +19,16 @@ from paceline.errors import LaunchError
 Progress = Callable[[str], None]
 StudyName = Literal["pipeline", "pipedream", "slow-link", "slow-worker"]
 _LIMIT_S = 1800.0
+_PAIRS_A_ROUND = 7
 _POINTS = " points"
 
 
 def _pipeline(rounds: int, progress: Progress) -> list[Verdict]:
     """Balanced over equal stages, this runtime over torch's, and what 1F1B holds over what GPipe does."""
-    progress("pipeline: two processes, step by step in turn")
+    pairs = rounds * _PAIRS_A_ROUND
+    progress(f"pipeline: two processes, {pairs} times some steps of each in turn")
     with _failures_told("pipeline"):
-        found = json.loads(_output([sys.executable, "-m", "paceline.bench.pipeline", str(rounds)]))
+        found = json.loads(_output([sys.executable, "-m", "paceline.bench.pipeline", str(pairs)]))
     held = found["activations_of_1f1b_mib"] / found["activations_of_gpipe_mib"]
     return [
         Verdict("pipeline", "balanced over equal stages", _spread(found["balanced_over_equal"]), 1.25),
@@ -56,7 +58,7 @@ def _slow_link(rounds: int, progress: Progress) -> list[Verdict]:
     for number in range(rounds):
         progress(f"slow-link, round {number + 1}/{rounds}: two hosts, {slow_link.RATE_MBIT} Mbit/s")
         with _failures_told("slow-link"), _directory() as directory:
-            plain, *others = slow_link.measure(directory)
+            plain, *others = slow_link.measure(directory, seed=number)
         for one in others:
             less.setdefault(one.name, []).append(plain.sent_bytes / one.sent_bytes)
             worse.setdefault(one.name, []).append(100 * (plain.accuracy - one.accuracy))

@@ -128,6 +128,17 @@ class ReductionPlan:
         """What ``rank`` does with each of its ``present`` shards, in that order."""
         return _accumulation(self.nodes[rank], tuple(present), self.kind)
 
+    def kept_between_rounds(self, ranks: int) -> int:
+        """How many sums rank 0 holds at most while it waits, if its shards come from ``ranks`` at a time."""
+        open_sums: set[int] = set()
+        most = 0
+        for number, step in enumerate(self.accumulation(0, self.shards_of(0)), start=1):
+            open_sums.add(step.slot)
+            open_sums.difference_update(other for _, other in step.merges)
+            if number % ranks == 0 and number < self.num_shards:
+                most = max(most, len(open_sums))
+        return most
+
     def combination(self, present: tuple[bool, ...]) -> Combine:
         """How the nodes of all ranks are added up, given which of them hold anything."""
         return _combination(tuple(n for nodes in self.nodes for n in nodes), present, self.kind)

@@ -27,8 +27,8 @@ class TreeReduceScatter(_InPlainMemory):
 
     In each round of a step every rank gives the gradient of one shard. Each owner of a chunk receives the
     round's contributions to it, and adds them as soon as the tree allows; the last round gives the total, the
-    others zeros, so that whoever adds up the rounds' results has the total. Of the partial sums at most
-    log2(S) + 1 are kept.
+    others zeros, so that whoever adds up the rounds' results has the total. Between two rounds at most
+    log2(S) partial sums are kept, and none between two steps.
 
     Where several ranks hold the same chunk, each of them sums a part of it, and they exchange the totals.
 
@@ -41,7 +41,7 @@ class TreeReduceScatter(_InPlainMemory):
     def __init__(self, num_shards: int, data: World, copies: World) -> None:
         self._data, self._copies = data, copies
         self._plan = ReductionPlan(num_shards, 1)
-        self._slots: list[torch.Tensor] = []
+        self._slots: dict[int, torch.Tensor] = {}
         self._rounds: list[list[int | None]] = []
         self._waiting: dict[int, torch.Tensor] = {}
 
@@ -58,6 +58,7 @@ class TreeReduceScatter(_InPlainMemory):
         nodes = self._plan.nodes[0]
         self._present = tuple(any(n.start <= shard < n.stop for shard in present) for n in nodes)
         self._waiting.clear()
+        self._slots.clear()
 
     def __call__(
         self,
@@ -106,21 +107,24 @@ class TreeReduceScatter(_InPlainMemory):
         return chunk
 
     def _add(self, contribution: torch.Tensor) -> None:
-        while len(self._slots) < self._plan.slots[0]:
-            self._slots.append(torch.empty_like(contribution))
         step = self._steps.pop()
-        if step.fresh:
-            self._slots[step.slot].copy_(contribution)
-        else:
+        if not step.fresh:
             self._slots[step.slot].add_(contribution)
+        elif self._rounds:
+            # A copy: what is kept until the next round must not hold all that was received.
+            self._slots[step.slot] = contribution.clone()
+        else:
+            self._slots[step.slot] = contribution
         for into, other in step.merges:
-            self._slots[into].add_(self._slots[other])
+            self._slots[into].add_(self._slots.pop(other))
 
     def _total(self) -> torch.Tensor:
         combine = self._plan.combination(self._present)
         for into, other in combine.additions:
             self._slots[into].add_(self._slots[other])
-        return self._slots[combine.root]
+        total = self._slots[combine.root]
+        self._slots = {}
+        return total
 
 
 class ReduceScatterOverCopies(_InPlainMemory):

@@ -167,22 +167,25 @@ def _fsdp(
     """
     ranks = layout.fsdp
     piece = -(-part.parameter_bytes // ranks)
-    open_sums = max(ReductionPlan(num_shards, layout.dp).slots) if reduction == "exact" else 0
+    plan = ReductionPlan(num_shards, 1)
+    # Each of several copies sums a part of its chunk.
+    kept = plan.kept_between_rounds(layout.data_ranks) if reduction == "exact" else 0
+    open_sums = kept * -(-piece // layout.dp)
     around = (0, *part.block_bytes, 0)
     blocks = max((before + 2 * own + after for before, own, after in _triples(around)), default=0)
     # New gradients are among what was measured; here they are counted with their blocks.
     without_gradients = max(saved, peak - part.largest_gradient)
     # In a step's first backward, gradients come as activations go; before any later one they are all there.
     overlap = piece if num_shards <= layout.data_ranks else 0
-    kept = max(0, without_gradients - overlap)
+    activations = max(0, without_gradients - overlap)
     optimizer_temporary = -(-part.optimizer_temporary // ranks)
     gathered = 2 * part.root_bytes + blocks
     return Memory(
         parameters=piece + part.buffer_bytes,
-        gradients=piece * (1 + open_sums) + part.buffer_bytes,
+        gradients=piece + open_sums + part.buffer_bytes,
         optimizer=-(-part.optimizer_bytes // ranks),
-        activations=kept + m.batch_bytes,
-        temporary=part.buffer_bytes + max(gathered, optimizer_temporary - kept),
+        activations=activations + m.batch_bytes,
+        temporary=part.buffer_bytes + max(gathered, optimizer_temporary - activations),
     )
 
 

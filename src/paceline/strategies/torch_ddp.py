@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +16,9 @@ from paceline.strategies.base import StrategyOptions
 from paceline.strategies.comm_hooks import register
 from paceline.strategies.shard_by_shard import SummedElsewhere, compiled
 
+if TYPE_CHECKING:
+    from paceline.strategies.powersgd import PowerSGD
+
 
 class TorchDDP(SummedElsewhere):
     """``DistributedDataParallel`` sums the gradients while the backward of a rank's last shard runs.
@@ -22,6 +27,9 @@ class TorchDDP(SummedElsewhere):
         module, mesh, options: as for every strategy.
         hook: how gradients are compressed; "none": not at all.
         powersgd_rank: columns of PowerSGD's matrices.
+
+    Attributes:
+        powersgd: the hook with a memory, if that is the one.
 
     Raises:
         ConfigError: there is only one process.
@@ -50,10 +58,18 @@ class TorchDDP(SummedElsewhere):
             static_graph=options.static_graph and max(options.shares) == 1,
         )
         self._scale = 1.0
+        self.powersgd: PowerSGD | None = None
         if hook != "none":
-            register(self._ddp, world.group, hook, powersgd_rank)
             # About means over a rank's samples, by a power of two: sums may be more than fp16 can hold.
             self._scale = 0.5 ** (options.global_batch_size // world.world_size).bit_length()
+        if hook == "powersgd":
+            from paceline.strategies.powersgd import PowerSGD
+
+            self.powersgd = PowerSGD(module, world, powersgd_rank, self._scale)
+            # A lambda: DistributedDataParallel wants no annotations that are texts.
+            self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
+        elif hook != "none":
+            register(self._ddp, world.group, hook)
         self.model = compiled(self._ddp) if options.compile else self._ddp
         self._world = world
 

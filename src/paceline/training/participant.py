@@ -28,6 +28,7 @@ from paceline.training.verification import Verifier, require_verifiable
 
 if TYPE_CHECKING:
     from paceline.monitoring.profiler import StepProfiler
+    from paceline.strategies.powersgd import PowerSGD
 
 
 class Participant:
@@ -173,6 +174,19 @@ class Participant:
 
     def _build_strategy(self) -> None:
         self.strategy = self.run.build_strategy(self.state.module, self.mesh, self.balance.shares)
+        left_out, self.state.left_out = self.state.left_out, None
+        if left_out is not None and (powersgd := self._powersgd) is not None:
+            powersgd.load(left_out)
+
+    @property
+    def _powersgd(self) -> PowerSGD | None:
+        """Compresses gradients with a memory that belongs to the state, where something does."""
+        if self.run.config.comm_hook != "powersgd":
+            return None
+        from paceline.strategies.torch_ddp import TorchDDP
+
+        assert isinstance(self.strategy, TorchDDP)
+        return self.strategy.powersgd
 
     def detach(self) -> None:
         """Leave the world, as far as it was attached: the state is what it was after the last whole step.

@@ -73,6 +73,9 @@ class TrainingState:
         horizon: how long the run goes on, for the schedulers.
         twin: a second model equal to ``module``, for the moving average; by default a copy.
 
+    Attributes:
+        left_out: what a checkpoint holds of PowerSGD's memory, until a strategy takes it over.
+
     Raises:
         TaskError: the task's optimizers or schedulers are not what they should be.
     """
@@ -106,6 +109,7 @@ class TrainingState:
         self.outer: OuterOptimizer | None = None
         if config.outer_optimizer == "nesterov":
             self.outer = OuterOptimizer(module, lr=config.outer_lr, momentum=config.outer_momentum)
+        self.left_out: Mapping[str, Any] | None = None
         self.progress = Progress()
 
     @property
@@ -192,6 +196,7 @@ class TrainingState:
                 load_module(self.ema, state["ema"])
             if self.outer is not None and "outer" in state:
                 self.outer.load_state_dict(state["outer"])
+            self.left_out = state.get("powersgd")
             self.progress = Progress(**state["progress"])
             self.callback.load_state_dict(state.get("callback", {}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -284,7 +284,10 @@ class Trainer(Participant):
 
     def _whole_state(self) -> dict[str, Any]:
         """What is to be saved, on rank 0; all ranks call this together."""
-        return self.replica.whole_state(self.world)
+        state = self.replica.whole_state(self.world)
+        if (powersgd := self._powersgd) is not None:
+            state["powersgd"] = powersgd.gathered()
+        return state
 
     @property
     def findings(self) -> dict[str, Any]:

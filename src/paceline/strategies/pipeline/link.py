@@ -8,6 +8,7 @@ is nothing to ask first, and a receiver can make room before a message is sent, 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ class Link:
     def __init__(self, world: World) -> None:
         self.world = world
         self._on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
+        self._empty: dict[int, list[torch.Tensor]] = {}  # frames to send in again, by their bytes
         self._sent: dict[_Way, int] = {}  # the longest message's bytes
         self._received: dict[_Way, int] = {}
         self._expected: dict[_Way, deque[Address]] = {}
@@ -89,17 +91,20 @@ class Link:
         way = (to, address.stage, address.kind)
         room = self._sent.get(way, 0)
         self._sent[way] = max(room, length)
-        frames = [torch.empty(_HEADER_BYTES + room, dtype=torch.uint8)]
-        description = torch.tensor([length, len(values), *numbers])
+        with lost_peers_reported():
+            self._take_frames_back()
+        frames = [self._frame(_HEADER_BYTES + room)]
+        # Not torch.tensor, which looks at each of the numbers several times.
+        description = torch.frombuffer(array("q", [length, len(values), *numbers]), dtype=torch.int64)
         _view(frames[0], torch.int64, 0, description.shape, (1,)).copy_(description)
         first = _HEADER_BYTES
         if length > room:
-            frames.append(torch.empty(length, dtype=torch.uint8))
+            frames.append(self._frame(length))
+            self._empty.clear()  # from now on, they are to be longer
             first = 0
         for place, tensor in zip(places, tensors, strict=True):
             _view(frames[-1], tensor.dtype, first + place, tensor.shape, tensor.stride()).copy_(tensor)
         with lost_peers_reported():
-            self._on_the_way = [(w, t) for w, t in self._on_the_way if not w.is_completed()]
             for frame in frames:
                 work = dist.isend(frame, group=self.world.group, group_dst=to, tag=address.tag)
                 assert work is not None
@@ -152,8 +157,22 @@ class Link:
         with lost_peers_reported():
             for work, _ in self._on_the_way:
                 work.wait()
-        self._on_the_way.clear()
+            self._take_frames_back()
         activity.leave()
+
+    def _frame(self, nbytes: int) -> torch.Tensor:
+        """Room for what is sent, which the kernel has given before if it can be."""
+        arrived = self._empty.get(nbytes)
+        return arrived.pop() if arrived else torch.empty(nbytes, dtype=torch.uint8)
+
+    def _take_frames_back(self) -> None:
+        waiting = []
+        for work, frame in self._on_the_way:
+            if work.is_completed():
+                self._empty.setdefault(frame.numel(), []).append(frame)
+            else:
+                waiting.append((work, frame))
+        self._on_the_way = waiting
 
     def _post_next(self, way: _Way) -> None:
         expected = self._expected.get(way)

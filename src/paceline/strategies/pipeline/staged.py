@@ -137,11 +137,13 @@ class StagedForward:
             *received, state = entered
             values.update(zip(stage.enters, received, strict=True))
             _set_random(state, self.link.world.device)
+        if self.is_last(stage):
+            for block in stage.blocks:
+                block.run(values)
+            return self._found.result(values), []
         before = _random(self.link.world.device)
         for block in stage.blocks:
             block.run(values)
-        if self.is_last(stage):
-            return self._found.result(values), []
         now = _random(self.link.world.device)
         drawn = any(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
         return None, [*(values[name] for name in stage.leaves), now if drawn else state]
