@@ -126,6 +126,20 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
             [Frame("all_gather", TORCH, 7), Frame("World.all_gather_json", OURS, 5)],
             Whereabouts("`World.all_gather_json` (trainer.py:5)", "`all_gather` (distributed_c10d.py:7)"),
         ),
+        (
+            # What a split layer is made of waits by itself, wherever somebody looks at a tensor.
+            [
+                Frame("OpOverload.redispatch", TORCH.replace("distributed/distributed_c10d", "_ops"), 6),
+                Frame("wait_tensor", TORCH.replace("distributed_c10d", "_functional_collectives"), 7),
+                Frame("wait", TORCH.replace("distributed_c10d", "_functional_collectives"), 8),
+                Frame("_arrived", OURS, 5),
+            ],
+            Whereabouts(
+                "`_arrived` (trainer.py:5)",
+                "`OpOverload.redispatch` (_ops.py:6)",
+                "torch.distributed.wait_tensor",
+            ),
+        ),
     ],
 )
 def test_whereabouts(frames: list[Frame], expected: Whereabouts) -> None:

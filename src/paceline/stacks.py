@@ -32,6 +32,7 @@ _LIBRARIES = ("/site-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen", 
 _OURS = f"{Path(paceline.__file__).parent}/"
 _RECIPES = f"{_OURS}recipes/"  # tasks, as a user would write them
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_FUNCTIONAL = "/torch/distributed/_functional_collectives.py"  # what split layers wait in
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
@@ -53,7 +54,8 @@ class Whereabouts:
     Attributes:
         where: the innermost call of the user's code, else of Paceline's; "" where there is none.
         inside: the innermost call of all, where that is another one.
-        collective: the function of torch.distributed that the user's code waits in; "" for none.
+        collective: the function of torch.distributed that the user's code, or a split layer, waits in; "" for
+            none.
         is_users: whether ``where`` is in the user's code.
     """
 
@@ -70,21 +72,24 @@ def whereabouts(frames: Sequence[Frame]) -> Whereabouts:
     """
     if not frames:
         return Whereabouts()
-    collective = ""
+    collective = of_layers = ""
     found, is_users = frames[0], False
     for frame in frames:
         if frame.file.endswith(_COLLECTIVES):
             collective = frame.name  # the outermost is what was called
+        elif frame.file.endswith(_FUNCTIONAL):
+            of_layers = of_layers or frame.name
         elif frame.file.startswith(_OURS) and not frame.file.startswith(_RECIPES):
             found = frame
             break
         elif not any(part in frame.file for part in _LIBRARIES):
             found, is_users = frame, True
             break
+    waits_in = of_layers or (collective if is_users else "")
     return Whereabouts(
         where=str(found),
         inside="" if found == frames[0] else str(frames[0]),
-        collective=f"torch.distributed.{collective}" if collective and is_users else "",
+        collective=f"torch.distributed.{waits_in}" if waits_in else "",
         is_users=is_users,
     )
 

@@ -27,6 +27,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
+from paceline.callback import BatchPlace
 from paceline.checkpoint import storage
 from paceline.membership import handover, join
 from paceline.membership.member import Member
@@ -249,3 +250,24 @@ class Faulty(paceline.Task):
     def _steps(self) -> int:
         """Steps done: the optimizer counts them, also where the state came from elsewhere."""
         return next((int(state["step"]) for state in self.optimizer.state.values()), 0)
+
+
+@dataclass
+class Parted(Faulty):
+    """Layers that can be cut into stages and split in pairs: a rank may hold nothing of the first one."""
+
+    def build_model(self) -> nn.Module:
+        super().build_model()  # which knows the plan then
+        width = 12
+        return nn.Sequential(
+            nn.Flatten(),
+            *(nn.Linear(SIDE**2, width), nn.ReLU(), nn.Linear(width, width), nn.LayerNorm(width)),
+            *(nn.Dropout(0.3), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)),
+        )
+
+    def begin_batch(self, place: BatchPlace) -> None:
+        self._place = place
+        harm.rank = distributed.get_rank()
+
+    def _steps(self) -> int:
+        return self._place.step

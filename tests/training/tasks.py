@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 from paceline.callback import Callback, Group, Horizon
+from paceline.data.stdlib_text import load_stdlib_text
 from paceline.recipes.transformer import Transformer
 
 CLASSES, FEATURES = 3, 12
@@ -162,6 +163,44 @@ class Text(Transformer):
         return super().build_model().double() if self.double else super().build_model()
 
 
+@dataclass
+class Lines(Text):
+    """The transformer over lines of a text, whose lengths differ; a step is the mean over its bytes.
+
+    Attributes:
+        balanced: whether it says how long they are.
+        num: lines.
+    """
+
+    dropout: float = 0.0
+    context: int = 120
+    balanced: bool = True
+    num: int = 64
+
+    def build_dataset(self, split: str) -> Any:
+        if split != "train":
+            return None
+        text = bytes(load_stdlib_text("train").tolist())
+        lines = [line[: self.context] for line in text.split(b"\n") if len(line) > 1]
+        return [torch.frombuffer(bytearray(line), dtype=torch.uint8) for line in lines[: self.num]]
+
+    def sample_sizes(self, dataset: list[torch.Tensor]) -> list[int] | None:
+        return [len(line) - 1 for line in dataset] if self.balanced else None
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        padded = torch.full((len(samples), max(map(len, samples))), -1)
+        for row, line in zip(padded, samples, strict=True):
+            row[: len(line)] = line
+        return padded
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> paceline.Loss:
+        logits, targets = model(batch[:, :-1].clamp(min=0)), batch[:, 1:]
+        summed = functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
+        return paceline.Loss(summed, (targets >= 0).sum())
+
+
 class TwoParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +331,14 @@ class OverflowingOnce(Overflowing):
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1]) * 100
+
+
+@dataclass
+class OverflowingLayers(Layered):
+    """Layers that can be split and cut into stages, whose first gradients are more than a half can hold."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1]) * 300
 
 
 @dataclass

@@ -26,12 +26,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "fields": {"layers": 2, "dropout": 0.0},
         "options": {"max_steps": 3, "sequence_parallel": True},
     },
+    "fp16": {"task": "OverflowingLayers", "options": {"max_steps": 4, "precision": "fp16"}},
 }
 CLIPPED = {"task": "Layered", "options": {"clip_norm": 0.05, "max_steps": 4}}
 FOUR: dict[str, dict[str, Any]] = {
     "layered": {"mesh": "pp=2,tp=2", "pp_split": "1,2"},
     "text": {"mesh": "pp=2,tp=2", "pp_schedule": "zero-bubble"},
     "sequence": {"mesh": "pp=2,tp=2", "pp_schedule": "gpipe"},
+    "fp16": {"mesh": "pp=2,tp=2"},
 }
 SHARDED = {"task": "Everything", "options": {"val_fraction": 0.2, "max_steps": 5}}
 DEEP = {"task": "Text", "fields": {"layers": 4}, "options": {"max_steps": 3, "seed": 5}}
@@ -78,10 +80,19 @@ def test_the_norm_of_gradients_is_that_of_all_stages_and_parts(alone: Any, four:
         torch.testing.assert_close(clipped[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def test_an_overflow_skips_the_step_in_all_stages_and_parts(split: Any, four: Any) -> None:
+    scalers = [newest(worlds.run("fp16"))["scaler"] for worlds in (split, four)]
+    assert scalers[0] == scalers[1]
+    # 24 samples over 4 shards: 2^13 to begin with, and it is halved where a step is skipped.
+    assert scalers[0]["scale"] < 2.0**13
+
+
 @pytest.mark.slow
 def test_three_axes_on_eight_processes(start_trainings: Any, split: Any) -> None:
-    jobs = {"layered": _under(JOBS["layered"], mesh="dp=2,tp=2,pp=2")}
-    _same(start_trainings(jobs, ranks=8)["layered"], split["layered"])
+    jobs = {name: _under(JOBS[name], mesh="dp=2,tp=2,pp=2") for name in ("layered", "fp16")}
+    done = start_trainings(jobs, ranks=8)
+    for name in jobs:
+        _same(done[name], split[name])
 
 
 @pytest.mark.slow
