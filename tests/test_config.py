@@ -46,7 +46,7 @@ from paceline.errors import ConfigError
         ({"precision": "fp8"}, "--precision must be fp32, bf16 or fp16, but is 'fp8'"),
         (
             {"strategy": "fsdp9"},
-            "fsdp, tp, pp, mp, horovod, ps or hogwild, but is 'fsdp9'",
+            "fsdp, tp, pp, mp, deepspeed, horovod, ps or hogwild, but is 'fsdp9'",
         ),
         ({"reduction": "slow"}, "--reduction must be exact, fast or torch, but is 'slow'"),
         ({"device": "tpu"}, "--device must be auto, cpu or cuda, but is 'tpu'"),

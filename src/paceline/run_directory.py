@@ -72,6 +72,11 @@ class RunDirectory:
         return self.path / "ledger"
 
     @property
+    def sample_sizes(self) -> Path:
+        """``sample-sizes.npy``: what shards are balanced by, where the task says it."""
+        return self.path / "sample-sizes.npy"
+
+    @property
     def checkpoints(self) -> Path:
         """``checkpoints/``."""
         return self.path / "checkpoints"

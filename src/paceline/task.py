@@ -168,6 +168,15 @@ class Task:
     def begin_batch(self, place: BatchPlace) -> None:
         """Note where the batch stands that :meth:`loss` or :meth:`metrics` is called with next."""
 
+    def sample_sizes(self, dataset: Any) -> Any:
+        """Return how heavy each sample of the training data is, or None where all are alike.
+
+        Whole numbers, one a sample in the dataset's order: tokens, pixels, points. The shards of a step,
+        which are the micro-batches of a pipeline, then have the same numbers of samples and sizes that add
+        up to about the same. ``dataset`` is what :meth:`build_dataset` returned for "train", map-style.
+        """
+        return None
+
     def collate(self, samples: list[Any]) -> Any:
         """Turn a list of samples into a batch; the default is ``torch.utils.data.default_collate``."""
         from torch.utils.data import default_collate

@@ -82,6 +82,11 @@ M = Measurement(
         (Layout(dp=4), "exact", 4, False, (4000, 4000, 8000, 1800, 3000)),
         (Layout(dp=4), "fast", 4, False, (4000, 4000, 8000, 1800, 0)),
         (Layout(dp=4, zero1=True), "fast", 4, False, (4000, 4000, 2000, 1800, 0)),
+        # A quarter to step beside the parameters, and all gradients once more in a bucket; from stage 2 on a
+        # quarter of the gradients, in stage 3 of the parameters, and two blocks with the root.
+        (Layout(dp=4, zero_stage=1), "fast", 4, False, (5000, 4000, 2000, 1800, 4000)),
+        (Layout(dp=4, zero_stage=2), "fast", 4, False, (5000, 1000, 2000, 1800, 4000)),
+        (Layout(dp=4, zero_stage=3), "fast", 4, False, (2000, 1000, 2000, 1800, 4000 + 1000 + 2 * 1200)),
         # Root twice (2000); around the largest block: 1000 + 2 * 1200 + 800. Gradients come as the 500
         # of activations go, and no more are counted; one round of the tree keeps nothing.
         (Layout(fsdp=4), "exact", 4, False, (1000, 1000, 2000, 100, 6200)),
@@ -230,7 +235,9 @@ def test_every_grid_has_all_ranks() -> None:
     assert all(layout.world_size == 8 for layout in grids)
     assert len(set(grids)) == len(grids)
     assert {layout.family for layout in grids} == {
-        *("ddp", "zero1", "fsdp", "tp", "dp x fsdp", "dp x tp", "pp x dp", "pp x tp", "fsdp x tp"),
-        "pp x dp x tp",
+        *("ddp", "zero1", "deepspeed", "fsdp", "tp", "dp x fsdp", "dp x tp", "pp x dp", "pp x tp"),
+        *("fsdp x tp", "pp x dp x tp"),
     }
-    assert {layout.name for layout in layouts(2, most_stages=1, splits=())} == {"ddp", "zero1", "fsdp"}
+    assert {layout.name for layout in layouts(2, most_stages=1, splits=())} == {
+        *("ddp", "zero1", "deepspeed 1", "deepspeed 2", "deepspeed 3", "fsdp")
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.balanced_order import with_saved_sizes
 from paceline.data.ledger import read_ledger
 from paceline.distributed.process import Failure
 from paceline.distributed.tree import ReductionPlan
@@ -50,7 +51,8 @@ def describe_repetition(
 def _samples(directory: RunDirectory, steps: int, rank: int, ranks: int) -> str:
     """What a rank computes in the step after so many, as far as the run's files tell."""
     try:
-        config, order = directory.read_manifest()["config"], read_ledger(directory.ledger).order
+        config = directory.read_manifest()["config"]
+        order = with_saved_sizes(read_ledger(directory.ledger).order, directory.sample_sizes)
         return of_rank(config, order, steps, rank, ranks)
     except (RunDirectoryError, KeyError, TypeError, ValueError, IndexError):
         # What is said in passing must not hide why the job ends.

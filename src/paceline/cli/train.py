@@ -119,7 +119,7 @@ def resume(
 # Options that decide no bit of the model but that a continued run is expected to keep.
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
-    *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split"),
+    *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split", "zero_stage"),
     *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "checkpoint_activations", "checkpoint_blocks"),
     *("ps_mode", "staleness", "servers"),
     *("checkpoint_every", "keep", "backup_to", "log_every", "log_to"),

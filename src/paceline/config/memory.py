@@ -11,8 +11,8 @@ from paceline.errors import ConfigError
 
 FSDP_OPTIONS = ("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision")
 
-_NOT_AGAIN = ("dp", "pp", "mp")
-"""Where backward cannot compute activations again: blocks are copied or cut, and belong to several passes."""
+_NOT_AGAIN = ("dp", "pp", "mp", "deepspeed")
+"""Where backward cannot compute activations again: blocks are copied, cut, or watched by another engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,12 @@ class MemoryOptions(CommunicationOptions):
         False,
         "With --strategy fsdp, gather the parameters of linear and convolutional layers in the type of "
         "--precision: half the traffic and memory.",
+        group="Parallelism",
+    )
+    zero_stage: Literal[1, 2, 3] = option(
+        1,
+        "With --strategy deepspeed, what is sharded. 1: the optimizer's state; 2: gradients, too; "
+        "3: parameters, too.",
         group="Parallelism",
     )
     checkpoint_activations: Literal["none", "block", "selective"] = option(
@@ -71,6 +77,16 @@ class MemoryOptions(CommunicationOptions):
                 raise ConfigError(
                     f"{flag(name)} needs --strategy fsdp, or fsdp among the axes of --mesh. Leave it out."
                 )
+        if "deepspeed" not in methods and self.zero_stage != 1:
+            raise ConfigError(
+                f"--zero-stage {self.zero_stage} needs --strategy deepspeed. Leave it out, or use --strategy "
+                "fsdp, which shards as stage 3 does."
+            )
+        if self.zero_stage == 3 and getattr(self, "ema", None) is not None:
+            raise ConfigError(
+                "--ema does not work with --zero-stage 3, where no rank holds a parameter whole. "
+                "Use --zero-stage 2, or --strategy fsdp."
+            )
         if self.fsdp_mixed_precision and precision == "fp32":
             raise ConfigError("--fsdp-mixed-precision needs --precision bf16 or fp16.")
         if self.fsdp_offload and precision == "fp16":

@@ -44,6 +44,12 @@ STRATEGIES = {
     "tp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
     "pp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
     "mp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
+    "deepspeed": Traits(
+        reductions=("exact",),
+        sums_itself="deepspeed",
+        shards_state=True,
+        refuses=("verify_every", "compile", "spares"),
+    ),
     "horovod": Traits(reductions=("exact",), sums_itself="horovod"),
     "hogwild": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
     "ps": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
@@ -57,7 +63,7 @@ DATA_AXES = ("dp", "fsdp")
 """Ranks that differ only along these have different data; all others compute the same samples together."""
 
 StrategyName = Literal[
-    "auto", "single", "dp", "ddp", "zero1", "fsdp", "tp", "pp", "mp", "horovod", "ps", "hogwild"
+    "auto", "single", "dp", "ddp", "zero1", "fsdp", "tp", "pp", "mp", "deepspeed", "horovod", "ps", "hogwild"
 ]
 
 
@@ -72,9 +78,9 @@ class ParallelOptions(ServerOptions):
         "sharded over the processes. fsdp: parameters and gradients are, too. tp: each layer is split over "
         "the processes, which compute the same samples together. pp: the model is cut into stages, one or "
         "more a process, and the shards go through them as micro-batches (pipeline). mp: the same with one "
-        "shard at a time. horovod: Horovod sums the gradients. ps: the first processes are parameter "
-        "servers, the others workers. hogwild: all processes of a machine update one model in shared memory, "
-        "without locks.",
+        "shard at a time. deepspeed: ZeRO by DeepSpeed. horovod: Horovod sums the gradients. ps: the first "
+        "processes are parameter servers, the others workers. hogwild: all processes of a machine update one "
+        "model in shared memory, without locks.",
         group="Parallelism",
     )
     dp_devices: int | Literal["auto"] = option(

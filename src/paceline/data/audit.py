@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.data.balanced_order import with_saved_sizes
 from paceline.data.epoch_audit import (
     EpochAudit,
     EpochAuditor,
@@ -112,7 +113,7 @@ def audit(run: RunDirectory) -> AuditReport:
     # Read before the ledger: a run at work adds its steps first and its result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
-    lineage = _LineageAuditor(ledger.order)
+    lineage = _LineageAuditor(with_saved_sizes(ledger.order, run.sample_sizes))
     recomputed_steps = recomputed_samples = 0
     for entry, final in ledger.entries():
         if final:

@@ -45,7 +45,7 @@ class LedgerWriter:
             "format": FORMAT,
             "generation": generation,
             "parent_version": parent_version,
-            "order": None if order is None else {**dataclasses.asdict(order), "shuffle": order.shuffle.block},
+            "order": None if order is None else _fields(order),
         }
         latest = max(generations(directory), default=-1)
         if latest >= generation:
@@ -184,3 +184,9 @@ class LedgerWriter:
             f"cannot write the ledger {self.path}: {error.strerror or error}. "
             "Make room or mend the disk, then resume the run."
         )
+
+
+def _fields(order: DataOrder) -> dict[str, int]:
+    """What the header tells of an order; a balanced one's sizes are in a file of their own."""
+    values = {field.name: getattr(order, field.name) for field in dataclasses.fields(DataOrder)}
+    return {**values, "shuffle": order.shuffle.block}

@@ -5,12 +5,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+
+class ShardedOptimizer(Optimizer, ABC):
+    """An optimizer that keeps gradients and state apart from the parameters of its groups."""
+
+    @abstractmethod
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of a step's gradients, which may be changed in place."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Keep this rank's part of a state as one process has it; all ranks call this together."""
 
 
 def gathered(state: Any, *, keep: bool = True) -> Any:
@@ -44,6 +57,9 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole state into an optimizer of parameters that may be distributed."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.load_state_dict(state)
+        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     laid = {
         number: {name: laid_out(value, parameters[int(number)]) for name, value in values.items()}

@@ -24,6 +24,7 @@ class Layout:
         fsdp: ranks that a copy's parameters are sharded over.
         tp: ranks that its tensors are split over.
         zero1: copies share the optimizer's state.
+        zero_stage: what copies share under DeepSpeed, 1 to 3; 0: it is not used.
         schedule: of the pipeline.
         checkpointing: a block's activations are computed again in backward.
     """
@@ -33,6 +34,7 @@ class Layout:
     fsdp: int = 1
     tp: int = 1
     zero1: bool = False
+    zero_stage: int = 0
     schedule: Schedule = "1f1b"
     checkpointing: bool = False
 
@@ -57,11 +59,15 @@ class Layout:
         if len(self.axes) > 1:
             return " x ".join(self.axes)
         (axis,) = self.axes or ("single",)
+        if self.zero_stage:
+            return "deepspeed"
         return "zero1" if self.zero1 else "ddp" if axis == "dp" else axis
 
     @property
     def name(self) -> str:
-        """The family, with its sizes where there are several: "dp=2,tp=4"."""
+        """The family, with its stage, or its sizes where there are several: "dp=2,tp=4"."""
+        if self.zero_stage:
+            return f"deepspeed {self.zero_stage}"
         return ",".join(f"{a}={n}" for a, n in self.axes.items()) if len(self.axes) > 1 else self.family
 
     @property
@@ -70,6 +76,8 @@ class Layout:
         words = [] if self.family in ("single", "ddp") else ["--strategy", self.family]
         if len(self.axes) > 1:
             words = ["--mesh", self.name]
+        if self.zero_stage > 1:
+            words += ["--zero-stage", str(self.zero_stage)]
         if self.checkpointing:
             words += ["--checkpoint-activations", "block"]
         return words
@@ -77,7 +85,11 @@ class Layout:
     @property
     def in_paceline(self) -> bool:
         """Whether this version can train so."""
-        options = {"mesh": self.name} if len(self.axes) > 1 else {"strategy": self.family}
+        options: dict[str, object] = {"strategy": self.family}
+        if len(self.axes) > 1:
+            options = {"mesh": self.name}
+        if self.zero_stage:
+            options["zero_stage"] = self.zero_stage
         if self.checkpointing:
             options["checkpoint_activations"] = "block"
         try:
@@ -108,6 +120,7 @@ def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> It
             yield Layout(pp=pp, dp=rest, tp=tp)
             if pp == tp == 1:
                 yield Layout(dp=rest, zero1=True)
+                yield from (Layout(dp=rest, zero_stage=stage) for stage in (1, 2, 3))
             if pp == 1:
                 for fsdp in _divisors(rest):
                     # All axes at once is more than anybody has asked for.

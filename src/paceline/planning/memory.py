@@ -14,6 +14,9 @@ from paceline.planning.parts import Part, Precision
 
 Reduction = Literal["exact", "fast"]
 
+DEEPSPEED_BUCKET_BYTES = 200 * 2**20
+"""Of fp32 gradients that DeepSpeed sums at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -131,6 +134,8 @@ def _of_rank(
     others = (in_flight - 1) * saved + in_flight * part.received_bytes
     if layout.fsdp > 1:
         return _fsdp(m, part, saved + others, peak + others, layout, reduction, num_shards)
+    if layout.zero_stage:
+        return _deepspeed(m, part, peak, layout)
     ranks = layout.data_ranks
     plan = ReductionPlan(num_shards, ranks, kind=reduction)
     # The others' parts of the chunk that this rank sums, a part for each subtree of theirs.
@@ -186,6 +191,29 @@ def _fsdp(
         optimizer=-(-part.optimizer_bytes // ranks),
         activations=activations + m.batch_bytes,
         temporary=part.buffer_bytes + max(gathered, optimizer_temporary - activations),
+    )
+
+
+def _deepspeed(m: Measurement, part: Part, peak: int, layout: Layout) -> Memory:
+    """What DeepSpeed 0.19 keeps: beside the parameters, this rank's part of them to be stepped, flat.
+
+    Gradients pass through a bucket, in which they are added up over the ranks. From stage 2 on only this
+    rank's part of them is kept; in stage 3 so it is with the parameters, and whole ones are gathered for
+    the modules at work.
+    """
+    ranks, stage = layout.dp, layout.zero_stage
+    piece = -(-part.parameter_bytes // ranks)
+    own_gradients = -(-part.gradient_bytes // ranks)
+    bucket = min(part.gradient_bytes, DEEPSPEED_BUCKET_BYTES)
+    blocks = max(part.block_bytes, default=0)
+    gathered = part.root_bytes + 2 * blocks if stage == 3 else 0
+    return Memory(
+        parameters=(piece if stage == 3 else part.parameter_bytes) + piece + part.buffer_bytes,
+        gradients=(part.gradient_bytes if stage == 1 else own_gradients) + part.buffer_bytes,
+        optimizer=-(-part.optimizer_bytes // ranks),
+        activations=peak + m.batch_bytes,
+        # The step, for which the part's gradients are made flat, comes when the activations are gone.
+        temporary=part.buffer_bytes + max(bucket + gathered, own_gradients - peak),
     )
 
 

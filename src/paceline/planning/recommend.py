@@ -226,6 +226,8 @@ def _preference(row: Row, m: Measurement) -> tuple[bool, bool, bool, int]:
 def _variants(m: Measurement, machines: Machines, layout: Layout, num_shards: int) -> Iterator[Row]:
     shared_memory = machines.device == "cpu" and machines.nodes == 1
     for checkpointing, reduction, precision in itertools.product((False, True), _REDUCTIONS, PRECISIONS):
+        if layout.zero_stage and (checkpointing or reduction == "exact"):
+            continue  # DeepSpeed sums by itself
         one = dataclasses.replace(layout, checkpointing=checkpointing)
         memory = predict_memory(
             m, one, reduction, precision, num_shards=num_shards, shared_memory=shared_memory
@@ -251,7 +253,8 @@ def _variants(m: Measurement, machines: Machines, layout: Layout, num_shards: in
 
 def choose(rows: Sequence[Row]) -> Row | None:
     """The row to recommend: ddp where it fits; else of the fastest the one with fewest axes, if any fits."""
-    there = [row for row in rows if row.in_paceline and row.fits]
+    # An optional engine is for who asks for it: fsdp shards as much.
+    there = [row for row in rows if row.in_paceline and row.fits and not row.layout.zero_stage]
     plain = next((row for row in there if row.layout.family in ("single", "ddp")), None)
     if plain is not None and not plain.layout.checkpointing:
         return plain

@@ -42,6 +42,7 @@ def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int
     each subtree that the rank sums by itself. ``zero1`` sends parameters in place of the sums. ``fsdp``, for
     every micro-batch: its part of the parameters to all others for forward and again for backward (the root's
     once), and the gradients, with ``fast`` once a step; copies of its model then add up their parts.
+    DeepSpeed's stage 1 is as ``zero1``; stages 2 and 3 scatter every micro-batch's gradients.
     """
     ranks = layout.data_ranks
     if ranks == 1:
@@ -52,6 +53,12 @@ def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int
         scattered = (rounds if reduction == "exact" else 1) * part.gradient_bytes
         within = (rounds * (2 * blocks + part.root_bytes) + scattered) * (layout.fsdp - 1) // layout.fsdp
         return within + 2 * (part.gradient_bytes // layout.fsdp) * (layout.dp - 1) // layout.dp
+    if layout.zero_stage > 1:
+        # Gradients are scattered after every micro-batch, and parameters gathered: once a step, or for
+        # every forward and backward.
+        rounds = -(-num_shards // ranks)
+        gathers = 2 * rounds if layout.zero_stage == 3 else 1
+        return (rounds * part.gradient_bytes + gathers * part.parameter_bytes) * (ranks - 1) // ranks
     plan = ReductionPlan(num_shards, ranks, kind=reduction)
     nodes = max(len(of_rank) for of_rank in plan.nodes)
     return (nodes + 1) * part.gradient_bytes * (ranks - 1) // ranks

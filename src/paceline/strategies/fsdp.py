@@ -87,8 +87,8 @@ class FullyShard:
             cast_forward_inputs=False,
         )
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Their state follows the parameters."""
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        return optimizers  # their state follows the parameters
 
     def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         twin = self.place(build(), device)

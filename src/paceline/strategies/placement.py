@@ -53,8 +53,14 @@ class Placement(Protocol):
             device: this rank's.
         """
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """See the optimizers that were built for the model, by name, before they have a state."""
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        """What steps in place of the optimizers that were built for the model, by name.
+
+        That is often they themselves. They have no state yet. All ranks call this together.
+
+        Raises:
+            ConfigError: they cannot work so.
+        """
 
     def whole(self, state: Any, *, keep: bool) -> Any:
         """A state, or a part of one, as one process would have it; all ranks call this together.
@@ -88,9 +94,10 @@ class InTurn:
     def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("layers that are split have no moving average")
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         for layout in self._layouts:
-            layout.take_optimizers(optimizers)
+            optimizers = layout.take_optimizers(optimizers)
+        return optimizers
 
     def whole(self, state: Any, *, keep: bool) -> Any:
         for layout in reversed(self._layouts):
@@ -112,8 +119,8 @@ class Whole:
     def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         return deepcopy(like)
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Leave them as they are."""
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        return optimizers
 
     def whole(self, state: Any, *, keep: bool) -> Any:
         return state

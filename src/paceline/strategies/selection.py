@@ -60,6 +60,10 @@ def build_placement(config: RunConfig, mesh: Mesh, task: Task, rehearsal: Rehear
         from paceline.strategies.fsdp import FullyShard
 
         layouts.append(FullyShard(mesh, config))
+    if config.strategy == "deepspeed":
+        from paceline.strategies.deepspeed.placement import Partitioned
+
+        layouts.append(Partitioned(mesh, config))
     if config.strategy == "zero1":
         layouts.append(ShardedOptimizers(mesh))
     if len(layouts) > 1:
@@ -89,6 +93,10 @@ def build_strategy(module: nn.Module, mesh: Mesh, config: RunConfig, options: St
         from paceline.strategies.tp import TP
 
         return TP(module, mesh, options)
+    if config.strategy == "deepspeed":
+        from paceline.strategies.deepspeed.strategy import DeepSpeed
+
+        return DeepSpeed(module, mesh, options)
     if config.strategy == "horovod":
         from paceline.strategies.horovod import Horovod
 

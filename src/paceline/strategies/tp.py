@@ -129,8 +129,8 @@ class TensorParallel:
         if self._world.rank == 0:
             _log.info("%s", described(module, self._plan, self.degree))
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Their state follows the parameters."""
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        return optimizers  # their state follows the parameters
 
     def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("layers that are split have no moving average")

@@ -50,8 +50,9 @@ class ShardedOptimizers(Whole):
         self._world.broadcast_module(module)
         return module
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         self._parts = {name: _OptimizerPart(optimizer, self._world) for name, optimizer in optimizers.items()}
+        return optimizers
 
     def whole(self, state: Any, *, keep: bool) -> Any:
         if not (isinstance(state, Mapping) and "optimizers" in state):

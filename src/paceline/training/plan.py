@@ -7,7 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paceline.config import RunConfig, flag, parse_shuffle
+from paceline.data.balanced_order import balanced, checked_sizes
 from paceline.data.order import Carved, DataOrder, carve
 from paceline.data.stream import ShardedStream, as_stream
 from paceline.errors import ConfigError, DataError
@@ -18,7 +21,7 @@ CHANGEABLE = frozenset(
         *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
         *("backend", "spares"),
         *("init_timeout", "comm_debug", "threads", "device", "strategy", "mesh", "sequence_parallel"),
-        *("pp_schedule", "pp_split"),
+        *("pp_schedule", "pp_split", "zero_stage"),
         *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "checkpoint_activations", "checkpoint_blocks"),
         *("ps_mode", "staleness", "servers"),
         *("workers", "run", "resume"),
@@ -201,6 +204,10 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
         task.min_shard,
         parse_shuffle(config.shuffle),
     )
+    sizes = task.sample_sizes(train)
+    if sizes is not None:
+        known = checked_sizes(sizes, len(train), type(task).__name__)
+        order = balanced(order, known if carved is None else known[carved.train(np.arange(num_samples))])
     total_steps = config.max_steps
     if total_steps is None:
         assert config.epochs is not None

@@ -14,6 +14,7 @@ import torch
 
 from paceline import __version__
 from paceline.config import RunConfig, config_from_mapping, parse_duration_s
+from paceline.data.balanced_order import require_same_sizes, save_sizes
 from paceline.errors import RunDirectoryError, TaskError
 from paceline.monitoring.tracking import require
 from paceline.run_directory import RunDirectory
@@ -110,6 +111,8 @@ def prepare(
         quiet=request.quiet,
         referee=request.referee,
     )
+    if manifest is not None:
+        require_same_sizes(run.data.order, directory.sample_sizes)
     return run, notes
 
 
@@ -131,6 +134,7 @@ def create(run: Run, run_id: str, parent: Parent | None) -> None:
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if parent is not None:
         document["parent"] = keep_parent(run.directory, parent)
+    save_sizes(run.directory.sample_sizes, run.data.order)
     run.directory.write_manifest(document)
     run.directory.append_event("created", task=run.task_name)
 

@@ -87,7 +87,7 @@ class Replica:
         if run.config.ema is not None:
             twin = self._placement.twin(self._built_model, module, run.device)
         state = TrainingState(run.task, run.config, module, run.device, horizon, twin)
-        self._placement.take_optimizers(state.optimizers)
+        state.optimizers = dict(self._placement.take_optimizers(state.optimizers))
         return state
 
     def _built_model(self) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch.optim import Optimizer
 
-from paceline.distributed.sharded_state import local_part
+from paceline.distributed.sharded_state import ShardedOptimizer, local_part
 
 
 class PartScaler(torch.amp.GradScaler):
@@ -36,15 +36,26 @@ class PartScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        parts = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    part = local_part(parameter.detach())
-                    part.grad = local_part(parameter.grad)
-                    parts.append(part)
-        held = SimpleNamespace(param_groups=[{"params": parts}])
+        held = SimpleNamespace(param_groups=[{"params": _parts(optimizer)}])
         unscaled: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
             cast(Optimizer, held), inv_scale, found_inf, allow_fp16
         )
         return unscaled
+
+
+def _parts(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Tensors whose ``grad`` is what this rank holds of each gradient."""
+    parts = []
+    if isinstance(optimizer, ShardedOptimizer):
+        for gradient in optimizer.gradients():
+            part = gradient.detach()
+            part.grad = gradient
+            parts.append(part)
+        return parts
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                part = local_part(parameter.detach())
+                part.grad = local_part(parameter.grad)
+                parts.append(part)
+    return parts

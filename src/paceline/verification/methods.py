@@ -128,6 +128,15 @@ METHODS = (
         takes_callbacks=False,
     ),
     Method(name="hogwild", options={"strategy": "hogwild"}, promises="convergence", takes_callbacks=False),
+    *(
+        Method(
+            name=f"deepspeed-{stage}",
+            options={"strategy": "deepspeed", "zero_stage": stage},
+            promises="tolerance",
+            needs="deepspeed",
+        )
+        for stage in (1, 2, 3)
+    ),
     Method(name="horovod", options={"strategy": "horovod"}, promises="tolerance", needs="horovod"),
 )
 """All methods, in the order of the report."""

@@ -93,8 +93,8 @@ class Staged:
         object.__setattr__(module, "forward", forward)
         return module
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Their state follows the parameters."""
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        return optimizers  # their state follows the parameters
 
     def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("a model in stages has no moving average")

@@ -1,0 +1,73 @@
+"""Lines of different lengths, dealt to micro-batches by their lengths: the same steps, shared more evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data.audit import audit
+from paceline.data.balanced_order import with_saved_sizes
+from paceline.data.ledger import read_ledger
+from paceline.run_directory import RunDirectory
+
+OPTIONS = {"max_steps": 5, "global_batch_size": 24, "log_every": 1}
+LINES = {"task": "Lines", "options": OPTIONS}
+AS_THEY_COME = {**LINES, "fields": {"balanced": False}}
+
+
+@pytest.fixture(scope="module")
+def alone(start_trainings: Any) -> Any:
+    return start_trainings({"lines": LINES, "as-they-come": AS_THEY_COME})
+
+
+@pytest.fixture(scope="module")
+def staged(start_trainings: Any) -> Any:
+    options = {**OPTIONS, "strategy": "pp", "pp_split": "equal"}
+    return start_trainings({"lines": {**LINES, "options": options}}, ranks=2)
+
+
+def test_a_pipeline_has_the_bits_of_one_process(alone: Any, staged: Any) -> None:
+    assert "error" not in staged["lines"], staged["lines"]
+    assert staged["lines"]["model_sha256"] == alone["lines"]["model_sha256"]
+
+
+def test_the_mean_over_bytes_is_that_of_micro_batches_as_they_come(alone: Any) -> None:
+    alone.results()
+    balanced, plain = (
+        [record["loss"] for record in alone.records(name, "train")] for name in ("lines", "as-they-come")
+    )
+    assert len(balanced) == 5
+    assert balanced == pytest.approx(plain, rel=1e-4)
+
+
+def test_micro_batches_have_about_as_many_bytes(alone: Any) -> None:
+    alone.results()
+    run = RunDirectory(alone.run("lines"))
+    plain = read_ledger(run.ledger).order
+    order = with_saved_sizes(plain, run.sample_sizes)
+    sizes = np.load(run.sample_sizes, allow_pickle=False)
+    assert plain is not None
+    assert order is not None
+    heaviest = {
+        which: [
+            max(int(sizes[which.shard_indices(0, step, shard)].sum()) for shard in range(4))
+            for step in range(2)
+        ]
+        for which in (plain, order)
+    }
+    mean = [sizes[plain.indices(0, *plain.batch_range(step))].sum() / 4 for step in range(2)]
+    assert all(most < 1.05 * even for most, even in zip(heaviest[order], mean, strict=True))
+    assert max(most / even for most, even in zip(heaviest[plain], mean, strict=True)) > 1.1
+
+
+def test_the_audit_knows_which_samples_a_shard_had(alone: Any, staged: Any) -> None:
+    for worlds in (alone, staged):
+        worlds.results()
+        run = RunDirectory(worlds.run("lines"))
+        assert audit(run).clean
+        kept = run.sample_sizes.read_bytes()
+        run.sample_sizes.unlink()
+        assert "fed with other samples" in audit(run).verdict
+        run.sample_sizes.write_bytes(kept)

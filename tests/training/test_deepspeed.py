@@ -1,0 +1,107 @@
+"""ZeRO by DeepSpeed: one process's results within a tolerance, parts on each rank, whole checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.states import newest
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'paceline[deepspeed]'")
+
+JOBS: dict[str, dict[str, Any]] = {
+    "layered": {"task": "Layered", "options": {"max_steps": 6, "clip_norm": 0.05, "eval_every": "2steps"}},
+    "deep": {"task": "Deep", "options": {"max_steps": 4}},
+    "fp16": {"task": "Overflowing", "options": {"precision": "fp16", "max_steps": 6}},
+    "frozen": {"task": "Frozen", "options": {"max_steps": 4, "precision": "bf16"}},
+}
+STAGES = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def worlds(start_trainings: Any) -> dict[int, Any]:
+    sharded = {
+        f"{name}-{stage}": {
+            **job,
+            "options": {**job["options"], "strategy": "deepspeed", "zero_stage": stage},
+        }
+        for name, job in JOBS.items()
+        for stage in STAGES
+    }
+    refused = {
+        "two-optimizers": {"task": "TwoOptimizers", "options": {"strategy": "deepspeed"}},
+        "adagrad": {
+            "task": "Told",
+            "fields": {"optimizer": "Adagrad"},
+            "options": {"strategy": "deepspeed"},
+        },
+    }
+    return {1: start_trainings(JOBS, ranks=1), 2: start_trainings({**sharded, **refused}, ranks=2)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", JOBS)
+def test_results_are_those_of_one_process(worlds: dict[int, Any], name: str, stage: int) -> None:
+    alone, sharded = worlds[1][name], worlds[2][f"{name}-{stage}"]
+    assert sharded.get("strategy") == "deepspeed", sharded
+    for what in ("steps", "samples"):
+        assert sharded[what] == alone[what]
+    expected, found = newest(worlds[1].run(name)), newest(worlds[2].run(f"{name}-{stage}"))
+    assert found["model"].keys() == expected["model"].keys()
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if name in ("fp16", "frozen") else {"rtol": 1e-3, "atol": 1e-4}
+    for key, value in expected["model"].items():
+        torch.testing.assert_close(found["model"][key], value, **tolerance)
+    for number, values in expected["optimizers"]["main"]["state"].items():
+        for key, value in values.items():
+            other = found["optimizers"]["main"]["state"][number][key]
+            torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(value), **tolerance)
+    assert found.get("scaler") == expected.get("scaler")
+
+
+def test_an_overflow_skips_the_step_on_all_ranks(worlds: dict[int, Any]) -> None:
+    alone = newest(worlds[1].run("fp16"))["scaler"]
+    assert alone["scale"] < 2.0**13
+    for stage in STAGES:
+        assert newest(worlds[2].run(f"fp16-{stage}"))["scaler"] == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("two-optimizers", "--strategy deepspeed works with one optimizer, but the task builds 2"),
+        ("adagrad", "it is not known that Adagrad treats each element by itself"),
+    ],
+)
+def test_optimizers_that_cannot_be_sharded_are_refused(
+    worlds: dict[int, Any], name: str, message: str
+) -> None:
+    assert worlds[2][name]["error"] == "ConfigError"
+    assert message in worlds[2][name]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nproc", "1", "--strategy", "deepspeed"), "shards states over processes, but there is one"),
+        (("--nproc", "2", "--zero-stage", "2"), "--zero-stage 2 needs --strategy deepspeed"),
+        (
+            ("--nproc", "2", "--strategy", "deepspeed", "--zero-stage", "3", "--ema", "0.9"),
+            "--ema does not work with --zero-stage 3",
+        ),
+        (
+            ("--nproc", "2", "--strategy", "deepspeed", "--mesh", "dp=2"),
+            "--mesh dp=2 is laid out for ddp, not for --strategy deepspeed",
+        ),
+        (
+            ("--nproc", "2", "--strategy", "deepspeed", "--reduction", "fast"),
+            "--reduction fast does not work with --strategy deepspeed, which sums gradients itself",
+        ),
+        (("--nproc", "2", "--strategy", "deepspeed", "--fsdp-offload"), "--fsdp-offload needs"),
+    ],
+)
+def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...], message: str) -> None:
+    done = run_processes.paceline("train", f"{tasks_file}:Points", "--quiet", *options)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(message) == 1
