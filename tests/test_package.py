@@ -145,6 +145,16 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
     assert not imported & {"torch", "numpy", "tensorboard"}
 
 
+@pytest.mark.parametrize("command", ["train", "resume", "launch", "tune"])
+def test_help_imports_nothing_that_starts_processes(command: str) -> None:
+    words = ["paceline", command, "--help"]
+    imported = modules_imported_by(
+        f"sys.argv[:] = {words}; runpy.run_module('paceline', run_name='__main__')"
+    )
+    assert f"paceline.cli.{'train' if command == 'resume' else command}" in imported
+    assert not imported & {"psutil", "paceline.launchers.base", "paceline.run_directory", "paceline.task"}
+
+
 def test_help_lists_every_command() -> None:
     finished = run_python("-m", "paceline", "--help")
     assert finished.returncode == 0, finished.stderr

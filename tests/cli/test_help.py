@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.launcher_options import in_question
 from paceline.config import RunConfig, flag
-from paceline.launchers.base import LAUNCHER_NAMES
+from paceline.launchers.names import LAUNCHER_NAMES
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -84,6 +84,18 @@ def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: st
     assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(
         words
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND...")],
+)
+def test_the_usage_names_the_arguments(
+    said: dict[str, tuple[int, str]], command: str, arguments: str
+) -> None:
+    first = said[f"{command} --help"][1].splitlines()[0]
+    assert first.startswith(f"Usage: paceline {command} ")
+    assert first.endswith(arguments)
 
 
 def test_versions_are_printed(said: dict[str, tuple[int, str]]) -> None:

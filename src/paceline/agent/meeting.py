@@ -23,7 +23,13 @@ from paceline import __version__
 from paceline.agent.listener import Listener
 from paceline.agent.token import TOKEN_BYTES, create_token, read_token
 from paceline.distributed.environment import parse_endpoint
-from paceline.distributed.sockets import address_towards, interface_address, interface_of, is_ours
+from paceline.distributed.sockets import (
+    address_towards,
+    interface_address,
+    interface_of,
+    is_ours,
+    meeting_address,
+)
 from paceline.errors import ConfigError
 from paceline.launchers.local.base import LocalSpec
 from paceline.membership.lease import LeaseDirectory
@@ -88,13 +94,13 @@ def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirect
         address = address_towards(host, port)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
     versions = {**_versions(), "task": spec.task_code}
-    hello: dict[str, Any] = {"name": name, "host": address, "versions": versions}
+    hello: dict[str, Any] = {"name": name, "versions": versions}
     may_found = not spec.joins and (spec.node_rank == 0 or (spec.node_rank is None and is_ours(host)))
     token = _token(spec, directory, creates=may_found)
     listener = None
     if may_found:
         try:
-            listener = Listener(address, port, token, hello)
+            listener = Listener(_where_looked_for(host, address, spec.interface), port, token, hello)
         except ConfigError as error:
             taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
             if spec.node_rank == 0 or not taken:
@@ -102,12 +108,12 @@ def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirect
     founds = listener is not None
     if listener is None:
         listener = Listener(address, 0, token, hello)
-    hello["port"] = listener.port
+    hello |= {"host": listener.host, "port": listener.port}
     lease = None
     if founds:
         lease = LeaseDirectory.found(directory.path / "agents")
         hello["lease"] = lease.key
-        record_agents(directory, [(name, (address, listener.port))], spec.command[-1])
+        record_agents(directory, [(name, (listener.host, listener.port))], spec.command[-1])
     meeting = Meeting(
         name=name,
         founds=founds,
@@ -119,6 +125,11 @@ def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirect
         hello=hello,
     )
     return meeting, lease
+
+
+def _where_looked_for(host: str, address: str, interface: str | None) -> str:
+    """The address for the other agents, which is another one than the workers' where the networks differ."""
+    return address if interface is None else socket.gethostbyname(meeting_address(host, interface))
 
 
 def record_agents(directory: RunDirectory, agents: Sequence[Agent], job: str) -> None:

@@ -50,8 +50,17 @@ _COMMANDS = {
     "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
     "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
 }
+_USAGE = {
+    "train": "[OPTIONS] TASK",
+    "resume": "[OPTIONS] RUN",
+    "tune": "[OPTIONS] TASK",
+    "launch": "--on NAME [OPTIONS] -- COMMAND...",
+}
+"""Of the commands with the most options: cyclopts would inspect them all once more to find it out."""
+
 for _name, (_place, _help) in _COMMANDS.items():
-    app.command(f"paceline.cli.{_place}", name=_name, help=_help)
+    _more = {"usage": f"Usage: paceline {_name} {_USAGE[_name]}"} if _name in _USAGE else {}
+    app.command(f"paceline.cli.{_place}", name=_name, help=_help, **_more)
 
 
 def main() -> int:

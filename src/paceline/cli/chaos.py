@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from cyclopts import Parameter
 
 from paceline.chaos.plan import KINDS, Kind
-from paceline.cli.options import Options, given
+from paceline.cli.options import given, run_options
 from paceline.distributed.process import sigterm_interrupts
 from paceline.errors import ConfigError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_KINDS = "kill,stop,leave,join"
 
+Options = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.cli.job_options import HERE, parse_env
-from paceline.cli.launcher_options import LauncherOptions
+from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given
 from paceline.config import parse_duration_s, parse_nodes, parse_nproc
 from paceline.doctor.checks import Report
@@ -23,6 +23,7 @@ from paceline.launchers.own_options import make_options
 from paceline.launchers.submission import choose_inner, job_directory
 from paceline.task import check_spec
 
+LauncherOptions = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
 _WALLTIME = "15min"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -7,21 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import JobOptions, start
-from paceline.cli.launcher_options import LauncherOptions
+from paceline.cli.job_options import JobOptions
+from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given
 from paceline.config import parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec, get_launcher, job_name
-from paceline.launchers.own_options import make_options
-from paceline.launchers.submission import (
-    choose_contract,
-    choose_inner,
-    job_directory,
-    machines_python,
-    normal_command,
-)
 
+LauncherOptions = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -70,6 +62,17 @@ def launch(
     json
         Print the job as JSON.
     """
+    from paceline.cli.job_start import start
+    from paceline.launchers.base import JobSpec, get_launcher, job_name
+    from paceline.launchers.own_options import make_options
+    from paceline.launchers.submission import (
+        choose_contract,
+        choose_inner,
+        job_directory,
+        machines_python,
+        normal_command,
+    )
+
     job = job or JobOptions()
     launcher = get_launcher(on)
     own = make_options(launcher, given(launcher_options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,20 +12,26 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from paceline.cli.options import options_class
 from paceline.config import RunConfig
-from paceline.launchers.base import LAUNCHER_NAMES, get_launcher
+from paceline.launchers import names
 from paceline.launchers.own_options import option_types
 
 _COMMAND = ("paceline", "__main__.py")
 _HERE = ("spawn", "torchrun")
 
 
-def _make_options(*, without: frozenset[str] = frozenset()) -> Any:
-    """A dataclass with a flag for each option of the launchers in question; None: it was not given."""
+@functools.cache
+def launchers_options(*, for_tasks: bool = False) -> Any:
+    """A dataclass with a flag for each option of the launchers in question; None: it was not given.
+
+    Args:
+        for_tasks: leave out those that are a task's options too.
+    """
     helps: dict[str, tuple[str, list[str]]] = {}
     types: dict[str, Any] = {}
     for name in in_question(sys.argv):
-        options_type = get_launcher(name).options_type
+        options_type = names.options_type(name)
         if options_type is None:
             continue
         types |= option_types(options_type)
@@ -33,14 +40,11 @@ def _make_options(*, without: frozenset[str] = frozenset()) -> Any:
             owners.append(name)
     fields = []
     for name, (text, owners) in helps.items():
-        if name in without:
+        if for_tasks and name in RunConfig.__dataclass_fields__:
             continue
         parameter = Parameter(help=text, group=f"--on {', '.join(owners)}", show_default=False, negative="")
         fields.append((name, Annotated[types[name] | None, parameter], dataclasses.field(default=None)))
-    namespace = {"__module__": __name__, "__doc__": "The options that were given; None where one was not."}
-    return dataclasses.make_dataclass(
-        "LauncherOptions", fields, frozen=True, kw_only=True, namespace=namespace
-    )
+    return options_class("LauncherOptions", fields)
 
 
 def in_question(argv: Sequence[str]) -> Sequence[str]:
@@ -50,13 +54,7 @@ def in_question(argv: Sequence[str]) -> Sequence[str]:
     Whoever is no command line of ours, such as the documentation, sees all.
     """
     if Path(argv[0]).name not in _COMMAND or "--config" in argv:
-        return LAUNCHER_NAMES
+        return names.LAUNCHER_NAMES
     words = [word for word in argv[1:] if word.startswith("--on=")]
     named = words[0].removeprefix("--on=") if words else dict(pairwise(argv)).get("--on")
-    return (named,) if named in LAUNCHER_NAMES else _HERE
-
-
-LauncherOptions = _make_options()
-
-TaskLauncherOptions = _make_options(without=frozenset(RunConfig.__dataclass_fields__))
-"""The same for tasks, whose own options have some of these names."""
+    return (named,) if named in names.LAUNCHER_NAMES else _HERE

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -14,7 +14,8 @@ from paceline.config import RunConfig
 _NOT_FLAGS = ("task", "run")
 
 
-def _make_options(*, without: Sequence[str] = ()) -> Any:
+@functools.cache
+def run_options(*, without: tuple[str, ...] = ()) -> Any:
     """A dataclass with a flag for each option; None says that it was not given.
 
     Args:
@@ -31,12 +32,13 @@ def _make_options(*, without: Sequence[str] = ()) -> Any:
             help_text += f" [default: {shown}]"
         parameter = Parameter(help=help_text, group=f.metadata["group"], show_default=False, negative="")
         fields.append((f.name, Annotated[hints[f.name] | None, parameter], dataclasses.field(default=None)))
+    return options_class("Options", fields)
+
+
+def options_class(name: str, fields: list[tuple[str, Any, Any]]) -> Any:
+    """A dataclass of the options that are given; no more of one than that, for each method takes time."""
     namespace = {"__module__": __name__, "__doc__": "The options that were given; None where one was not."}
-    return dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True, namespace=namespace)
-
-
-Options = _make_options()
-TuneOptions = _make_options(without=("resume",))
+    return dataclasses.make_dataclass(name, fields, kw_only=True, repr=False, eq=False, namespace=namespace)
 
 
 def given(options: Any) -> dict[str, Any]:

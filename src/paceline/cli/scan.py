@@ -15,8 +15,8 @@ from rich.console import Console
 
 from paceline.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
 from paceline.cli.job_options import JobOptions
-from paceline.cli.launcher_options import TaskLauncherOptions
-from paceline.cli.options import Options, given
+from paceline.cli.launcher_options import launchers_options
+from paceline.cli.options import given, run_options
 from paceline.config import RunConfig, config_from_mapping, parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError, PacelineError
 from paceline.job import Job, default_run_path
@@ -27,6 +27,8 @@ from paceline.launchers.submission import finish, submit, task_job
 from paceline.launchers.training import launch
 from paceline.task import check_spec
 
+Options = run_options()
+LauncherOptions = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 _HERE = ("spawn", "torchrun")
 
@@ -41,7 +43,7 @@ def scan(
     plot: Path | None = None,
     options: Annotated[Options | None, Parameter(name="*")] = None,
     job: Annotated[JobOptions | None, Parameter(name="*")] = None,
-    launcher_options: Annotated[TaskLauncherOptions | None, Parameter(name="*")] = None,
+    launcher_options: Annotated[LauncherOptions | None, Parameter(name="*")] = None,
     json: Flag = False,
     markdown: Flag = False,
 ) -> int:

@@ -7,13 +7,13 @@ import json as json_module
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import JobOptions, start
-from paceline.cli.launcher_options import TaskLauncherOptions
-from paceline.cli.options import Options, given
+from paceline.cli.job_options import JobOptions
+from paceline.cli.launcher_options import launchers_options
+from paceline.cli.options import given, run_options
 from paceline.config import (
     RunConfig,
     config_from_mapping,
@@ -23,19 +23,19 @@ from paceline.config import (
     parse_nproc,
     read_config_file,
 )
-from paceline.distributed.environment import detect_environment
 from paceline.errors import ConfigError
-from paceline.job import Job
-from paceline.launchers.base import LAUNCHER_NAMES, Command, get_launcher
-from paceline.launchers.own_options import make_options
-from paceline.launchers.submission import machines_python, task_job
-from paceline.launchers.training import check_task, launch, prepare, require_recovery
-from paceline.run_directory import RunDirectory
+from paceline.launchers.names import LAUNCHER_NAMES
 
+if TYPE_CHECKING:
+    from paceline.job import Job
+    from paceline.launchers.base import Command
+
+Options = run_options()
+LauncherOptions = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 JobFlags = Annotated[JobOptions | None, Parameter(name="*")]
-LauncherFlags = Annotated[TaskLauncherOptions | None, Parameter(name="*")]
+LauncherFlags = Annotated[LauncherOptions | None, Parameter(name="*")]
 _HERE = ("auto", "inprocess", "spawn", "torchrun")
 
 
@@ -107,6 +107,8 @@ def resume(
     quiet
         Show no progress.
     """
+    from paceline.run_directory import RunDirectory
+
     recorded = RunDirectory(Path(run)).read_complete_manifest()["config"]
     asked = given(options)
     kept = {name: recorded[name] for name in _KEPT if name in recorded}
@@ -136,6 +138,10 @@ def _start(
     json: bool,
     quiet: bool,
 ) -> int:
+    from paceline.distributed.environment import detect_environment
+    from paceline.job import Job
+    from paceline.launchers.training import launch, require_recovery
+
     config = config_from_mapping(values, "the command line")
     if config.on not in _HERE:
         return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json)
@@ -160,10 +166,13 @@ def _start(
         _show_what_would_run(job, first, json=json)
         return 0
     if first is not None:
-        from paceline.doctor.job import run_preflight
+        from paceline.launchers.preflight import run_before
 
-        if code := run_preflight(first):
+        code, interface = run_before(first.argv)
+        if code:
             return code
+        if config.interface is None:
+            job = dataclasses.replace(job, config=dataclasses.replace(config, interface=interface))
     code, directory = launch(job)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)
@@ -171,6 +180,9 @@ def _start(
 
 
 def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None:
+    from paceline.launchers.base import Command
+    from paceline.launchers.training import prepare
+
     _, rendered, job, directory = prepare(job)
     if json:
         commands = [first] if first is not None else []
@@ -187,13 +199,13 @@ def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None
 
 def _preflight(job: Job) -> Command:
     """What examines this machine, and those that the same command is given on, before the run."""
+    from paceline.doctor.examination import Examination
     from paceline.doctor.job import preflight_command
+    from paceline.launchers.training import prepare
 
     config = job.config
     _, rendered, _, directory = prepare(job)
     spec = rendered.spec
-    from paceline.doctor.examination import Examination
-
     examination = Examination(
         directory=directory.path.absolute() / "doctor",
         run=directory.path.absolute(),
@@ -210,6 +222,12 @@ def _submit(
     config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
 ) -> int:
     """Have a launcher start ``paceline train`` on its machines."""
+    from paceline.cli.job_start import start
+    from paceline.launchers.base import get_launcher
+    from paceline.launchers.own_options import make_options
+    from paceline.launchers.submission import machines_python, task_job
+    from paceline.launchers.training import check_task
+
     for name in ("contract", "roles"):
         if getattr(options, name) is not None:
             raise ConfigError(

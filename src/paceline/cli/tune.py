@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.options import TuneOptions, given
+from paceline.cli.options import given, run_options
 from paceline.config import parse_best
 from paceline.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from paceline.tuning.search import Search, SearchDirectory
 
+Options = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
 _WHAT = "What is searched"
 _COST = "What it may cost"
@@ -41,7 +42,7 @@ def tune(
     ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
     run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
     go_on: Annotated[bool, Parameter(name="--resume", negative="", group="Run directory")] = False,
-    options: Annotated[TuneOptions | None, Parameter(name="*")] = None,
+    options: Annotated[Options | None, Parameter(name="*")] = None,
     json: Flag = False,
     quiet: Flag = False,
 ) -> int:

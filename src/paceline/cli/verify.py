@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.cli.options import Options, given
+from paceline.cli.options import given, run_options
 from paceline.distributed.process import sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.verification.report import Report, Row
 
+Options = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 
 _IN_WORDS = {

@@ -17,7 +17,7 @@ _APART_REFUSES = ("ema", "verify_every", "spares")
 _NOT_WHILE_APART = "does not work with --sync-every, between whose synchronisations weights differ"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class CommunicationOptions(RecoveryOptions):
     """What crosses a network that is slower than the processors."""
 

@@ -35,7 +35,7 @@ class Lora:
         return self.alpha / self.rank
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class FineTuningOptions(ParallelOptions):
     """What goes on from another run."""
 

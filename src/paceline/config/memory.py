@@ -15,7 +15,7 @@ _NOT_AGAIN = ("dp", "pp", "mp", "deepspeed")
 """Where backward cannot compute activations again: blocks are copied, cut, or watched by another engine."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class MemoryOptions(CommunicationOptions):
     """Memory against time."""
 

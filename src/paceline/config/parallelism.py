@@ -67,7 +67,7 @@ StrategyName = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ParallelOptions(ServerOptions):
     """How work is split."""
 

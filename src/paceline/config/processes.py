@@ -10,7 +10,7 @@ from paceline.config.values import parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ProcessOptions:
     """The task, and where it runs."""
 

@@ -11,7 +11,7 @@ from paceline.config.values import parse_duration_s, parse_hang_timeout
 from paceline.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class RecoveryOptions(ProcessOptions):
     """How a run goes on after a fault."""
 

@@ -10,7 +10,7 @@ from paceline.config.options import at_least, flag, option
 from paceline.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ServerOptions(MemoryOptions):
     """What goes with ``--strategy ps``."""
 

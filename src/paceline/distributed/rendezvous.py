@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from paceline.distributed.environment import Environment, is_loopback, parse_endpoint
-from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, interface_address, job_port
+from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address
 from paceline.errors import ConfigError, PeerLostError
 from paceline.run_directory import write_atomically
 
@@ -206,8 +206,8 @@ def _bound_listener(environment: Environment, interface: str | None) -> socket.s
         host, ports = "", _agreed_ports(environment)
     if environment.one_machine or is_loopback(host):
         host = LOOPBACK
-    elif interface is not None:
-        host = interface_address(interface)
+    else:
+        host = meeting_address(host, interface)
     failure = None
     for port in ports:
         try:

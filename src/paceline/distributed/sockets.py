@@ -81,6 +81,24 @@ def interface_address(name: str) -> str:
     return there[name]
 
 
+def meeting_address(host: str, interface: str | None) -> str:
+    """Where machine 0 listens for the others: where they look for it, also where the data goes elsewhere.
+
+    Args:
+        host: what the others call it; "" where nothing was said.
+        interface: the network interface to them, whose address is taken where ``host`` is none of this
+            machine's, or leads back to it (127.0.1.1).
+
+    Raises:
+        ConfigError: there is no such interface.
+    """
+    if interface is None:
+        return host
+    address = interface_address(interface)
+    reachable = host and is_ours(host) and not socket.gethostbyname(host).startswith("127.")
+    return host if reachable else address
+
+
 def interface_of(address: str) -> str:
     """The name of the network interface that has this IPv4 address.
 

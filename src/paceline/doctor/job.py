@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from paceline.distributed.environment import parse_endpoint
 from paceline.distributed.sockets import LOOPBACK
-from paceline.distributed.tether import tethered
 from paceline.doctor.checks import Report
 from paceline.doctor.examination import Examination, Place
 from paceline.doctor.node import REPORT, lead_alone, stoppable
@@ -107,11 +105,6 @@ def preflight_command(
         nodes=nodes,
     )
     return Command(title="first, on each machine", argv=words)
-
-
-def run_preflight(command: Command) -> int:
-    """Examine; 0 where the job may start."""
-    return subprocess.run(tethered(command.argv)).returncode
 
 
 def _printed(handle: JobHandle) -> str:

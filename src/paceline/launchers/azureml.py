@@ -47,7 +47,6 @@ class AzureML(Launcher):
     contracts = ("torch", "none")
     files: ClassVar[Files] = "uploaded"
     default_run = _RUN
-    options_type: ClassVar[type | None] = AzureMLOptions
 
     def render(self, spec: JobSpec, options: AzureMLOptions | None = None) -> Rendered:
         """Render the job's YAML, by Azure's schema of command jobs."""

@@ -22,12 +22,10 @@ from typing import Any, ClassVar, Literal
 
 from paceline.config import flag
 from paceline.errors import ConfigError
-
-Contract = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
-"""Which variables tell a process its place; see :mod:`paceline.launchers.contracts`."""
-
-Inner = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
-"""What starts the ranks, where a job's machines are there."""
+from paceline.launchers.names import LAUNCHERS, options_type
+from paceline.launchers.names import Contract as Contract
+from paceline.launchers.names import Inner as Inner
+from paceline.launchers.names import option as option
 
 ONCE_A_RANK: tuple[Inner, ...] = ("srun", "mpi", "horovod")
 """These start each rank themselves; under the others one command is started on each machine."""
@@ -241,7 +239,6 @@ class Launcher(ABC):
         default_run: a task's run directory there, where the system has a place for it.
         machines_given: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
         extra: the extra of Paceline that submitting needs, such as "ray".
-        options_type: a frozen dataclass with the launcher's own options, each made by :func:`option`.
     """
 
     name: ClassVar[str]
@@ -252,7 +249,11 @@ class Launcher(ABC):
     default_run: ClassVar[str | None] = None
     machines_given: ClassVar[bool] = False
     extra: ClassVar[str | None] = None
-    options_type: ClassVar[type | None] = None
+
+    @property
+    def options_type(self) -> type | None:
+        """A frozen dataclass with the launcher's own options; None where it has none."""
+        return options_type(self.name)
 
     @abstractmethod
     def render(self, spec: JobSpec, options: Any = None) -> Rendered:
@@ -289,36 +290,13 @@ class Launcher(ABC):
         """Find a job again by its handle's ``reference``."""
 
 
-def option(help: str, default: Any = None) -> Any:
-    """A field of a launcher's ``options_type``; its type may be str, int, float, bool or tuple[str, ...]."""
-    return field(default=default, metadata={"help": help})
-
-
-_LAUNCHERS = {
-    "inprocess": "paceline.launchers.here:InProcess",
-    "spawn": "paceline.launchers.here:Spawn",
-    "torchrun": "paceline.launchers.here:Torchrun",
-    "slurm": "paceline.launchers.slurm.launcher:Slurm",
-    "submitit": "paceline.launchers.submitit.launcher:Submitit",
-    "ray": "paceline.launchers.ray.launcher:Ray",
-    "mpi": "paceline.launchers.mpi:MpiLauncher",
-    "horovod": "paceline.launchers.horovod:HorovodLauncher",
-    "ssh": "paceline.launchers.ssh.launcher:Ssh",
-    "kubernetes": "paceline.launchers.kubernetes.launcher:Kubernetes",
-    "sagemaker": "paceline.launchers.sagemaker.launcher:SageMaker",
-    "azureml": "paceline.launchers.azureml:AzureML",
-    "google": "paceline.launchers.google:Google",
-}
-LAUNCHER_NAMES = tuple(_LAUNCHERS)
-
-
 def get_launcher(name: str) -> Launcher:
     """The launcher of that name; its module is imported now, the system's own library is not.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    launcher = made_launcher(name, _LAUNCHERS)
+    launcher = made_launcher(name, LAUNCHERS)
     assert isinstance(launcher, Launcher)
     return launcher
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from paceline.distributed.environment import Environment
 from paceline.errors import ConfigError
-from paceline.launchers.base import Contract
+from paceline.launchers.names import Contract
 
 TENSORFLOW_ROLES = ("chief", "worker", "ps", "evaluator")
 

@@ -43,7 +43,6 @@ class Google(Launcher):
     name = "google"
     inners = ("torchrun", "agent", "spawn")
     files: ClassVar[Files] = "image"
-    options_type: ClassVar[type | None] = GoogleOptions
 
     def render(self, spec: JobSpec, options: GoogleOptions | None = None) -> Rendered:
         """Render the CustomJobSpec as YAML."""

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from paceline.distributed.environment import parse_endpoint
 from paceline.errors import ConfigError
 from paceline.launchers.attached import AttachedJob, AttachedLauncher
-from paceline.launchers.base import Command, JobHandle, JobSpec, Rendered, option
+from paceline.launchers.base import Command, JobHandle, JobSpec, Rendered
 from paceline.launchers.contracts import expand_placeholders, has_placeholders
 from paceline.launchers.local.base import LocalSpec, RenderedProcesses, get_local_launcher
+from paceline.launchers.local.options import MeetingOptions, TorchrunOptions
 from paceline.launchers.local.spawn import free_master_port
 from paceline.launchers.node import interface_variables, split_python
 from paceline.launchers.refusals import refuse_restarts, refuse_walltime, refuse_what_is_for_clusters
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeetingOptions:
-    """Where several machines meet; the same command is given on each."""
-
-    node_rank: int | None = option("This machine's number, 0 to nodes - 1.")
-    rdzv_endpoint: str | None = option("HOST:PORT of machine 0, where several machines meet.")
-    rdzv_id: str = option("A name that all machines of one job share.", "paceline")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchrunOptions(MeetingOptions):
-    """What torchrun can do besides."""
-
-    rdzv_backend: str = option(
-        "How agents on several machines meet: c10d, or static with fixed ranks.", "c10d"
-    )
-    local_rank_argument: bool = option(
-        "Give each script --local-rank=N, as torch.distributed.launch did without --use-env.", False
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +28,6 @@ class _Here(AttachedLauncher):
     """Starts processes on this machine."""
 
     machines_given = True
-    options_type: ClassVar[type | None] = MeetingOptions
 
     def render(self, spec: JobSpec, options: MeetingOptions | None = None) -> RenderedHere:
         """Render the processes."""
@@ -108,7 +87,6 @@ class InProcess(_Here):
     name = "inprocess"
     inners = ("spawn",)
     contracts = ("none",)
-    options_type = None
 
 
 class Spawn(_Here):
@@ -124,7 +102,6 @@ class Torchrun(_Here):
     name = "torchrun"
     inners = ("torchrun",)
     contracts = ("torch",)
-    options_type = TorchrunOptions
 
 
 def _of_torchrun(options: MeetingOptions) -> dict[str, Any]:

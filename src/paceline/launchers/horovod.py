@@ -57,7 +57,6 @@ class HorovodLauncher(AttachedLauncher):
     inners = ("horovod",)
     contracts = ("horovod", "torch", "tensorflow", "none")
     machines_given = True
-    options_type = HorovodOptions
 
     def sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: HorovodOptions | None

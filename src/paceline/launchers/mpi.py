@@ -67,7 +67,6 @@ class MpiLauncher(AttachedLauncher):
     contracts = ("torch", "tensorflow", "mpi", "none")
     extra = "mpi"
     machines_given = True
-    options_type = MpiOptions
 
     def sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MpiOptions | None

@@ -6,11 +6,14 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import flag
 from paceline.errors import ConfigError
-from paceline.launchers.base import LAUNCHER_NAMES, Launcher, get_launcher
+from paceline.launchers import names
+
+if TYPE_CHECKING:
+    from paceline.launchers.base import Launcher
 
 
 def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
@@ -19,7 +22,7 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: one is not this launcher's; the message names those that are.
     """
-    known = {f.name: f for f in dataclasses.fields(launcher.options_type)} if launcher.options_type else {}
+    known = option_names(launcher.name)
     for name in given:
         if name not in known:
             raise ConfigError(
@@ -31,14 +34,14 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
 
 def whose(text: str) -> str:
     """A sentence that says which launchers have a flag, with a space after it; empty where none has."""
-    owners = [name for name in LAUNCHER_NAMES if text in map(flag, option_names(name))]
+    owners = [name for name in names.LAUNCHER_NAMES if text in map(flag, option_names(name))]
     return f"{text} is an option of --on {' and '.join(owners)}. " if owners else ""
 
 
 def option_names(name: str) -> tuple[str, ...]:
     """The names of a launcher's own options."""
-    options_type = get_launcher(name).options_type
-    return tuple(f.name for f in dataclasses.fields(options_type)) if options_type else ()
+    options = names.options_type(name)
+    return tuple(f.name for f in dataclasses.fields(options)) if options else ()
 
 
 def own_flags(name: str) -> str:

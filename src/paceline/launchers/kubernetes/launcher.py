@@ -30,7 +30,6 @@ class Kubernetes(Launcher):
     inners = ("torchrun", "agent", "spawn")
     files: ClassVar[Files] = "image"
     extra = "kubernetes"
-    options_type: ClassVar[type | None] = KubernetesOptions
 
     def render(self, spec: JobSpec, options: KubernetesOptions | None = None) -> RenderedKubernetes:
         """Render the manifests, as one file that ``kubectl apply -f`` takes too."""

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from paceline.config import parse_duration_s
 from paceline.errors import ConfigError
-from paceline.launchers.base import option
+from paceline.launchers.names import option
 
 KINDS = ("trainjob", "jobset", "job")
 

@@ -37,7 +37,6 @@ class Ray(AttachedLauncher):
     inners = ("ray", "torchrun", "spawn", "agent")
     contracts = ("none", "torch", "tensorflow")
     extra = "ray"
-    options_type = RayOptions
 
     def render(self, spec: JobSpec, options: RayOptions | None = None) -> Rendered:
         """Render one command; it starts a cluster first where none is named."""

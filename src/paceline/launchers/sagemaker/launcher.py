@@ -33,7 +33,6 @@ class SageMaker(Launcher):
     files: ClassVar[Files] = "uploaded"
     default_run = CHECKPOINTS
     extra = "sagemaker"
-    options_type: ClassVar[type | None] = SageMakerOptions
 
     def render(self, spec: JobSpec, options: SageMakerOptions | None = None) -> RenderedSageMaker:
         """Render the request as JSON, which ``aws sagemaker create-training-job --cli-input-json`` takes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.config import parse_duration_s
 from paceline.errors import ConfigError
-from paceline.launchers.base import option
+from paceline.launchers.names import option
 
 DISTRIBUTIONS = {
     "pytorchddp": "sagemaker_pytorch_ddp_enabled",

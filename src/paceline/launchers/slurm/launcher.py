@@ -29,7 +29,6 @@ class Slurm(Launcher):
     name = "slurm"
     inners: ClassVar[tuple[Inner, ...]] = tuple(BODIES)
     contracts = ("torch", "tensorflow", "none", "mpi", "horovod")
-    options_type: ClassVar[type | None] = SlurmOptions
 
     def __init__(self) -> None:
         self.allocated = allocation_nodes()

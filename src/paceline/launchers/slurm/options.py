@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.launchers.base import option
+from paceline.launchers.names import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,6 @@ class Ssh(AttachedLauncher):
     name = "ssh"
     inners = ("torchrun", "spawn", "agent")
     machines_given = True
-    options_type = SshOptions
 
     def sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: SshOptions | None

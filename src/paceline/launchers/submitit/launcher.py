@@ -54,7 +54,6 @@ class Submitit(Launcher):
     name = "submitit"
     inners = ("torchrun", "agent", "spawn", "srun")
     extra = "submitit"
-    options_type = SubmititOptions
 
     def render(self, spec: JobSpec, options: SubmititOptions | None = None) -> Rendered:
         """Render the program that submits it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from paceline.errors import ConfigError
-from paceline.launchers.base import option
+from paceline.launchers.names import option
 
 Executor = Literal["slurm", "local"]
 
