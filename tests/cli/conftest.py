@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from tests.cli.faulty import TASKS, Paceline, Said
+
+from paceline import cli
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +20,21 @@ def numerics() -> Iterator[None]:
     yield
     torch.set_num_threads(before[0])
     torch.use_deterministic_algorithms(before[1])
+
+
+@pytest.fixture
+def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Paceline:
+    """Run ``paceline ARGUMENTS`` here, in a directory with ``tasks.py``."""
+    (tmp_path / "tasks.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def run(*arguments: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+        code = cli.main()
+        said = capfd.readouterr()
+        assert "Traceback" not in said.err
+        return Said(code, said.out, said.err)
+
+    return run

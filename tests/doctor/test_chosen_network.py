@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from tests.doctor.examined import sh
@@ -72,8 +71,8 @@ def given_on_each(nodes: list[Node], options: tuple[str, ...], program: tuple[st
 
 def sent(node: Node, interface: str) -> int:
     """Bytes that a machine has sent there."""
-    counter = Path("/sys/class/net") / interface / "statistics/tx_bytes"
-    return int(node.run(["sh", "-c", 'mount -t sysfs sysfs /sys && cat "$1"', "sh", counter]).stdout)
+    [line] = [x for x in node.run(["cat", "/proc/net/dev"]).stdout.splitlines() if f"{interface}:" in x]
+    return int(line.split()[9])
 
 
 def test_agents_meet_at_the_endpoint_and_gradients_go_over_the_interface(nodes: list[Node]) -> None:

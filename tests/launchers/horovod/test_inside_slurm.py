@@ -23,18 +23,22 @@ print(f"rank {hvd.rank()} of {hvd.size()} on {os.uname().nodename} has {total:.0
 """
 
 
-def test_a_script_on_a_machine_of_the_job(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    """On one: to reach others horovodrun needs an ssh server on them, which these have not."""
+def test_a_script_on_machines_of_the_job(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    """They have no ssh server; beside each of the two that horovodrun looks for, a step starts the ranks."""
     beside = str(Path(sys.executable).parent)
     if shutil.which("horovodrun", path=beside) is None:
         pytest.skip("Horovod is missing: scripts/build-horovod builds it")
     (tmp_path / "sum.py").write_text(SUM)
-    job = ("launch", "--on", "slurm", "--inner", "horovod", "--nproc", "2", "--threads", "1", "--wait")
+    job = ("launch", "--on", "slurm", "--inner", "horovod", "--nodes", "2", "--nproc", "2", "--threads", "1")
     env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
     done = slurm_cluster.run(
-        *(sys.executable, "-m", "paceline", *job, "--", "sum.py"), env=env, cwd=tmp_path, timeout_s=240
+        *(sys.executable, "-m", "paceline", *job, "--wait", "--", "sum.py"),
+        env=env,
+        cwd=tmp_path,
+        timeout_s=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = sorted(line.partition(":")[2] for line in done.stdout.splitlines() if "has" in line)
-    assert [line.split(" on ")[0] for line in said] == ["rank 0 of 2", "rank 1 of 2"]
-    assert all(line.endswith("has 3") for line in said)
+    assert [line.split(" on ")[0] for line in said] == [f"rank {rank} of 4" for rank in range(4)]
+    assert all(line.endswith("has 10") for line in said)
+    assert len({line.split(" on ")[1] for line in said}) == 2, "two machines"

@@ -23,6 +23,7 @@ from paceline.launchers.rank import rank_command
 from paceline.launchers.rank_starters import command_of_a_rank
 from paceline.launchers.secret_variables import IN_HOROVODS_SHELL, refuse_secrets
 from paceline.launchers.slurm.directives import cpus_per_task, directive_value, directives, requeues
+from paceline.launchers.slurm.ssh_by_steps import ssh_by_steps
 
 if TYPE_CHECKING:
     from paceline.launchers.slurm.options import SlurmOptions
@@ -273,14 +274,20 @@ def _mpirun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
 
 
 def _horovodrun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
-    """``horovodrun`` with the hosts of the allocation; it reaches them by ssh."""
+    """``horovodrun`` with the hosts of the allocation; it reaches the others by steps."""
     refuse_secrets(spec.env, IN_HOROVODS_SHELL)
     nodes, each = _fixed(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
     yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
     interface = [] if spec.interface is None else ["--network-interface", spec.interface]
     words = ["horovodrun", "-np", str(nodes * each), "--gloo", *interface]
-    yield from _alone([*quoted(words), "-H", '"$hosts"', *quoted(command_of_a_rank(spec))])
+    if nodes > 1:
+        yield ssh_by_steps(of_step)
+        # The ranks have the PATH of before, should they call ssh themselves.
+        horovodrun = ['PATH="$starters:$PATH"', *quoted(words), "-H", '"$hosts"', "env", '"PATH=$PATH"']
+    else:
+        horovodrun = [*quoted(words), "-H", '"$hosts"']
+    yield from _alone([*horovodrun, *quoted(command_of_a_rank(spec))])
 
 
 def _fixed(spec: JobSpec) -> tuple[int, int]:
