@@ -82,9 +82,7 @@ def test_a_train_job_with_a_runtime_of_its_own() -> None:
 
 def test_a_train_job_with_a_runtime_of_the_clusters() -> None:
     options = {"runtime": "torch-distributed", "volume": ("runs:/runs",)}
-    assert render(options, walltime_s=60.0, gpus_per_node=4).text == text(
-        "runtime-of-the-clusters.yaml"
-    )
+    assert render(options, walltime_s=60.0, gpus_per_node=4).text == text("runtime-of-the-clusters.yaml")
 
 
 def test_a_job_set() -> None:

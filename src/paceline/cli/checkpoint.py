@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from paceline.checkpoint import inventory
+from paceline.cli.byte_progress import byte_progress
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.run_directory import RunDirectory, backup_path
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.inventory import Entry, OnRead
+    from paceline.checkpoint.inventory import Entry
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
@@ -50,7 +48,7 @@ def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     The exit code is 0 only where all of them verify and there is at least one.
     """
     directory, backup = _places(run, backup_to)
-    with _progress(json) as on_read:
+    with byte_progress("verifying", quiet=json) as on_read:
         checked = inventory.check(inventory.entries(directory.checkpoints, backup), on_read)
     if json:
         print(json_module.dumps([{**_record(entry), "problems": problems} for entry, problems in checked]))
@@ -90,10 +88,10 @@ def prune(
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
-        with _progress(json) as on_read:
+        with byte_progress("verifying", quiet=json) as on_read:
             chosen = inventory.choose(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
     else:
-        with directory.locked(), _progress(json) as on_read:
+        with directory.locked(), byte_progress("verifying", quiet=json) as on_read:
             chosen = inventory.choose(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
             inventory.remove(directory.checkpoints, chosen.removed)
     if json:
@@ -123,21 +121,6 @@ def _places(run: Path, backup_to: str | None) -> tuple[RunDirectory, Path | None
 
 def _record(entry: Entry) -> dict[str, Any]:
     return {**asdict(entry), "path": str(entry.path), "marks": list(entry.marks)}
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[OnRead]:
-    """A bar on a terminal, shown by what has been read of how much."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _print_table(entries: list[Entry]) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from paceline.cli.byte_progress import byte_progress
 from paceline.errors import PackageError
 
 if TYPE_CHECKING:
-    from paceline.packages.transfer import OnBytes, Transferred
+    from paceline.packages.transfer import Transferred
 
 app = App(name="registry", help="List, tag, copy and roll back packages.")
 
@@ -165,7 +163,7 @@ def push(package: What, to: Path, *, json: Json = False) -> int:
     from paceline.packages.registry import Registry
     from paceline.packages.transfer import push as push_package
 
-    with _progress(json) as on_bytes:
+    with byte_progress("copying", quiet=json) as on_bytes:
         copied = push_package(package, to, Registry.of_user(), on_bytes)
     return _copied(json, copied, to)
 
@@ -187,7 +185,7 @@ def pull(package: str, source: str, *, json: Json = False) -> int:
     from paceline.packages.transfer import pull as pull_package
 
     registry = Registry.of_user()
-    with _progress(json) as on_bytes:
+    with byte_progress("copying", quiet=json) as on_bytes:
         copied = pull_package(package, source, registry, on_bytes)
     return _copied(json, copied, registry.path)
 
@@ -210,21 +208,6 @@ def _copied(json: bool, copied: Transferred, place: Path) -> int:
 def _said(json: bool, document: dict[str, object], text: str) -> int:
     print(json_module.dumps(document) if json else text)
     return 0
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[OnBytes]:
-    """A bar on a terminal, by bytes."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _print_table(rows: list[dict[str, object]]) -> None:
