@@ -145,7 +145,7 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
     assert not imported & {"torch", "numpy", "tensorboard"}
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "launch", "tune"])
+@pytest.mark.parametrize("command", ["train", "resume", "launch", "tune", "scan"])
 def test_help_imports_nothing_that_starts_processes(command: str) -> None:
     words = ["paceline", command, "--help"]
     imported = modules_imported_by(

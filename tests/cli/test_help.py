@@ -88,7 +88,7 @@ def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: st
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND...")],
+    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND..."), ("scan", "TASK")],
 )
 def test_the_usage_names_the_arguments(
     said: dict[str, tuple[int, str]], command: str, arguments: str

@@ -422,7 +422,7 @@ END
 chmod +x "$starters/ssh"
 PATH="$starters:$PATH" horovodrun -np 4 --gloo -H "$hosts" env "PATH=$PATH" /opt/python train.py &
 """
-    assert expected in script
+    assert expected in joined(script)
     assert "ssh" not in text(SCRIPT, nproc=(2,), inner="horovod", contract="horovod"), (
         "on one there is no need"
     )

@@ -55,6 +55,10 @@ _USAGE = {
     "resume": "[OPTIONS] RUN",
     "tune": "[OPTIONS] TASK",
     "launch": "--on NAME [OPTIONS] -- COMMAND...",
+    "doctor": "[OPTIONS] [TASK]",
+    "chaos": "[OPTIONS] TASK",
+    "verify": "[OPTIONS] TASK",
+    "scan": "[OPTIONS] TASK",
 }
 """Of the commands with the most options: cyclopts would inspect them all once more to find it out."""
 

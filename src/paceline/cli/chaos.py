@@ -11,7 +11,6 @@ from cyclopts import Parameter
 
 from paceline.chaos.plan import KINDS, Kind
 from paceline.cli.options import given, run_options
-from paceline.distributed.process import sigterm_interrupts
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ def chaos(
         Print the report as one line of JSON.
     """
     from paceline.chaos.run import ChaosRequest, run_chaos
+    from paceline.distributed.process import sigterm_interrupts
     from paceline.job import default_run_path
 
     request = ChaosRequest(

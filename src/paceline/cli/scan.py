@@ -8,10 +8,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from paceline.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
 from paceline.cli.job_options import JobOptions
@@ -19,13 +18,10 @@ from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given, run_options
 from paceline.config import RunConfig, config_from_mapping, parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError, PacelineError
-from paceline.job import Job, default_run_path
-from paceline.launchers.base import JobHandle, get_launcher
-from paceline.launchers.own_options import make_options
-from paceline.launchers.registry import JobRecord
-from paceline.launchers.submission import finish, submit, task_job
-from paceline.launchers.training import launch
-from paceline.task import check_spec
+
+if TYPE_CHECKING:
+    from paceline.launchers.base import JobHandle
+    from paceline.launchers.registry import JobRecord
 
 Options = run_options()
 LauncherOptions = launchers_options(for_tasks=True)
@@ -71,6 +67,9 @@ def scan(
     markdown
         Print Markdown.
     """
+    from paceline.job import default_run_path
+    from paceline.task import check_spec
+
     for name, value in (("steps", steps), ("warmup", warmup)):
         if value < 1:
             raise ConfigError(f"--{name} must be at least 1, but is {value}.")
@@ -112,6 +111,8 @@ def scan(
     elif markdown:
         print(report.as_markdown())
     else:
+        from rich.console import Console
+
         console = Console()
         console.print(report.as_table())
         console.print(f"runs: {home}", style="dim", highlight=False)
@@ -127,6 +128,9 @@ def _sizes(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
     """One after another: they would share the machine."""
+    from paceline.job import Job
+    from paceline.launchers.training import launch
+
     codes = {}
     for nproc, config in configs.items():
         _say(f"--nproc {nproc}")
@@ -144,6 +148,9 @@ def _run_as_jobs(
     configs: Mapping[int, RunConfig], options: JobOptions, own: Mapping[str, Any]
 ) -> dict[int, int]:
     """All are in the queue at once; where a job ends with its command, one after another."""
+    from paceline.launchers.base import get_launcher
+    from paceline.launchers.submission import finish
+
     jobs: dict[int, tuple[JobRecord, JobHandle]] = {}
     codes: dict[int, int] = {}
     try:
@@ -166,6 +173,10 @@ def _run_as_jobs(
 def _submit(
     config: RunConfig, nproc: int, options: JobOptions, own: Mapping[str, Any]
 ) -> tuple[JobRecord, JobHandle]:
+    from paceline.launchers.base import get_launcher
+    from paceline.launchers.own_options import make_options
+    from paceline.launchers.submission import submit, task_job
+
     launcher = get_launcher(config.on)
     fields = {
         **options.spec_fields(None),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from paceline.cli.options import given, run_options
-from paceline.distributed.process import sigterm_interrupts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +59,7 @@ def verify(
     json
         Print the report as one line of JSON.
     """
+    from paceline.distributed.process import sigterm_interrupts
     from paceline.verification.methods import chosen, parse_worlds
     from paceline.verification.request import Request
     from paceline.verification.run import verify as run_verification
