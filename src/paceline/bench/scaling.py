@@ -12,7 +12,6 @@ from typing import Any, Literal
 from rich.table import Table
 
 from paceline.bench.chart import line_chart
-from paceline.bench.machine import describe_machine
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
 
@@ -128,6 +127,8 @@ class ScalingReport:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with this machine and its software."""
+        from paceline.bench.machine import describe_machine
+
         return {
             "machine": describe_machine(),
             "task": self.task,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_KINDS = "kill,stop,leave,join"
 
-Options = run_options()
+Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 
 

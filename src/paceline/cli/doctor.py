@@ -7,7 +7,7 @@ import json as json_module
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -23,7 +23,7 @@ from paceline.launchers.own_options import make_options
 from paceline.launchers.submission import choose_inner, job_directory
 from paceline.task import check_spec
 
-LauncherOptions = launchers_options()
+LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
 _WALLTIME = "15min"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

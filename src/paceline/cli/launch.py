@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -13,7 +13,7 @@ from paceline.cli.options import given
 from paceline.config import parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError
 
-LauncherOptions = launchers_options()
+LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from paceline.launchers.base import JobHandle
     from paceline.launchers.registry import JobRecord
 
-Options = run_options()
-LauncherOptions = launchers_options(for_tasks=True)
+Options: Any = run_options()
+LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 _HERE = ("spawn", "torchrun")
 

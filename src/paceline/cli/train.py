@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.launchers.base import Command
 
-Options = run_options()
-LauncherOptions = launchers_options(for_tasks=True)
+Options: Any = run_options()
+LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 JobFlags = Annotated[JobOptions | None, Parameter(name="*")]

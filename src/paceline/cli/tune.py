@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, RunDirectoryError
 if TYPE_CHECKING:
     from paceline.tuning.search import Search, SearchDirectory
 
-Options = run_options(without=("resume",))
+Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
 _WHAT = "What is searched"
 _COST = "What it may cost"

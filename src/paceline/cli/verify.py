@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from paceline.verification.report import Report, Row
 
-Options = run_options()
+Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 
 _IN_WORDS = {
