@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,19 @@ class _Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class _Waiting(Callback):
+    """Says at a step on which machine it is, and waits there for a file "go"."""
+
+    def __init__(self, step: int, directory: Path) -> None:
+        self._step, self._directory = step, directory
+
+    def step_done(self, step: int, loss: float) -> None:
+        if step == self._step:
+            (self._directory / f"here-{os.uname().nodename}").touch()
+            while not (self._directory / "go").exists():
+                time.sleep(0.01)
+
+
 @dataclass
 class Line(Task):
     """Fits a plane to 96 points by SGD."""
@@ -39,6 +53,7 @@ class Line(Task):
     kind: Literal["tanh", "relu"] = "tanh"
     fail_above: float = 1e40
     killed_at: int = 0
+    waits_at: int = 0
     mark: str = ""
     with_val: bool = True
 
@@ -59,6 +74,8 @@ class Line(Task):
         return SGD(model.parameters(), lr=self.lr)
 
     def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+        if self.waits_at:
+            return _Waiting(self.waits_at, Path(self.mark))
         return _Killed(self.killed_at, Path(self.mark)) if self.killed_at else Callback()
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,20 @@ def test_a_trial_of_two_processes_stops_together(server: TrialServer, tmp_path: 
     assert [e["step"] for e in events if e["event"] == "stopped"] == [3]
     newest = candidates(RunDirectory(tmp_path / "a").checkpoints)[0]
     assert parse_name(newest.name)[0] == 3
+
+
+def test_a_trial_is_no_rank_of_the_step_that_starts_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"ID": "0", "NUM_TASKS": "2", "TASKS_PER_NODE": "1(x2)", "NODELIST": "node[1-2]"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    for name, value in (("NODEID", "1"), ("PROCID", "1"), ("LOCALID", "0")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with closing(TrialServer()) as server:
+        trial = start(server, options(tmp_path / "a", init_timeout="5s"))
+        assert trial.next().step == 3
+        trial.end()
 
 
 def test_a_stop_file_ends_it_so_that_it_can_go_on(server: TrialServer, tmp_path: Path) -> None:

@@ -13,17 +13,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from paceline.bench.bars import Verdict
+from paceline.bench.comparison import Comparison, Spread
+from paceline.bench.machine import describe_machine
 from paceline.distributed.tether import tethered
 from paceline.errors import LaunchError
+from paceline.tuning.start import own_cpus
 
 _TASK = "fashion-mnist-mlp"
 _METRIC = "accuracy"
 _SPACE = ("lr=choice:0.001,0.003,0.01,0.03,0.1,0.3,1.0,3.0", "momentum=choice:0.0,0.5,0.8,0.9")
 _EVERY = 20
 _POINTS = 0.5
-_SHARE = 0.4
+_SHARE = 40.0
 _OVERHEAD_S = 2.0
 
 
@@ -32,12 +34,13 @@ class TuningResult:
     """What was measured.
 
     Attributes:
-        trials: of each search.
+        trials: of each of the two searches.
         asha_best, grid_best: accuracy on the validation split.
         asha_steps, grid_steps: of all trials together.
         train_s: of each bare ``paceline train``.
-        search_s: of a whole search of ``alone`` trials, one after another, with its start.
-        alone: its trials.
+        search_s: beside each, of a whole search of ``alone`` trials, one after another, with its start.
+        apart_s: of these searches, but for what passed between Ray's start and the last result.
+        alone: their trials.
     """
 
     trials: int
@@ -46,74 +49,50 @@ class TuningResult:
     asha_steps: int
     grid_steps: int
     train_s: Sequence[float]
-    search_s: float
+    search_s: Sequence[float]
+    apart_s: Sequence[float]
     alone: int
+    comparisons: Sequence[Comparison] = ()
 
     @property
-    def points(self) -> float:
-        """By how many percentage points ASHA's best is below the grid's."""
-        return 100 * (self.grid_best - self.asha_best)
-
-    @property
-    def share(self) -> float:
-        """ASHA's steps as a part of the grid's."""
-        return self.asha_steps / self.grid_steps
-
-    @property
-    def overhead_s(self) -> float:
-        """Of a trial, with its part of the search's own start."""
-        return self.search_s / self.alone - statistics.median(self.train_s)
-
-    @property
-    def comparisons(self) -> list[TuningResult]:
-        """What there is to be shown."""
-        return [self]
-
-    def rows(self) -> list[tuple[str, str, str, str]]:
-        """What was measured, the figure, the bar, and whether it is met."""
-        met = ("not met", "met")
+    def verdicts(self) -> list[Verdict]:
+        """The bars."""
+        points = 100 * (self.grid_best - self.asha_best)
+        share = 100 * self.asha_steps / self.grid_steps
+        trial_s = [search_s / self.alone for search_s in self.search_s]
+        beside = f"a trial, of {self.alone}, beside paceline train"
+        apart = "a search but for its trials: the task tried, Ray, plots"
         return [
-            (
-                f"best of ASHA below the best of the grid ({self.grid_best:.4f})",
-                f"{self.points:.2f} points",
-                f"at most {_POINTS}",
-                met[self.points <= _POINTS],
-            ),
-            (
-                f"steps of ASHA, of the grid's {self.grid_steps}",
-                f"{self.asha_steps} ({self.share:.0%})",
-                f"at most {_SHARE:.0%}",
-                met[self.share <= _SHARE],
-            ),
-            (
-                f"a trial, of {self.alone}, beside paceline train ({statistics.median(self.train_s):.2f} s)",
-                f"{self.overhead_s:+.2f} s",
-                f"at most {_OVERHEAD_S:g} s",
-                met[self.overhead_s <= _OVERHEAD_S],
-            ),
+            _verdict("best below the grid's", [points], " points", _POINTS),
+            _verdict("steps, of the grid's", [share], " %", _SHARE),
+            _verdict(beside, [a - b for a, b in zip(trial_s, self.train_s, strict=True)], " s", _OVERHEAD_S),
+            _verdict(apart, self.apart_s, " s", None),
         ]
-
-    def as_table(self) -> Table:
-        """For people."""
-        table = Table("", "measured", "bar", "", title=f"{self.trials} trials of {_TASK}")
-        for row in self.rows():
-            table.add_row(*row)
-        return table
-
-    def as_markdown(self) -> str:
-        """For documents."""
-        lines = ["| | measured | bar | |", "|---|---|---|---|"]
-        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows())]) + "\n"
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""
-        return {**asdict(self), "points": self.points, "share": self.share, "overhead_s": self.overhead_s}
+        return {
+            "benchmark": "tune",
+            "machine": describe_machine(),
+            **asdict(self),
+            "verdicts": [verdict.as_json() for verdict in self.verdicts],
+        }
 
     def notes(self) -> list[str]:
         """What else is to be said."""
+        machine = describe_machine()
         return [
-            f"train_s: {', '.join(f'{s:.2f}' for s in self.train_s)}; the whole search: {self.search_s:.2f} s"
+            f"{self.trials} configurations of {_TASK}: best accuracy {self.asha_best:.4f} by ASHA in "
+            f"{self.asha_steps} steps, {self.grid_best:.4f} by the grid in {self.grid_steps}.",
+            f"paceline train: {statistics.median(self.train_s):.2f} s; the search of {self.alone}: "
+            f"{statistics.median(self.search_s):.2f} s, its start included; in turns, medians.",
+            f"{machine['cpu']}, {machine['cores']} cores, {machine['memory']}; {machine['system']}; "
+            f"Python {machine['python']}, torch {machine['torch']}; {machine['date']}.",
         ]
+
+
+def _verdict(what: str, values: Sequence[float], unit: str, bar: float | None) -> Verdict:
+    return Verdict("tune", what, Spread.of(values), bar, at_most=True, unit=unit)
 
 
 def bench_tuning(
@@ -125,7 +104,7 @@ def bench_tuning(
         trials: of both searches.
         steps: of a whole trial.
         alone: trials of the search that is held against ``paceline train``.
-        rounds: how often that is run.
+        rounds: how often the two are run, in turns.
         progress: is told what is done.
 
     Raises:
@@ -144,14 +123,16 @@ def bench_tuning(
 
         asha, _ = search("asha", "--trials", str(trials))
         grid, _ = search("grid", "--trials", str(trials), "--scheduler", "none")
-        train_s = []
+        one_by_one = ("--trials", str(alone), "--scheduler", "none", "--cpus-per-trial", str(own_cpus()))
+        train_s, search_s, apart_s = [], [], []
         for number in range(rounds):
             progress(f"train: round {number + 1} of {rounds}")
             began = time.perf_counter()
             _run(("train", _TASK, *run, "--threads", "1", "--run", str(home / f"train-{number}"), "--quiet"))
             train_s.append(time.perf_counter() - began)
-        one_by_one = ("--trials", str(alone), "--scheduler", "none", "--cpus-per-trial", str(_cpus()))
-        _, search_s = search("one-by-one", *one_by_one, "--threads", "1")
+            found, seconds = search(f"one-by-one-{number}", *one_by_one, "--threads", "1")
+            search_s.append(seconds)
+            apart_s.append(seconds - found["seconds"])
     return TuningResult(
         trials=grid["planned"],
         asha_best=asha["best"][_METRIC],
@@ -160,14 +141,9 @@ def bench_tuning(
         grid_steps=grid["steps"],
         train_s=train_s,
         search_s=search_s,
+        apart_s=apart_s,
         alone=alone,
     )
-
-
-def _cpus() -> int:
-    from paceline.tuning.start import own_cpus
-
-    return own_cpus()
 
 
 def _run(words: Sequence[str]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def tune(
     trials: Annotated[int, Parameter(help="Trials of both searches.")] = 32,
     steps: Annotated[int, Parameter(help="Steps of a whole trial.")] = 320,
     alone: Annotated[int, Parameter(help="Trials one after another, beside paceline train.")] = 8,
-    rounds: Annotated[int, Parameter(help="How often paceline train is run.")] = 3,
+    rounds: Annotated[int, Parameter(help="How often these two are run, in turns.")] = 3,
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
@@ -280,12 +280,13 @@ def show(
     """Print a benchmark's result: tables, Markdown or JSON."""
     from paceline.bench.bars import bars_markdown, bars_table
     from paceline.bench.strategies import StrategiesResult
+    from paceline.bench.tuning import TuningResult
 
     if json:
         print(json_module.dumps(result.as_json(), indent=2))
     elif markdown:
         print("\n".join(comparison.as_markdown() for comparison in result.comparisons))
-        if isinstance(result, StrategiesResult):
+        if isinstance(result, StrategiesResult | TuningResult):
             print(bars_markdown(result.verdicts))
         print("\n".join(result.notes()))
     else:
@@ -294,7 +295,7 @@ def show(
         console = Console()
         for comparison in result.comparisons:
             console.print(comparison.as_table())
-        if isinstance(result, StrategiesResult):
+        if isinstance(result, StrategiesResult | TuningResult):
             console.print(bars_table(result.verdicts))
         for note in result.notes():
             console.print(note, style="dim", markup=False, highlight=False)

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from paceline.cli.options import given, run_options
 from paceline.config import parse_best
-from paceline.errors import ConfigError, RunDirectoryError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.tuning.search import Search, SearchDirectory
@@ -23,6 +23,7 @@ Flag = Annotated[bool, Parameter(negative="")]
 _WHAT = "What is searched"
 _COST = "What it may cost"
 _WHERE = "Where trials run"
+_SHOWN_FAILURES = 3
 
 
 def tune(
@@ -83,7 +84,8 @@ def tune(
     run
         The search's directory. Default: runs/tune-TASK-TIME.
     go_on
-        Go on with the search in --run; trials that have ended are not run again.
+        Go on with the search in --run; trials that have ended are not run again. With TASK and all options
+        given again, it is begun where there is none yet: for a job that a queue may start more than once.
     json
         Print the result as JSON.
     quiet
@@ -94,59 +96,52 @@ def tune(
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
-    if go_on:
-        directory = _existing(run, task, search, given(options))
-        wanted = dataclasses.replace(directory.read(), **changes)
+    how = {
+        "space": search,
+        "scheduler": scheduler,
+        "grace": grace,
+        "reduction": reduction,
+        "gpus": gpus_per_trial,
+        **({} if metric is None else {"metric": metric}),
+    }
+    address = start.find_cluster(ray_address)
+    if go_on and run is None:
+        raise ConfigError("--resume: say which search is to go on, with --run DIR.")
+    directory = SearchDirectory(run or start.default_directory(task))
+    asked = None
+    if task or not go_on:
+        asked = _asked(task, given(options), cpus_per_trial, trials, stop)
+        asked = dataclasses.replace(asked, **how, **changes)
+    elif search or metric or stop or cpus_per_trial or given(options):
+        raise ConfigError(
+            "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
+            "may be given anew."
+        )
+    if go_on and (asked is None or directory.settings.exists()):
+        there = directory.read()
+        if asked is not None:
+            start.require_same(there, asked, directory, metric)
+        wanted = dataclasses.replace(there, **changes)
         start.check(wanted)
     else:
-        directory = SearchDirectory(run or start.default_directory(task))
-        if directory.settings.exists():
-            raise RunDirectoryError(
-                f"{directory.path} holds a search already. Go on with it: paceline tune --resume --run "
-                f"{directory.path}; or choose another --run DIR."
-            )
-        wanted = _asked(task, given(options), cpus_per_trial, trials, stop)
-        wanted = dataclasses.replace(
-            wanted,
-            space=search,
-            scheduler=scheduler,
-            grace=grace,
-            reduction=reduction,
-            gpus=gpus_per_trial,
-            metric=metric or "loss:min",
-            **changes,
-        )
-        start.check(wanted)
+        assert asked is not None
+        directory.require_none()
+        start.check(asked)
         _say(quiet, "trying the task for some steps ...")
-        wanted, _ = start.measured(wanted, metric)
+        wanted, _ = start.measured(asked, metric)
     cpus = start.own_cpus()
     expected = start.estimated(wanted, cpus)
-    _say(quiet, start.describe(wanted, expected))
-    directory.write(wanted)
+    _say(quiet, start.describe(wanted, expected, here=address is None))
+    directory.write(wanted, new=not go_on)
     code = start.run(
         wanted,
         directory,
-        address=ray_address,
+        address=address,
         cpus=max(cpus, int(-(-wanted.cpus // 1))),
         quiet=quiet,
         say=lambda text: _say(quiet, text),
     )
     return _conclude(wanted, directory, code, json=json)
-
-
-def _existing(
-    run: Path | None, task: str, space: tuple[str, ...], options: Mapping[str, Any]
-) -> SearchDirectory:
-    from paceline.tuning.search import SearchDirectory
-
-    if run is None:
-        raise ConfigError("--resume: say which search is to go on, with --run DIR.")
-    if task or space or options:
-        raise ConfigError(
-            "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
-            "may be given anew."
-        )
-    return SearchDirectory(run)
 
 
 def _asked(
@@ -211,7 +206,18 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         render(search, journal, Standing(clock_s=result["seconds"], budget=budget), every=True),
         soft_wrap=False,
     )
-    if result["best"] is not None:
+    failed = [trial for trial in journal.trials.values() if trial.state == "failed"]
+    for trial in failed[:_SHOWN_FAILURES]:
+        text = f"trial {trial.number:05d} failed: {trial.results[-1].message}"
+        console.print(text, style="red", markup=False, soft_wrap=True)
+        console.print(f"  see {directory.trial(trial.number)}/logs", markup=False, soft_wrap=True)
+    if result["best"] is None:
+        console.print(
+            f"There is no best trial: of those that did not fail, none has a number for {search.metric_name}.",
+            style="red",
+            soft_wrap=True,
+        )
+    else:
         name, direction = parse_best(search.metric)
         best = result["best"]
         console.print(

@@ -225,6 +225,17 @@ _DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
 )
 
 
+_SAYING_WHO = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"),
+)
+
+
+def variables_of_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables without what says who this process is in its job: for a job that is started within it."""
+    return {name: value for name, value in environ.items() if name not in _SAYING_WHO}
+
+
 def default_threads(
     environment: Environment,
     requested: int | None = None,

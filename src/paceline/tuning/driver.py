@@ -7,21 +7,19 @@ nothing that Tune writes is ever read: it is made of pickles.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import logging
 import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from paceline.distributed.process import STOP_SIGNALS, StopRequests, signals_handled
-from paceline.errors import LaunchError, PacelineError, RunInUseError
+from paceline.errors import LaunchError, PacelineError
 from paceline.launchers.ray.job import connect
 from paceline.launchers.ray.node import import_ray
 from paceline.tuning.charts import draw
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
     from paceline.tuning.observer import Observer
 
 _MOST_FAILURES = 3
-_PATIENCE_S = 30.0
-_POLL_S = 0.2
 # Tune's own output, loggers and handlers; ours take their place.
 _TUNE = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -51,7 +47,11 @@ _TUNE = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Search; return 0 once all trials have ended well, 75 or 130 if it was stopped, 1 where one failed."""
+    """Search; return the exit code.
+
+    It is 0 once all trials have ended well, 75 or 130 if the search was stopped, and 1 where a trial failed,
+    or none has a value of the metric.
+    """
     parser = argparse.ArgumentParser(prog="python -m paceline.tuning.driver", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--quiet", action="store_true")
@@ -60,38 +60,15 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update({name: value for name, value in _TUNE.items() if name not in os.environ})
     try:
         with ExitStack() as stack:
-            stack.enter_context(locked(directory))
+            stack.enter_context(directory.locked())
             search = directory.read()
             ray = import_ray()
-            connect(ray)
+            connect(ray, "--ray-address")
             stack.callback(ray.shutdown)
             return _search(ray, search, directory, quiet=options.quiet)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
-
-
-@contextmanager
-def locked(directory: SearchDirectory) -> Iterator[None]:
-    """Hold the search's lock; one whose command was killed has a while to save its trials and end.
-
-    Raises:
-        RunInUseError: somebody else searches there.
-    """
-    deadline = time.monotonic() + _PATIENCE_S
-    with directory.lock.open("a+b") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RunInUseError(
-                        f"{directory.path} is in use by another process. Wait for it to end, or choose "
-                        "another --run DIR."
-                    ) from None
-                time.sleep(_POLL_S)
-        yield
 
 
 def unfinished(search: Search, journal: Journal) -> list[int]:
@@ -141,6 +118,8 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
             f"{observer.failure or 'Ray gave them up'}. Go on with: paceline tune --resume --run "
             f"{directory.path}"
         )
+    if done and journal.best(search.metric_name, search.mode) is None:
+        return 1
     return 1 if any(trial.state == "failed" for trial in trials) else 0
 
 

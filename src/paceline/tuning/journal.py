@@ -58,18 +58,26 @@ class Result:
 
 @dataclass
 class Trial:
-    """A trial, as its results tell."""
+    """A trial, as its results tell.
+
+    Attributes:
+        number: of the trial.
+        results: in their order.
+        placed: machine and process of the last one.
+        begun: it runs in this start of the search; a journal that was read says nothing of that.
+    """
 
     number: int
     results: list[Result] = field(default_factory=list)
     placed: str = ""
+    begun: bool = False
 
     @property
     def state(self) -> TrialState:
         """Where it stands."""
         if self.results:
             return self.results[-1].state
-        return "running" if self.placed else "waiting"
+        return "running" if self.begun else "waiting"
 
     @property
     def ended(self) -> bool:
@@ -148,12 +156,15 @@ class Trials:
         return Cost(clock_s, begun, trial_s / 3600 * gpus_per_trial)
 
     def best(self, metric: str, mode: str) -> Trial | None:
-        """The trial with the best value; among equals the one with the lowest number."""
+        """The trial with the best value; among equals the one with the lowest number.
+
+        One that failed or diverged is none: to train it whole would end in the same way.
+        """
         sign = 1.0 if mode == "max" else -1.0
         rated = [
             (sign * value, -t.number)
             for t in self.trials.values()
-            if (value := t.best(metric, mode)) is not None
+            if t.state not in ("failed", "diverged") and (value := t.best(metric, mode)) is not None
         ]
         return self.trials[-max(rated)[1]] if rated else None
 

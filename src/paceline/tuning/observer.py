@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Self
 
@@ -52,6 +53,7 @@ class Observer:
         self.scheduler: Any = None
         self.spent = False
         self.failure = ""
+        self._since: dict[int, float] = {}  # when a running trial began, or gave its last result
         self.callback = _Events(self)
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -72,7 +74,10 @@ class Observer:
     @property
     def cost(self) -> Cost:
         """What was spent until now, with what running trials have taken since their last result."""
-        return self._journal.cost(self.clock_s, self._search.gpus)
+        known = self._journal.cost(self.clock_s, self._search.gpus)
+        now = time.monotonic()
+        running_s = sum(now - since for since in self._since.values())
+        return replace(known, gpu_hours=known.gpu_hours + running_s / 3600 * self._search.gpus)
 
     @property
     def closed(self) -> bool:
@@ -103,9 +108,10 @@ class Observer:
             notes=self._notes,
         )
 
-    def started(self, number: int, place: str) -> None:
+    def started(self, number: int) -> None:
         """A trial has a machine."""
-        self._journal.trial(number).placed = place
+        self._journal.trial(number).begun = True
+        self._since[number] = time.monotonic()
 
     def result(self, number: int, said: Mapping[str, Any], *, ended: bool) -> None:
         """Record what a trial said.
@@ -117,6 +123,10 @@ class Observer:
         """
         trial = self._journal.trial(number)
         state = said["state"]
+        if ended or state != "running":
+            self._since.pop(number, None)
+        elif said["step"] > trial.step:
+            self._since[number] = time.monotonic()
         interrupted = state == "waiting"
         if interrupted or (state == "running" and said["step"] <= trial.step):
             return  # said before, or to be gone on with
@@ -136,11 +146,12 @@ class Observer:
         if not self._live.is_started:
             self._say_line(result)
         if not self._estimated and result.iteration == 1:
-            self._estimate_anew(result)
+            self._estimate_anew(max(0.0, result.seconds - said["start_s"]))
 
     def gave_up(self, number: int, why: str) -> None:
         """Tune has no more patience with a trial."""
         self.failure = why
+        self._since.pop(number, None)
         trial = self._journal.trial(number)
         self._journal.add(
             Result(
@@ -163,13 +174,15 @@ class Observer:
         value = result.value(self._search.metric_name)
         shown = "" if value is None else f", {self._search.metric_name} {value:.6g}"
         state = "" if result.state == "running" else f", {result.state}"
-        why = f": {result.message}" if result.message else ""
+        # What else is said of a loss that is NaN is advice for a run that was meant to go on.
+        message = result.message.partition(". ")[0] if result.state == "diverged" else result.message
+        why = f": {message}" if message else ""
         self.say(
             f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}"
         )
 
-    def _estimate_anew(self, result: Result) -> None:
-        """The first rung's cost is known now, and it is this cluster's."""
+    def _estimate_anew(self, seconds_per_evaluation: float) -> None:
+        """An evaluation's cost is known now, and it is this cluster's; without the first import of torch."""
         self._estimated = True
         search = self._search
         if search.evaluations is None or search.seconds_per_evaluation is None:
@@ -180,7 +193,7 @@ class Observer:
             concurrent = min(concurrent, int(room.get("GPU", 0) // search.gpus))
         expected = estimate(
             evaluations=search.evaluations,
-            seconds_per_evaluation=result.seconds / max(1, result.iteration),
+            seconds_per_evaluation=seconds_per_evaluation,
             trials=search.planned,
             rungs=search.rungs,
             reduction=search.reduction,
@@ -188,7 +201,7 @@ class Observer:
             gpus_per_trial=search.gpus,
         )
         self.say(
-            f"by the first rung, the search takes about {show_seconds(expected.search.seconds)}, "
+            f"by the first evaluation, the search takes about {show_seconds(expected.search.seconds)}, "
             f"{expected.concurrent} trials at a time"
             + ("" if self._budget is None else f": {self._budget.show(expected.search)}")
             + "."
@@ -222,7 +235,7 @@ class _Events(Callback):  # type: ignore[misc]
         self._observer.turn()
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._observer.started(trial.config["number"], "")
+        self._observer.started(trial.config["number"])
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
         self._observer.result(trial.config["number"], result, ended=bool(result.get("done")))

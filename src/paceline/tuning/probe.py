@@ -30,7 +30,7 @@ from paceline.tuning.search import Search, SearchDirectory
 from paceline.tuning.space import Dimension
 
 _STEPS = 4
-_PROBE = "probe"
+_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,22 +102,27 @@ def _probe(search: Search, directory: SearchDirectory) -> Facts:
 
     task_class = load_task_class(str(search.options["task"]))
     task = check_fields(task_class, search)
-    run = RunDirectory(directory.path / _PROBE)
-    options = {
-        **search.trial_options(0, directory),
-        "run": str(run.path),
-        "eval_every": f"{_STEPS}steps",
-        "checkpoint_every": ["never"],
-        "log_every": 1,
-    }
-    order = Order(options=options, iteration=0, step=0, stop_file=directory.stop)
     with closing(TrialServer()) as server:
-        trial = RunningTrial(server, order)
-        try:
-            told = trial.next()
-        finally:
-            asked = time.time()
-            trial.end()
+        # One that diverges at once is a trial like any other; if several do, something is wrong.
+        for number in range(min(_TRIES, search.planned)):
+            run = RunDirectory(directory.path / f"probe-{number}")
+            options = {
+                **search.trial_options(number, directory),
+                "run": str(run.path),
+                "eval_every": f"{_STEPS}steps",
+                "checkpoint_every": ["never"],
+                "log_every": 1,
+            }
+            trial = RunningTrial(
+                server, Order(options=options, iteration=0, step=0, stop_file=directory.stop)
+            )
+            try:
+                told = trial.next()
+            finally:
+                asked = time.time()
+                trial.end()
+            if told.state != "diverged":
+                break
     if told.state in ("failed", "diverged", "waiting"):
         raise TaskError(f"{told.message or 'the task was stopped'} (tried with {', '.join(options['set'])})")
     if not told.metrics:

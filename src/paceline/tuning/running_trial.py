@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import config_from_mapping
+from paceline.distributed.environment import variables_of_another_job
 from paceline.distributed.process import read_failure
 from paceline.distributed.tether import tethered
 from paceline.errors import LaunchError, RunDirectoryError
@@ -82,7 +83,8 @@ class TrialServer:
         with theirs:
             self._popen = subprocess.Popen(
                 tethered([sys.executable, "-m", "paceline.tuning.trial_server", str(theirs.fileno())]),
-                env=own_variables(),
+                # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
+                env=variables_of_another_job(own_variables()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,

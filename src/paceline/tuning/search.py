@@ -12,20 +12,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.config import RunConfig, config_from_mapping, parse_best
-from paceline.errors import ConfigError, RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError, RunInUseError
 from paceline.run_directory import write_atomically
 from paceline.tuning.budget import Budget, parse_budget
 from paceline.tuning.space import Space, assignments, parse_space
 
 SchedulerName = Literal["asha", "none"]
+
+_PATIENCE_S = 30.0
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +169,61 @@ class SearchDirectory:
         """A trial's run."""
         return self.path / "trials" / f"{number:05d}"
 
-    def write(self, search: Search) -> None:
+    def write(self, search: Search, *, new: bool = False) -> None:
         """Write ``tune.json``.
 
+        Args:
+            search: its content.
+            new: nothing of a search is to be there.
+
         Raises:
-            RunDirectoryError: the directory cannot be written.
+            RunDirectoryError: the directory cannot be written, or holds a search already.
+            RunInUseError: somebody searches there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.settings, (json.dumps(asdict(search), indent=2) + "\n").encode())
+            with self.locked():
+                if new:
+                    self.require_none()
+                write_atomically(self.settings, (json.dumps(asdict(search), indent=2) + "\n").encode())
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot write to {self.path}: {error.strerror}. Choose another directory with --run DIR."
             ) from error
+
+    def require_none(self) -> None:
+        """Refuse a directory in which there is a search.
+
+        Raises:
+            RunDirectoryError: there is one.
+        """
+        if self.settings.exists():
+            raise RunDirectoryError(
+                f"{self.path} holds a search already. Go on with it: paceline tune --resume --run "
+                f"{self.path}; or choose another --run DIR."
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the search's lock; one whose command was killed has a while to save its trials and end.
+
+        Raises:
+            RunInUseError: somebody else searches there.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        with self.lock.open("a+b") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise RunInUseError(
+                            f"{self.path} is in use by another process. Wait for it to end, or choose "
+                            "another --run DIR."
+                        ) from None
+                    time.sleep(_POLL_S)
+            yield
 
     def read(self) -> Search:
         """The search that is here.

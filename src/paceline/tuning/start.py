@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.config import parse_best
-from paceline.distributed.environment import parse_endpoint
+from paceline.config import flag, parse_best
 from paceline.errors import ConfigError
 from paceline.job import default_run_path
 from paceline.launchers.attached import start_commands
 from paceline.launchers.base import Command, JobSpec, Rendered
 from paceline.launchers.local.supervision import Starter
+from paceline.launchers.ray.job import require_answer
 from paceline.launchers.ray.node import cluster_command, import_ray
 from paceline.tuning.budget import Estimate, estimate, require_room, show_seconds
 from paceline.tuning.probe import Facts, probe
@@ -109,18 +110,84 @@ def estimated(search: Search, cpus: int) -> Estimate | None:
     return expected
 
 
-def describe(search: Search, expected: Estimate | None) -> str:
-    """What is going to happen, in a sentence or two."""
+def require_same(there: Search, asked: Search, directory: SearchDirectory, metric: str | None) -> None:
+    """Refuse to go on with another search than was asked for; trials and budget may differ.
+
+    Args:
+        there: the search that was begun.
+        asked: what the command says.
+        directory: where it was begun.
+        metric: what the command says of the metric; None: nothing.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    options = dict(there.options)
+    if "best" not in asked.options:
+        options.pop("best", None)  # the search's own
+    names = {"space": "search", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
+    fields = ("space", "scheduler", "grace", "reduction", "stop", "cpus", "gpus")
+    differing = [names.get(n, n) for n in fields if not _alike(getattr(there, n), getattr(asked, n))]
+    differing += [
+        name
+        for name in sorted(options.keys() | asked.options.keys())
+        if not _alike(options.get(name), asked.options.get(name))
+    ]
+    if metric not in (None, there.metric):
+        differing.append("metric")
+    if differing:
+        raise ConfigError(
+            f"--resume: {directory.path} holds a search that differs in {', '.join(map(flag, differing))}. "
+            "Give what it was begun with, or another --run DIR; see its tune.json."
+        )
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether they are the same once they are read from JSON."""
+    return json.dumps(one, default=list) == json.dumps(other, default=list)
+
+
+def describe(search: Search, expected: Estimate | None, *, here: bool) -> str:
+    """What is going to happen, in a sentence or two.
+
+    Args:
+        search: after :func:`measured`.
+        expected: what it takes, by this machine.
+        here: trials run on this machine, not in a cluster.
+    """
     trials = f"{search.planned} trials"
     if expected is None:
         return f"{trials}; how long each takes nobody knows before it ends."
-    rungs = f", compared after {', '.join(map(str, search.rungs))} evaluations" if search.rungs else ""
+    several = "s" if len(search.rungs) > 1 else ""
+    after = ", ".join(map(str, search.rungs))
+    rungs = f", compared after evaluation{several} {after}" if search.rungs else ""
     budget = "" if search.limit is None else f" ({search.limit.show(expected.search)})"
     one, whole = show_seconds(expected.trial.seconds), show_seconds(expected.search.seconds)
+    if not here:
+        return (
+            f"{trials} of {search.evaluations} evaluations{rungs}: one takes about {one}, as tried on this "
+            "machine. How long all of them take in the cluster is said after the first evaluation."
+        )
     return (
         f"{trials} of {search.evaluations} evaluations{rungs}, {expected.concurrent} at a time: one takes "
         f"about {one}, all of them about {whole}{budget}."
     )
+
+
+def find_cluster(address: str | None) -> str | None:
+    """The address of the cluster in which the search is to run; None: one of its own, here.
+
+    Args:
+        address: that was given, as HOST:PORT; default: RAY_ADDRESS.
+
+    Raises:
+        ConfigError: it has another form.
+        LaunchError: nothing answers there.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    if address is not None:
+        require_answer(address, "--ray-address")
+    return address
 
 
 def run(
@@ -136,15 +203,11 @@ def run(
 
     Raises:
         LaunchError: Ray is not installed.
-        ConfigError: the address is none.
     """
     import_ray()
     path = directory.path.absolute()
     driver = (sys.executable, "-m", "paceline.tuning.driver", str(path), *(("--quiet",) if quiet else ()))
-    address = address or os.environ.get("RAY_ADDRESS")
     if address is not None:
-        if address != "auto":
-            parse_endpoint(address.removeprefix("ray://"), "--ray-address")
         say(f"the Ray cluster at {address} runs the trials; {path} must be a directory that it shares.")
         command = Command(title="the search", argv=driver, env={"RAY_ADDRESS": address})
         return _start(JobSpec(command=driver, name="tune", directory=path), command)

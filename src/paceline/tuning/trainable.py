@@ -45,6 +45,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
         began = time.monotonic()
         if self._trial is None and not self._order.stop_file.exists():
             self._trial = RunningTrial(self._server, self._order)
+        started = time.monotonic()
         if self._trial is None:
             told = Told(iteration=self._order.iteration, step=self._order.step, metrics={}, state="waiting")
         else:
@@ -60,6 +61,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
             "state": state,
             "message": told.message,
             "seconds": time.monotonic() - began,
+            "start_s": started - began,
             "done": state != "running",
         }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
@@ -119,7 +120,9 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Compare; others may end it."""
-        return str(super().on_trial_result(tune_controller, _name(trial), result))
+        # Between two that are as bad as can be, there is no quantile; numpy would warn of it.
+        with numpy.errstate(invalid="ignore"):
+            return str(super().on_trial_result(tune_controller, _name(trial), result))
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Its last result counts, but not where it was only interrupted."""

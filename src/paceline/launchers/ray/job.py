@@ -40,29 +40,47 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def connect(ray: ModuleType) -> None:
+def connect(ray: ModuleType, option: str = "--address") -> None:
     """Become a driver of the cluster that RAY_ADDRESS names.
+
+    Args:
+        ray: the library.
+        option: of the command, which may have named it instead.
 
     Raises:
         LaunchError: it does not answer, or refuses.
     """
     address = os.environ["RAY_ADDRESS"]
-    if address != "auto":
-        # Ray itself would try for many minutes.
-        endpoint = parse_endpoint(address.removeprefix("ray://"), "--address")
-        try:
-            socket.create_connection(endpoint, timeout=_CONNECT_S).close()
-        except OSError as error:
-            raise LaunchError(
-                f"no Ray cluster answers at --address {address}: {error}. Start one there, or leave "
-                "--address and RAY_ADDRESS out, for a cluster of the job's own."
-            ) from error
+    require_answer(address, option)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning")
     except Exception as error:
         raise LaunchError(
             f"the Ray cluster at {address} cannot be used: {error}. Something answers there: is it a Ray "
             "cluster, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
+        ) from error
+
+
+def require_answer(address: str, option: str) -> None:
+    """Refuse an address at which nothing listens; Ray itself would try for many minutes.
+
+    Args:
+        address: HOST:PORT; "auto" is left to Ray.
+        option: that has named it.
+
+    Raises:
+        ConfigError: it has another form.
+        LaunchError: nothing answers there.
+    """
+    if address == "auto":
+        return
+    endpoint = parse_endpoint(address.removeprefix("ray://"), option)
+    try:
+        socket.create_connection(endpoint, timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise LaunchError(
+            f"no Ray cluster answers at {option} {address}: {error}. Start one there, or leave "
+            f"{option} and RAY_ADDRESS out, for a cluster of the job's own."
         ) from error
 
 

@@ -1,0 +1,120 @@
+"""What is said of a search's budget while it is spent, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.tuning.journal import Journal, Result
+from paceline.tuning.search import Search, SearchDirectory
+
+pytestmark = pytest.mark.ray
+
+SEARCH = Search(
+    options={"task": "fashion-mnist-mlp"},
+    space=("lr=log:1e-3:1",),
+    trials=8,
+    metric="loss:min",
+    gpus=2,
+    evaluations=100,
+    seconds_per_evaluation=1.0,
+)
+
+
+def said(iteration: int, seconds: float, state: str = "running") -> dict[str, Any]:
+    """What a trial's actor returns."""
+    return {
+        "iteration": iteration,
+        "step": 10 * iteration,
+        "metrics": {"loss": 1.0},
+        "state": state,
+        "message": "",
+        "seconds": seconds,
+        "start_s": 0.0,
+    }
+
+
+def observe(search: Search, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    import ray
+
+    from paceline.tuning.observer import Observer
+
+    path.mkdir(exist_ok=True)
+    directory = SearchDirectory(path)
+    observer = Observer(ray, search, directory, Journal(directory.journal), quiet=False)
+    observer._estimated = True  # there is no cluster to ask for its size
+    return observer
+
+
+def test_gpu_hours_are_warned_about_and_enforced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two GPUs for half an hour are a GPU hour."""
+    observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
+    noted = []
+    for number, seconds in enumerate((880.0, 40.0, 500.0, 20.0, 280.0, 60.0, 40.0)):
+        observer.started(number)
+        observer.result(number, said(1, seconds), ended=True)
+        observer.turn()
+        lines = capsys.readouterr().err.splitlines()
+        noted.append([line for line in lines if "budget" in line])
+        assert observer.closed == observer.spent == (number == 6)
+    assert noted == [
+        [],
+        ["paceline: 50% of the budget is spent: 0.5111 of 1 gpu-h."],
+        [],
+        ["paceline: 80% of the budget is spent: 0.8 of 1 gpu-h."],
+        ["paceline: 95% of the budget is spent: 0.9556 of 1 gpu-h."],
+        [],
+        ["paceline: the budget is spent: 1.011 of 1 gpu-h. Running trials save, and end."],
+    ]
+    assert (tmp_path / "search/stop").exists()
+
+
+def test_a_running_trials_gpus_count_before_it_says_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
+    assert observer.cost.gpu_hours == 0
+    observer.started(3)
+    assert observer.cost.gpu_hours > 0
+    assert observer.cost.trials == 1
+    observer.result(3, said(0, 0.0, "waiting"), ended=True)
+    assert observer.cost.gpu_hours == 0
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "warning"),
+    [
+        (4000, None),
+        (5500, "50% of the budget is spent: $5500."),
+        (8500, "80% of the budget is spent: $8500."),
+        (9700, "95% of the budget is spent: $9700."),
+        (10500, "the budget is spent: $10500."),
+    ],
+)
+def test_dollars_are_those_of_the_clock_over_all_starts(
+    spent_s: float,
+    warning: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At 3600 dollars an hour, a second is a dollar."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    earlier = Result(
+        trial=0, state="running", iteration=1, step=10, metrics={}, seconds=spent_s, clock_s=spent_s
+    )
+    journal.add(earlier)
+    journal.close()
+    search = replace(SEARCH, budget="$10000", price_per_hour=3600.0)
+    observer = observe(search, tmp_path, monkeypatch)
+    observer.turn()
+    error = capsys.readouterr().err
+    assert (warning or "") in error
+    assert ("budget" in error) == (warning is not None)
+    assert observer.spent == (spent_s > 10000)
