@@ -213,7 +213,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         console.print(f"  see {directory.trial(trial.number)}/logs", markup=False, soft_wrap=True)
     if result["best"] is None:
         console.print(
-            f"There is no best trial: of those that did not fail, none has a number for {search.metric_name}.",
+            f"There is no best trial: none that did not fail has a number for {search.metric_name}.",
             style="red",
             soft_wrap=True,
         )
