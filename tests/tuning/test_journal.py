@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.errors import RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError, RunInUseError
 from paceline.tuning.conclusion import write_result
 from paceline.tuning.journal import Journal, Result, read_trials
 from paceline.tuning.search import Search, SearchDirectory
+from paceline.tuning.start import require_same
 from paceline.tuning.status import Standing, render
 
 SEARCH = Search(
@@ -157,6 +158,51 @@ def test_settings_are_read_back_and_damage_is_told(tmp_path: Path) -> None:
         directory.settings.write_text(damaged)
         with pytest.raises(RunDirectoryError, match="cannot be used"):
             directory.read()
+
+
+def test_a_trial_that_failed_is_not_the_best(tmp_path: Path) -> None:
+    journal = read_trials(tmp_path / "none")
+    for each in (result(0, 1, 0.9), result(1, 1, 0.8), result(0, 1, 0.9, "failed"), result(1, 2, 0.7)):
+        journal.take(each)
+    best = journal.best("accuracy", "max")
+    assert best is not None
+    assert best.number == 1
+    for each in (result(1, 2, 0.7, "diverged"), result(2, 1, None, "finished")):
+        journal.take(each)
+    assert journal.best("accuracy", "max") is None
+
+
+def test_a_search_is_not_written_over_another(tmp_path: Path) -> None:
+    """Two commands may have looked for one at the same time, and both have found none."""
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(SEARCH, new=True)
+    with pytest.raises(RunDirectoryError, match="holds a search already"):
+        directory.write(replace(SEARCH, trials=9), new=True)
+    assert directory.read() == SEARCH
+
+
+def test_nothing_is_changed_under_a_search_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.tuning.search._PATIENCE_S", 0.0)
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(SEARCH, new=True)
+    with directory.locked(), pytest.raises(RunInUseError, match="in use by another process"):
+        directory.write(replace(SEARCH, trials=9))
+    assert directory.read() == SEARCH
+
+
+def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
+    directory = SearchDirectory(tmp_path)
+    directory.write(replace(SEARCH, options={**SEARCH.options, "best": "accuracy:max"}), new=True)
+    there = directory.read()
+    require_same(there, replace(SEARCH, trials=20, budget="2h"), directory, "accuracy:max")
+    for asked, metric, says in (
+        (replace(SEARCH, space=("lr=log:1e-2:1",)), None, "differs in --search"),
+        (replace(SEARCH, options={**SEARCH.options, "epochs": 3}), None, "differs in --epochs"),
+        (replace(SEARCH, cpus=2.0, scheduler="none"), None, "--scheduler, --cpus-per-trial"),
+        (SEARCH, "loss:min", "differs in --metric"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            require_same(there, asked, directory, metric)
 
 
 def test_rungs_and_trials_follow_from_the_options() -> None:

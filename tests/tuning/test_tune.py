@@ -161,6 +161,7 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--set", "with_val=false"), "--val-fraction 0.1"),
         (("--search", "lr=log:1e-3:1", "--trials", "0"), "--trials must be at least 1"),
         (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --inner ray"),
+        (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
         (("--resume",), "say which search is to go on"),
         ((), "there is nothing to search"),
     ],

@@ -14,6 +14,8 @@ from paceline.tuning.space import Dimension
 from paceline.tuning.status import show_value
 
 _SIZE = (9.0, 5.0)  # inches
+_MOST_TICKS = 8
+_DECADES = 100  # from there on powers of ten are marked
 _ROOM = 0.04  # above and below an axis's values
 
 
@@ -32,13 +34,14 @@ def draw(search: Search, journal: Trials, directory: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise LaunchError(f"there are no plots ({error}). Run: pip install 'paceline[report]'") from error
+    best = journal.best(search.metric_name, search.mode)
     rated = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
     if not rated:
         return []
     written = []
     for name, plot in (("curves", _curves), ("parallel", _parallel)):
         figure = Figure(figsize=_SIZE, layout="constrained")
-        plot(figure, search, rated)
+        plot(figure, search, rated, best)
         path = directory / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})
         written.append(path)
@@ -46,14 +49,14 @@ def draw(search: Search, journal: Trials, directory: Path) -> list[Path]:
 
 
 def _colour(search: Search, trials: Sequence[Trial]) -> Any:
-    """From a value to a colour; the better the brighter."""
+    """From a value to a colour; the better the darker: the background is white."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     values = _finals(search, trials)
     scale = Normalize(min(values), max(values) if max(values) > min(values) else min(values) + 1)
-    return ScalarMappable(scale, colormaps["viridis" if search.mode == "max" else "viridis_r"])
+    return ScalarMappable(scale, colormaps["viridis_r" if search.mode == "max" else "viridis"])
 
 
 def _finals(search: Search, trials: Sequence[Trial]) -> list[float]:
@@ -61,21 +64,20 @@ def _finals(search: Search, trials: Sequence[Trial]) -> list[float]:
     return [value for value in best if value is not None]
 
 
-def _curves(figure: Any, search: Search, trials: Sequence[Trial]) -> None:
-    """The metric over the steps, a line for each trial; a cross where it was stopped."""
+def _curves(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
+    """The metric over the steps, a line for each trial; a cross where it ended early."""
     axes = figure.add_subplot()
     colour = _colour(search, trials)
     values = _finals(search, trials)
-    best = (max if search.mode == "max" else min)(values)
     for trial, value in zip(trials, values, strict=True):
         steps, ys = zip(*trial.curve(search.metric_name), strict=True)
-        is_best = value == best
+        is_best = trial is best
         axes.plot(
             steps,
             ys,
             color=colour.to_rgba(value),
             linewidth=2.5 if is_best else 1.0,
-            marker="x" if trial.state == "stopped" else "o",
+            marker="o" if trial.state in ("finished", "goal") else "x",
             markevery=[-1],
             markersize=5,
             zorder=3 if is_best else 2,
@@ -83,37 +85,48 @@ def _curves(figure: Any, search: Search, trials: Sequence[Trial]) -> None:
         )
     axes.set_xlabel("step")
     axes.set_ylabel(f"{search.metric_name} (val)")
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}; a cross: stopped early")
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; a cross: it did not come to its end")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if best is not None:
+        axes.legend()
 
 
-def _parallel(figure: Any, search: Search, trials: Sequence[Trial]) -> None:
+def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
     """Parallel coordinates (Inselberg): an axis for each parameter and one for the result, a line a trial."""
     axes = figure.add_subplot()
     colour = _colour(search, trials)
     values = _finals(search, trials)
     dimensions = search.parsed_space.dimensions
     low, high = min(values), max(values)
-    for trial, value in sorted(zip(trials, values, strict=True), key=lambda pair: pair[1], reverse=low < 0):
+    # The better, the further on top.
+    ranked = sorted(zip(trials, values, strict=True), key=lambda pair: pair[1], reverse=search.mode == "min")
+    for trial, value in ranked:
         parameters = search.parsed_space.parameters(trial.number)
         ys = [_height(dimension, parameters[dimension.field]) for dimension in dimensions]
         ys.append((value - low) / (high - low) if high > low else 0.5)
-        axes.plot(range(len(ys)), ys, color=colour.to_rgba(value), linewidth=1.2, alpha=0.9)
+        width = 2.5 if trial is best else 1.0
+        axes.plot(range(len(ys)), ys, color=colour.to_rgba(value), linewidth=width, alpha=0.9)
     for place, dimension in enumerate(dimensions):
-        axes.axvline(place, color="0.5", linewidth=0.8)
         for height, text in _ticks(dimension):
             axes.annotate(
-                text, (place, height), xytext=(4, 0), textcoords="offset points", fontsize=8, va="center"
+                text,
+                (place, height),
+                xytext=(4, 0),
+                textcoords="offset points",
+                fontsize=8,
+                va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
+                zorder=4,
             )
-    axes.axvline(len(dimensions), color="0.5", linewidth=0.8)
+    for place in range(len(dimensions) + 1):
+        axes.axvline(place, color="0.3", linewidth=0.8, zorder=3)
     axes.set_xticks(range(len(dimensions) + 1), [*(d.field for d in dimensions), search.metric_name])
     axes.set_yticks([])
     axes.set_ylim(-_ROOM, 1 + _ROOM)
-    axes.set_xlim(-0.1, len(dimensions) + 0.1)
+    axes.set_xlim(-0.15, len(dimensions) + 0.15)
     for side in ("top", "left", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}")
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: trial {best.number}, the best")
     figure.colorbar(colour, ax=axes, label=f"{search.metric_name} (val)")
 
 
@@ -128,13 +141,20 @@ def _height(dimension: Dimension, value: Any) -> float:
 
 
 def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
-    """What is written at an axis: all choices, or five values of a range."""
+    """What is written at an axis: all choices, or some values of a range."""
     if dimension.kind == "choice":
         return [(_height(dimension, value), str(value)) for value in dimension.values]
     low, high = dimension.bounds
-    found = []
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        value = low * (high / low) ** part if dimension.kind == "log" else low + (high - low) * part
-        shown = float(f"{value:.2g}") if dimension.kind != "int" else round(value)
-        found.append((part if dimension.kind != "int" else _height(dimension, shown), show_value(shown)))
-    return found
+    values: Sequence[float]
+    if dimension.kind == "int":
+        every = max(1, math.ceil((high - low) / _MOST_TICKS))
+        values = [*range(int(low), int(high), every), int(high)]
+    elif dimension.kind == "log" and high / low >= _DECADES:
+        powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        between = [10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5]
+        values = [low, *between, high]
+    elif dimension.kind == "log":
+        values = [low, float(f"{math.sqrt(low * high):.2g}"), high]
+    else:
+        values = [low, *(float(f"{low + (high - low) * part:.3g}") for part in (0.25, 0.5, 0.75)), high]
+    return [(_height(dimension, value), show_value(value)) for value in values]
