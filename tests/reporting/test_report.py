@@ -281,3 +281,9 @@ def test_what_is_missing_is_named_before_anything_is_evaluated(
     assert "needs matplotlib" in done.stderr
     assert "pip install 'paceline[report]'" in done.stderr
     assert not (reported_runs / "good" / "report.html").exists()
+
+
+def test_a_search_is_not_a_run_but_has_some(tmp_path: Path) -> None:
+    (tmp_path / "tune.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a search\. Name its trials, such as .*trials/00000"):
+        report([tmp_path])

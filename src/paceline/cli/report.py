@@ -47,6 +47,10 @@ def report(
     """
     paths = list(dict.fromkeys(run))
     for path in paths:
+        if not RunDirectory(path).exists() and (path / "tune.json").exists():
+            raise ConfigError(
+                f"{path} is a search. Name its trials, such as {path / 'trials' / '00000'}: each is a run."
+            )
         RunDirectory(path).read_complete_manifest()
     target = output or paths[0] / ("report.html" if len(paths) == 1 else "comparison.html")
     if not target.parent.is_dir():
