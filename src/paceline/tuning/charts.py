@@ -126,7 +126,7 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
     axes.set_xlim(-0.15, len(dimensions) + 0.15)
     for side in ("top", "left", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: trial {best.number}, the best")
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: the best")
     figure.colorbar(colour, ax=axes, label=f"{search.metric_name} (val)")
 
 

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from paceline.distributed.process import STOP_SIGNALS, StopRequests, signals_handled
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, RunDirectoryError
 from paceline.launchers.ray.job import connect
 from paceline.launchers.ray.node import import_ray
 from paceline.tuning.charts import draw
@@ -104,10 +104,15 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     directory.stop.unlink(missing_ok=True)
     trials = [journal.trial(number) for number in range(search.planned)]
     done = all(trial.ended for trial in trials)
-    write_result(search, directory, journal, done=done)
-    write_hparams(search, directory, journal)
     try:
+        write_result(search, directory, journal, done=done)
+        write_hparams(search, directory, journal)
         draw(search, journal, directory.path)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot write to {directory.path}: {error.strerror}. Make room, then go on with: paceline tune "
+            f"--resume --run {directory.path}. What had ended is not run again."
+        ) from error
     except LaunchError as error:
         observer.say(str(error))
     if asked:
