@@ -96,7 +96,7 @@ def tune(
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
-    how = {
+    how: dict[str, Any] = {
         "space": search,
         "scheduler": scheduler,
         "grace": grace,
