@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,10 @@ class _Killed(Callback):
         self._step, self._mark = step, mark
 
     def step_done(self, step: int, loss: float) -> None:
-        if step == self._step and not self._mark.exists():
-            self._mark.touch()
+        if step != self._step:
+            return
+        with suppress(FileExistsError):
+            self._mark.open("x").close()  # one rank, where there are several
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -110,6 +110,20 @@ def test_a_trial_of_two_processes_stops_together(server: TrialServer, tmp_path: 
     assert parse_name(newest.name)[0] == 3
 
 
+def test_a_trial_with_a_killed_rank_is_lost_and_not_failed(server: TrialServer, tmp_path: Path) -> None:
+    fields = ("killed_at=5", f"mark={tmp_path / 'killed'}")
+    of = options(tmp_path / "a", *fields, nproc=2, shards=2, recover="none")
+    trial = start(server, of)
+    told = trial.next()
+    assert told.step == 3
+    with pytest.raises(TrialDiedError, match="was killed"):
+        trial.next()
+    trial.end()
+    again = start(server, of, told)
+    assert [again.next().step for _ in range(2)] == [6, 9]
+    again.end()
+
+
 def test_a_trial_is_no_rank_of_the_step_that_starts_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,13 +284,15 @@ class RunningTrial:
         if code in (75, 130):
             return self._told("waiting")
         failures = [read_failure(path) for path in sorted(self._directory.logs.glob("rank-*.error.json"))]
-        causes = [failure for failure in failures if failure is not None and not failure.victim]
+        recorded = [failure for failure in failures if failure is not None]
+        causes = [failure for failure in recorded if not failure.victim]
         first = min(causes, key=lambda failure: failure.time, default=None)
         if first is not None and first.type == "NonFiniteLossError":
             return self._told("diverged", first.message)
         if first is not None and first.type != "Killed":
             return self._told("failed", f"{first.type}: {first.message}")
-        if first is None and code > 0 and code != 128 + signal.SIGKILL:
+        # Where those that said why they ended had only lost another rank, that one was killed.
+        if not recorded and code > 0 and code != 128 + signal.SIGKILL:
             return self._told("failed", self._last_line() or f"exit code {code}")
         raise TrialDiedError(f"trial {self._directory.path.name} was killed")
 
