@@ -34,6 +34,11 @@ sys.modules["tensorboard.compat.notf"] = ModuleType("tensorboard.compat.notf")
 _shared_pids: set[int] = set()
 
 
+def share(pid: int) -> None:
+    """Let a process, and what it starts, outlive the test that it was started in; its fixture ends it."""
+    _shared_pids.add(pid)
+
+
 class Processes:
     """Starts commands; all of them, and all that they started, end with the test."""
 
@@ -65,7 +70,7 @@ class Processes:
         )
         self._started.append(popen)
         if shared:
-            _shared_pids.add(popen.pid)
+            share(popen.pid)
         return popen
 
     def finish(

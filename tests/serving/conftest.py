@@ -25,6 +25,7 @@ class Server:
 
     popen: subprocess.Popen[str]
     url: str
+    grpc: str | None
 
     def replicas(self) -> list[psutil.Process]:
         """Its replicas' processes."""
@@ -58,7 +59,8 @@ def start_server(
     line = popen.stdout.readline()
     if not line:
         pytest.fail(f"the server did not start: {processes.finish(popen, timeout_s=START_TIMEOUT_S)}")
-    return Server(popen, json.loads(line)["url"])
+    ready = json.loads(line)
+    return Server(popen, ready["url"], ready["grpc"])
 
 
 @pytest.fixture
@@ -72,7 +74,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, serving_env: dict[str, str]
     """One that all tests share which leave it as it is."""
     processes = Processes(tmp_path_factory.mktemp("server"))
     try:
-        yield start_server(processes, serving_env, "fashion-mnist@prod", "--max-body", "2", shared=True)
+        words = ("fashion-mnist@prod", "--max-body", "2", "--grpc-port", "0")
+        yield start_server(processes, serving_env, *words, shared=True)
     finally:
         processes.end_all()
 

@@ -35,6 +35,7 @@ def serve(
     timeout: str = "30s",
     host: str = "127.0.0.1",
     port: int = 8000,
+    grpc_port: int | None = None,
     token_file: Path | None = None,
     program: Literal["auto", "pt2", "onnx"] = "auto",
     task: str = "",
@@ -75,6 +76,8 @@ def serve(
         Address to listen on. Others than this machine's own need --token-file.
     port
         0 takes a free one.
+    grpc_port
+        Speak gRPC, too, on this port of the same address.
     token_file
         A file that only you can read, with the token that clients send: Authorization: Bearer TOKEN.
     program
@@ -131,7 +134,8 @@ def serve(
         hang_timeout_s=parse_duration_s(hang_timeout, "hang_timeout"),
         drain_notice_s=parse_duration_s(drain_notice, "drain_notice"),
     )
-    address = Address(host=host, port=port, token=None if token_file is None else read_token(token_file))
+    token = None if token_file is None else read_token(token_file)
+    address = Address(host=host, port=port, grpc_port=grpc_port, token=token)
     if trust:
         _trust(package)
     opened = [open_model(place, program=program, task=task) for place in package]
@@ -140,19 +144,25 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     names = [found.spec.name for found in opened]
 
-    def on_ready(url: str) -> None:
+    def on_ready(url: str, grpc: str | None) -> None:
         if json:
-            print(json_module.dumps({"url": url, "models": names}), flush=True)
+            print(json_module.dumps({"url": url, "grpc": grpc, "models": names}), flush=True)
         else:
             for name in names:
                 print(f"{url}/v2/models/{name} is ready.", flush=True)
+            if grpc is not None:
+                print(f"{grpc} speaks gRPC.", flush=True)
+            print(f"Try it in a browser: {url}/", flush=True)
 
     _run(opened, address, options, on_ready)
     return 0
 
 
 def _run(
-    opened: Sequence[Opened], address: Address, options: ServingOptions, on_ready: Callable[[str], None]
+    opened: Sequence[Opened],
+    address: Address,
+    options: ServingOptions,
+    on_ready: Callable[[str, str | None], None],
 ) -> None:
     import asyncio
 

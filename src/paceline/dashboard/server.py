@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.resources
 import json
 import re
 import socket
@@ -23,23 +21,8 @@ from paceline.dashboard.jobs import Jobs
 from paceline.dashboard.view import Views, log_tail
 from paceline.errors import ConfigError
 from paceline.monitoring.writers import finite
+from paceline.web.assets import HEADERS, Assets, tag_of
 
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
 _PATHS = re.compile(r"/api/runs/([0-9a-f]{16})(?:/(curves|logs/(\d{1,6})))?")
 _IDLE_S = 30.0  # a client that says nothing for so long is left
 _MOST_CLIENTS = 64
@@ -97,9 +80,7 @@ class Pages:
 
     def __init__(self, index: Index, jobs: Jobs) -> None:
         self._index, self._jobs, self._views = index, jobs, Views()
-        # Read once: no request leads to a file of this folder or any other.
-        folder = importlib.resources.files("paceline.dashboard") / "static"
-        self.static = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+        self._assets = Assets("paceline.dashboard")
 
     def find(self, path: str, query: dict[str, list[str]]) -> tuple[str, bytes, str] | None:
         """A path's type, content and tag; None where there is nothing."""
@@ -111,12 +92,11 @@ class Pages:
         if document is None:
             return None
         content = json.dumps(finite(document), separators=(",", ":"), default=str).encode()
-        return "application/json", content, _tag(content)
+        return "application/json", content, tag_of(content)
 
     def _file(self, name: str) -> tuple[str, bytes, str] | None:
-        content = self.static.get(name)
-        kind = _TYPES.get(name[name.rfind(".") :])
-        return None if content is None or kind is None else (kind, content, _tag(content))
+        asset = self._assets.find(name)
+        return None if asset is None else (asset.content_type, asset.content, asset.tag)
 
     def _document(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | None:
         if path == "/api/runs":
@@ -231,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, "application/json", json.dumps({"error": why}).encode())
 
     def _end(self, content: bytes) -> None:
-        for name, value in _HEADERS.items():
+        for name, value in HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -240,7 +220,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: a page that asks every two seconds would fill the terminal."""
-
-
-def _tag(content: bytes) -> str:
-    return f'"{hashlib.sha256(content).hexdigest()[:20]}"'

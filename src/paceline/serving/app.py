@@ -1,7 +1,8 @@
 """The HTTP side: an ASGI application that speaks the Open Inference Protocol v2.
 
 https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, for exchanging a
-package, ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension.
+package, ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension. People find a
+page at ``/``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import orjson
 from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.serving.access import Access
-from paceline.serving.datatypes import DATATYPES
 from paceline.serving.deployment import Deployment
 from paceline.serving.failures import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline.serving.infer_request import parse_request
 from paceline.serving.infer_response import JSON_TYPE, Headers, build_response
+from paceline.serving.metadata import SERVER_NAME, check_version, find_deployment, model_metadata
 from paceline.serving.metrics import CONTENT_TYPE
 from paceline.serving.models import Models
 from paceline.serving.openapi import describe
 from paceline.serving.options import ServingOptions
+from paceline.web.assets import HEADERS, Assets
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -40,6 +42,7 @@ access_log = logging.getLogger("paceline.serving.access")
 
 _MAX_ADMIN_BYTES = 64 * 1024
 _READ = ("GET", "HEAD")
+_PAGE_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class ClientGone(Exception):
@@ -58,6 +61,7 @@ class App:
         self._models = models
         self._options = options
         self._access = access
+        self._assets = Assets("paceline.serving.page")
         self._logs_access = access_log.isEnabledFor(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +80,8 @@ class App:
         except Exception:
             log.exception("%s %s", scope["method"], scope["path"])
             status, headers, body = _error(500, "an error of the server's own; its log says more.")
-        headers.append((b"content-length", str(len(body)).encode()))
+        if status != 304:  # whose length would be that of what is not sent
+            headers.append((b"content-length", str(len(body)).encode()))
         if self.draining:
             headers.append((b"connection", b"close"))
         if self._logs_access:
@@ -94,6 +99,9 @@ class App:
         parts = scope["path"].strip("/").split("/")
         if parts[:2] == ["v2", "health"] and len(parts) == 3:
             return self._health(scope, parts[2])
+        if parts == [""] or (parts[0] == "page" and len(parts) == 2):
+            # Without the token, too: it is the page that asks for it.
+            return _read(scope, lambda: self._page(parts[-1] or "index.html", headers))
         self._access.check_token(headers)
         match parts:
             case ["v2", "models", name, *rest]:
@@ -121,23 +129,29 @@ class App:
             return _read(scope, lambda: _json({"ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "health is live or ready.")
 
+    def _page(self, name: str, headers: Mapping[bytes, bytes]) -> Answer:
+        asset = self._assets.find(name)
+        if asset is None:
+            raise RequestFailure(404, "the page has no such file.")
+        tag = asset.tag.encode()
+        told = [*_PAGE_HEADERS, (b"content-type", asset.content_type.encode()), (b"etag", tag)]
+        # A proxy that compresses has made the tag a weak one.
+        copies = [copy.strip().removeprefix(b"W/") for copy in headers.get(b"if-none-match", b"").split(b",")]
+        return (304, told, b"") if tag in copies else (200, told, asset.content)
+
     def _metrics(self) -> Answer:
         return 200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()
 
     def _server_metadata(self) -> Answer:
         extensions = ["binary_tensor_data", "model_repository(load)"]
-        return _json({"name": "paceline", "version": __version__, "extensions": extensions})
+        return _json({"name": SERVER_NAME, "version": __version__, "extensions": extensions})
 
     async def _model(
         self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str, rest: list[str]
     ) -> Answer:
-        deployment = self._models.deployments.get(name)
-        if deployment is None:
-            there = ", ".join(self._models.deployments)
-            raise RequestFailure(404, f"there is no model {name!r:.80}; there is: {there}.")
+        deployment = find_deployment(self._models.deployments, name)
         if rest[:1] == ["versions"]:
-            if len(rest) < 2 or rest[1] != deployment.spec.version:
-                raise RequestFailure(404, f"of {name} there is the version {deployment.spec.version}.")
+            check_version(deployment, rest[1] if len(rest) > 1 else "")
             rest = rest[2:]
         match rest:
             case ["infer"]:
@@ -200,30 +214,6 @@ class App:
         except PacelineError as error:
             raise RequestFailure(409, f"the model stays as it is: {error}") from error
         return _json({"name": spec.name, "version": spec.version})
-
-
-def model_metadata(deployment: Deployment) -> dict[str, Any]:
-    """What clients are told of a model; sizes that are free are -1."""
-    spec = deployment.spec
-    tensors = {
-        side: [
-            {
-                "name": name,
-                "datatype": DATATYPES[tensor.dtype],
-                "shape": [-1, *(-1 if size is None else size for size in tensor.shape)],
-            }
-            for name, tensor in specs.items()
-        ]
-        for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))
-    }
-    parameters = {"labels": spec.labels, "label": spec.label, "probabilities": spec.probabilities}
-    return {
-        "name": spec.name,
-        "versions": [spec.version],
-        "platform": spec.platform,
-        **tensors,
-        "parameters": {name: value for name, value in parameters.items() if value},
-    }
 
 
 async def _within(timeout_s: float, future: asyncio.Future[Any], scope: Scope) -> Any:

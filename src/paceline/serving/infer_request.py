@@ -60,6 +60,20 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
         raise InvalidRequest(f"the body is not JSON: {error}.") from None
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object.")
+    return parse_document(spec, document, binary)
+
+
+def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryview) -> InferRequest:
+    """Check a request, as JSON says it, against the model's schema.
+
+    Args:
+        spec: of the model that is asked.
+        document: the request.
+        binary: the bytes of those inputs that have ``binary_data_size``, one after another.
+
+    Raises:
+        InvalidRequest: says which part breaks which rule.
+    """
     parameters = _parameters(document, "the request")
     request_id = document.get("id")
     if request_id is not None and (not isinstance(request_id, str) or len(request_id) > _LONGEST_ID):
@@ -190,9 +204,7 @@ def _from_binary(
     # Python's own integers: a giant shape must not wrap round.
     needed = math.prod(shape) * np.dtype(dtype).itemsize
     if type(size) is not int or size != needed:
-        raise InvalidRequest(
-            f"input {name}: binary_data_size must be {needed} for {shape}, not {size!r:.40}."
-        )
+        raise InvalidRequest(f"input {name}: {shape} takes {needed} bytes, not {size!r:.40}.")
     if at + needed > len(binary):
         raise InvalidRequest(
             f"input {name} needs {needed} bytes, but only {len(binary) - at} follow the JSON."

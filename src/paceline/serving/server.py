@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.serving.access import Access, is_loopback
 from paceline.serving.app import App
 from paceline.serving.connection import connection_class
+from paceline.serving.grpc_server import GrpcServer
 from paceline.serving.models import Models, Opened
 from paceline.serving.options import ServingOptions
 
@@ -25,15 +26,17 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens, and who may talk to it."""
+    """Where a server listens, and who may talk to it; gRPC only where it has a port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     token: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, but is {self.port}.")
+        for name, port in (("port", self.port), ("grpc-port", self.grpc_port)):
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"--{name} must be between 0 and 65535, but is {port}.")
         if self.token is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, so it needs --token-file. "
@@ -92,7 +95,7 @@ async def serve(
     opened: Sequence[Opened],
     address: Address,
     options: ServingOptions,
-    on_ready: Callable[[str], None],
+    on_ready: Callable[[str, str | None], None],
 ) -> None:
     """Serve packages until SIGTERM or SIGINT, then drain.
 
@@ -103,7 +106,7 @@ async def serve(
         opened: the packages.
         address: where.
         options: how.
-        on_ready: called with the server's URL when all replicas are ready.
+        on_ready: called with the server's URL, and where it speaks gRPC, when all replicas are ready.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -115,13 +118,41 @@ async def serve(
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
         models = Models(options)
-        if not await _unless(stop.asked, models.start(opened)):
-            return
-        try:
-            app = App(models, options, Access(address.token))
-            await _serve(app, bound, options, stop, on_ready)
-        finally:
-            await models.close()
+        app = App(models, options, Access(address.token))
+        async with _grpc(app, models, address, options) as grpc:
+            if not await _unless(stop.asked, models.start(opened)):
+                return
+            try:
+                if grpc is not None:
+                    await grpc.start()
+                where = None if grpc is None else grpc.address
+                await _serve(app, bound, options, stop, lambda url: on_ready(url, where))
+                if grpc is not None:
+                    await grpc.close()
+            finally:
+                await models.close()
+
+
+@contextlib.asynccontextmanager
+async def _grpc(
+    app: App, models: Models, address: Address, options: ServingOptions
+) -> AsyncIterator[GrpcServer | None]:
+    """The gRPC server that was asked for; its port is taken, and given back in the end."""
+    if address.grpc_port is None:
+        yield None
+        return
+    access = Access(address.token)
+    server = GrpcServer(
+        *(address.host, address.grpc_port),
+        models=models,
+        options=options,
+        access=access,
+        is_draining=lambda: app.draining,
+    )
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -1,6 +1,6 @@
 // Asks the server every two seconds while the page is seen, and shows a run or all of them.
 
-import { tickAges } from "./dom.js";
+import { tickAges } from "./parts.js";
 import { List } from "./list.js";
 import { RunPage } from "./run.js";
 

@@ -1,6 +1,7 @@
 // The overview: all runs, and the jobs that were submitted.
 
-import { age, duration, figure, h, pill, progress, table } from "./dom.js";
+import { duration, figure, h, table } from "./dom.js";
+import { age, pill, progress } from "./parts.js";
 
 const HEADINGS = [
   ["state", ""], ["run", ""], ["task", "wide"], ["progress", ""], ["processes", "number wide"],

@@ -1,7 +1,8 @@
 // One run: figures, alerts, curves, ranks, recoveries, checkpoints, options and logs.
 
 import { Chart } from "./chart.js";
-import { age, bytes, duration, figure, h, pill, progress, table } from "./dom.js";
+import { bytes, duration, figure, h, table } from "./dom.js";
+import { age, pill, progress } from "./parts.js";
 
 const TITLES = { loss: "Training loss", lr: "Learning rate", samples_per_s: "Throughput, samples/s", imbalance: "Imbalance, slowest rank over mean" };
 const SILENT_S = 15;

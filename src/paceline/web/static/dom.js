@@ -16,16 +16,6 @@ export const h = (tag, properties, ...children) => fill(document.createElement(t
 export const s = (tag, properties, ...children) =>
   fill(document.createElementNS(SVG, tag), properties, children);
 
-// A time that grows older while the page is open.
-export const age = (time) => h("time", { "data-since": time });
-
-export function tickAges(now) {
-  for (const element of document.querySelectorAll("[data-since]")) {
-    const text = duration(Math.max(0, now - Number(element.dataset.since)));
-    if (element.textContent !== text) element.textContent = text;
-  }
-}
-
 export function table(headings, rows, caption) {
   const cells = headings.map(([text, kind]) => h("th", { scope: "col", class: kind }, text));
   const lines = rows.map((row) => h("tr", null, row.map((cell, i) => h("td", { class: headings[i][1] }, cell))));
@@ -53,13 +43,3 @@ export function figure(value) {
 export const bytes = (number) =>
   number >= 2 ** 30 ? `${(number / 2 ** 30).toFixed(2)} GiB`
   : number >= 2 ** 20 ? `${(number / 2 ** 20).toFixed(1)} MiB` : `${(number / 1024).toFixed(0)} KiB`;
-
-export const pill = (state) => h("span", { class: `pill ${/^[a-z]+$/.test(state) ? state : "unknown"}` }, state);
-
-export function progress(run) {
-  if (run.step === null) return "";
-  const text = run.total_steps ? `${figure(run.step)} / ${figure(run.total_steps)}` : figure(run.step);
-  if (!run.total_steps) return text;
-  const bar = h("progress", { max: run.total_steps, value: Math.min(run.step, run.total_steps), "aria-label": text });
-  return h("div", { class: "progress" }, bar, h("span", null, text));
-}

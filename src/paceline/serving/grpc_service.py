@@ -1,0 +1,185 @@
+"""The protocol's gRPC service: https://github.com/kserve/open-inference-protocol, ``grpc_service.proto``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from paceline import __version__
+from paceline.serving.access import Access
+from paceline.serving.failures import DeadlinePassed, RequestFailure
+from paceline.serving.grpc_messages import build_message, parse_message
+from paceline.serving.metadata import SERVER_NAME, check_version, find_deployment, model_metadata
+from paceline.serving.models import Models
+from paceline.serving.options import ServingOptions
+
+Method = Callable[[Any, Any], Awaitable[Any]]
+
+log = logging.getLogger("paceline.serving")
+access_log = logging.getLogger("paceline.serving.access")
+
+_SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+_OPEN = ("ServerLive", "ServerReady")  # without the token, as the health addresses of HTTP
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+_CLIENT_GONE = 499
+
+
+class Service:
+    """Answers requests for the models of one server.
+
+    Args:
+        models: those.
+        options: how long requests may take.
+        access: who may ask.
+        is_draining: whether the server ends soon.
+    """
+
+    def __init__(
+        self, models: Models, options: ServingOptions, access: Access, is_draining: Callable[[], bool]
+    ) -> None:
+        self._models = models
+        self._options = options
+        self._access = access
+        self._is_draining = is_draining
+
+    def handler(self) -> Any:
+        """What a gRPC server calls, for each method that the service has."""
+        ours: Mapping[str, Method] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+        handlers = {}
+        for method in _SERVICE.methods:
+            if method.name in ours:
+                answer = self._answering(method.name, ours[method.name])
+            else:
+                answer = self._answering(method.name, _missing(method.name, ours))
+            request_type = getattr(service_pb2, method.input_type.name)
+            # A stream is refused at its first message.
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                answer,
+                request_deserializer=request_type.FromString,
+                response_serializer=lambda message: message.SerializeToString(),
+            )
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+
+    def _answering(self, name: str, method: Method) -> Method:
+        """A method as gRPC calls it: after the token, with failures as codes, and in the log."""
+
+        async def answer(message: Any, context: Any) -> Any:
+            began = time.perf_counter()
+            client = context.peer()  # which is not known any more once it has gone
+            code = grpc.StatusCode.CANCELLED
+            try:
+                if name not in _OPEN:
+                    self._check_token(context)
+                reply = await method(message, context)
+                code = grpc.StatusCode.OK
+                return reply
+            except RequestFailure as failure:
+                code = _CODES[failure.status]
+                await context.abort(code, str(failure), _trailers(failure))
+            except Exception:
+                log.exception("gRPC %s", name)
+                code = grpc.StatusCode.INTERNAL
+                await context.abort(code, "an error of the server's own; its log says more.")
+            finally:
+                if access_log.isEnabledFor(logging.INFO):
+                    ms = 1000 * (time.perf_counter() - began)
+                    access_log.info("%s gRPC %s %s %.1f ms", client, name, code.name, ms)
+
+        return answer
+
+    def _check_token(self, context: Any) -> None:
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        self._access.check_token({b"authorization": given.encode()})
+
+    async def _server_live(self, message: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, message: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self._models.ready and not self._is_draining())
+
+    async def _model_ready(self, message: Any, context: Any) -> Any:
+        deployment = find_deployment(self._models.deployments, message.name)
+        if message.version:
+            check_version(deployment, message.version)
+        ready = bool(deployment.ready_replicas) and not self._is_draining()
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    async def _server_metadata(self, message: Any, context: Any) -> Any:
+        return service_pb2.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
+
+    async def _model_metadata(self, message: Any, context: Any) -> Any:
+        deployment = find_deployment(self._models.deployments, message.name)
+        if message.version:
+            check_version(deployment, message.version)
+        document = model_metadata(deployment)
+        document.pop("parameters")  # which only JSON has a place for
+        return service_pb2.ModelMetadataResponse(**document)
+
+    async def _model_infer(self, message: Any, context: Any) -> Any:
+        began = time.perf_counter()
+        deployment = find_deployment(self._models.deployments, message.model_name)
+        status = _CLIENT_GONE
+        try:
+            if message.model_version:
+                check_version(deployment, message.model_version)
+            deployment.batcher.check_room()
+            request = parse_message(deployment.spec, message)
+            limits = (context.time_remaining(), request.timeout_s, self._options.timeout_s)
+            outputs = await _within(
+                min(t for t in limits if t is not None), deployment.submit(request.inputs)
+            )
+            status = 200
+            raw = bool(message.raw_input_contents)
+            return build_message(deployment.spec, request, outputs, raw=raw)
+        except RequestFailure as failure:
+            status = failure.status
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._models.metrics.request(deployment.spec.name, status, time.perf_counter() - began)
+
+
+async def _within(timeout_s: float, future: asyncio.Future[Any]) -> Any:
+    """The future's result, unless time is up first; then it is cancelled, and when gRPC cancels this, too."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await future
+    except TimeoutError:
+        raise DeadlinePassed(timeout_s) from None
+
+
+def _missing(name: str, ours: Mapping[str, Method]) -> Method:
+    async def refuse(message: Any, context: Any) -> Any:
+        raise RequestFailure(501, f"{name} is not offered; {', '.join(ours)} are.")
+
+    return refuse
+
+
+def _trailers(failure: RequestFailure) -> tuple[tuple[str, str], ...]:
+    """When to come again, as gRPC's own retries read it: https://github.com/grpc/proposal, A6."""
+    seconds = dict(failure.headers).get(b"retry-after")
+    return () if seconds is None else (("grpc-retry-pushback-ms", str(1000 * int(seconds))),)

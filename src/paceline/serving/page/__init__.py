@@ -1,0 +1,1 @@
+"""The page at a server's ``/``, where people try a model: files in ``static``; it asks as any client does."""

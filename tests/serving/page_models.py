@@ -1,0 +1,92 @@
+"""Three small models to try on the page, one of them trained a little on real clothes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save
+from tests.serving.packages import put_module
+from torch import nn
+
+from paceline.data.fashion_mnist import load_fashion_mnist
+from paceline.inference import Inference, TensorSpec
+from paceline.recipes.fashion_mnist import LABELS, FashionMNISTMLP
+
+
+@dataclass(frozen=True)
+class Clothes:
+    """A model of Fashion-MNIST, and a picture of the test set that it knows.
+
+    Attributes:
+        registry: where ``clothes@prod`` is.
+        picture: uint8, 28 x 28.
+        label: the name of what is on it.
+        probabilities: that the model gives it, by label.
+    """
+
+    registry: Path
+    picture: NDArray[np.uint8]
+    label: str
+    probabilities: dict[str, float]
+
+
+def put_clothes(registry: Path) -> Clothes:
+    """Train for a hundred steps, export, and choose the first test picture of a bag, a thing easily known."""
+    torch.manual_seed(0)
+    task = FashionMNISTMLP()
+    model = task.build_model()
+    images, labels = load_fashion_mnist("train")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(100):
+        batch = slice(128 * step, 128 * (step + 1))
+        optimizer.zero_grad()
+        task.loss(model, [images[batch], labels[batch]]).backward()
+        optimizer.step()
+    inference = task.build_inference(model.eval())
+    module = inference.module.eval()
+    put_module(registry, inference, module, save(dict(model.state_dict())), name="clothes")
+    images, labels = load_fashion_mnist("test")
+    number = int((labels == LABELS.index("Bag")).nonzero()[0])
+    with torch.no_grad():
+        probabilities = module(images[number : number + 1])["probabilities"][0]
+    return Clothes(
+        registry,
+        images[number, 0].numpy(),
+        LABELS[int(labels[number])],
+        dict(zip(LABELS, probabilities.tolist(), strict=True)),
+    )
+
+
+class Mean(nn.Module):
+    """The mean of each channel."""
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mean": image.mean(dim=(2, 3))}
+
+
+class Norm(nn.Module):
+    """The length of a vector."""
+
+    def forward(self, point: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"norm": point.norm(dim=1)}
+
+
+def put_colours(registry: Path) -> None:
+    """``colours@prod``: coloured pictures of floats."""
+    _put(registry, "colours", Mean(), ("image", (3, 16, 16)), ("mean", (3,)))
+
+
+def put_points(registry: Path) -> None:
+    """``points@prod``: vectors of two numbers."""
+    _put(registry, "points", Norm(), ("point", (2,)), ("norm", ()))
+
+
+def _put(registry: Path, name: str, module: nn.Module, takes: Any, gives: Any) -> None:
+    specs = [{key: TensorSpec(dtype="float32", shape=shape)} for key, shape in (takes, gives)]
+    inference = Inference(module=module, inputs=specs[0], outputs=specs[1])
+    put_module(registry, inference, module.eval(), save({"none": torch.zeros(1)}), name=name)
