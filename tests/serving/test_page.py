@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +230,59 @@ def test_narrow_and_dark(page: Chrome) -> None:
         show_as(page, scheme)
         colours.append(page.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
     assert colours[0] != colours[1]
+
+
+@contextmanager
+def proxy(target: str, prefix: str) -> Iterator[str]:
+    """A reverse proxy that has the server under a sub-path, and nothing else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith(prefix):
+                self.send_error(404)
+                return
+            kept = {
+                name: self.headers[name] for name in ("Authorization", "Content-Type") if self.headers[name]
+            }
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = httpx.request(
+                self.command, target + self.path[len(prefix) - 1 :], headers=kept, content=body, timeout=60
+            )
+            self.send_response(answer.status_code)
+            self.send_header("Content-Type", answer.headers["content-type"])
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}{prefix}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@needs_browser
+def test_the_page_works_under_a_sub_path(
+    page: Chrome, served: Server, wait_until: Callable[..., None]
+) -> None:
+    with proxy(served.url, "/deep/er/") as url:
+        page.get(url)
+        wait_until(lambda: texts(page, "form label"), "the question for the token", WAIT_S)
+        page.find_element(By.ID, "token").send_keys(TOKEN, Keys.ENTER)
+        wait_until(lambda: texts(page, "h1") == ["clothes"], "the first model", WAIT_S)
+        page.find_element(By.ID, "predict").click()
+        wait_until(lambda: len(texts(page, ".bars li")) == 10, "an answer", WAIT_S)
+        assert page.find_element(By.ID, "curl").text.startswith(f"curl '{url}v2/models/clothes/infer'")
+        assert {address for address in requested(page) if not address.startswith((url, served.url))} == set()
+        page.get("about:blank")
 
 
 def test_the_page_is_cached_by_tag_and_open_to_get_alone(server: Server) -> None:

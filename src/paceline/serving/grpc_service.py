@@ -96,7 +96,7 @@ class Service:
                 code = grpc.StatusCode.OK
                 return reply
             except RequestFailure as failure:
-                code = _CODES[failure.status]
+                code = _CODES.get(failure.status, grpc.StatusCode.UNKNOWN)
                 await context.abort(code, str(failure), _trailers(failure))
             except Exception:
                 log.exception("gRPC %s", name)

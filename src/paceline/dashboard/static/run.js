@@ -137,7 +137,7 @@ function rankTable(ranks, state) {
     return [
       String(rank.rank), rank.host ?? "", rank.pid === undefined ? "" : String(rank.pid), beat,
       rank.step === undefined ? "" : figure(rank.step),
-      rank.steps_per_s === undefined || rank.steps_per_s === null ? "–" : figure(rank.steps_per_s),
+      rank.left || (rank.steps_per_s ?? null) === null ? "–" : figure(rank.steps_per_s),
       figure(t.step_ms ?? null), t.busy === null || t.busy === undefined ? "–" : `${(t.busy * 100).toFixed(0)} %`,
       t.memory_mib ? bytes(t.memory_mib * 2 ** 20) : "–",
       t.utilisation === null || t.utilisation === undefined ? "–" : `${(t.utilisation * 100).toFixed(0)} %`,
