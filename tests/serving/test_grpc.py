@@ -28,6 +28,7 @@ from paceline.serving.access import Access
 from paceline.serving.grpc_server import GrpcServer
 from paceline.serving.models import Models
 from paceline.serving.options import ServingOptions
+from paceline.serving.server import Address
 
 MODEL = "fashion-mnist"
 TIMEOUT_S = 60
@@ -243,6 +244,11 @@ def test_a_port_in_use(server: Server, run_processes: Processes, serving_env: di
     assert f"--grpc-port {port}: it is in use. --grpc-port 0 takes a free one." in " ".join(
         done.stderr.split()
     )
+
+
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="--grpc-port must be between 0 and 65535, but is 65536"):
+        Address(grpc_port=65536)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def pad(chrome: Chrome) -> WebElement:
 def sent(chrome: Chrome) -> dict[str, Any]:
     """The only input of the request that the page says it sends, taken as a shell would."""
     words = shlex.split(chrome.find_element(By.ID, "curl").text)
-    (tensor,) = json.loads(words[words.index("-d") + 1])["inputs"]
+    (tensor,) = json.loads(words[words.index("--data-raw") + 1])["inputs"]
     return dict(tensor)
 
 
@@ -190,8 +190,10 @@ def test_a_model_that_takes_no_picture_is_sent_json(page: Chrome, wait_until: Ca
     wait_until(lambda: texts(page, "#result td"), "an answer", WAIT_S)
     assert texts(page, "#result td") == ["norm", "FP32 [1]", "0"]
     document = {"inputs": [{"name": "point", "datatype": "FP32", "shape": [2, 2], "data": [3, 4, 6, 8]}]}
+    text = json.dumps({**document, "parameters": {"mine": 2**53 + 1}})
     editor.clear()
-    editor.send_keys(json.dumps(document))
+    editor.send_keys(text)
+    assert shlex.split(page.find_element(By.ID, "curl").text)[-1] == text
     page.find_element(By.ID, "predict").click()
     wait_until(lambda: texts(page, "#result td")[-1:] == ["5, 10"], "both lengths", WAIT_S)
 

@@ -25,14 +25,7 @@ export function curl(name, body) {
   const short = body.length <= LONGEST;
   const words = [`curl ${quoted(address(`${modelPath(name)}/infer`))}`, "-H 'Content-Type: application/json'"];
   if (hasToken()) words.push('-H "Authorization: Bearer $TOKEN"');
-  words.push(short ? `-d ${quoted(compact(body))}` : "--data-binary @request.json");
+  // As it is sent, to the letter: JSON that JavaScript has read may hold other numbers.
+  words.push(short ? `--data-raw ${quoted(body)}` : "--data-binary @request.json");
   return { command: words.join(" \\\n  "), file: short ? null : body };
-}
-
-function compact(body) {
-  try {
-    return JSON.stringify(JSON.parse(body));
-  } catch {
-    return body; // what is no JSON is sent as it is, and the server says what is wrong
-  }
 }
