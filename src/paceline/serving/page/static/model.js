@@ -11,6 +11,7 @@ export class Model {
   constructor(metadata, asked) {
     this.metadata = metadata;
     this.asked = asked; // told each error, or null
+    this.number = 0; // of the last question; after Clear nobody wants its answer
     this.picture = pictureOf(metadata);
     this.result = h("div", { id: "result", "aria-live": "polite" });
     this.button = h("button", { type: "button", id: "predict", class: "main", onclick: () => this.predict() }, "Predict");
@@ -49,6 +50,8 @@ export class Model {
   }
 
   #rest() {
+    this.number++;
+    this.again = false;
     const hint = this.picture ? "It comes when something is drawn or opened." : "It comes when Predict is pressed.";
     this.result.replaceChildren(h("p", { class: "muted" }, hint));
     this.#showCommand();
@@ -77,14 +80,14 @@ export class Model {
     while (this.again) {
       this.again = false;
       this.#showCommand();
-      const body = this.#body(), began = performance.now();
+      const body = this.#body(), began = performance.now(), number = ++this.number;
       try {
         const document = await ask(`${modelPath(this.metadata.name)}/infer`, body), ms = performance.now() - began;
         if (!this.metadata.versions.includes(document.model_version)) await this.#exchanged();
-        this.result.replaceChildren(...answer(this.metadata, document, ms).flat(Infinity).filter(Boolean));
+        if (number === this.number) this.result.replaceChildren(...answer(this.metadata, document, ms).flat(Infinity).filter(Boolean));
         this.asked(null);
       } catch (error) {
-        this.result.replaceChildren(failure(error));
+        if (number === this.number) this.result.replaceChildren(failure(error));
         this.asked(error);
       }
     }
