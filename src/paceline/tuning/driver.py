@@ -19,9 +19,8 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from paceline.distributed.process import STOP_SIGNALS, StopRequests, signals_handled
+from paceline.distributed.ray_cluster import connect, import_ray
 from paceline.errors import LaunchError, PacelineError, RunDirectoryError
-from paceline.launchers.ray.job import connect
-from paceline.launchers.ray.node import import_ray
 from paceline.tuning.charts import draw
 from paceline.tuning.conclusion import write_result
 from paceline.tuning.journal import Journal
@@ -63,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(directory.locked())
             search = directory.read()
             ray = import_ray()
-            connect(ray, "--ray-address")
+            connect(ray, os.environ["RAY_ADDRESS"], "--ray-address")
             stack.callback(ray.shutdown)
             return _search(ray, search, directory, quiet=options.quiet)
     except PacelineError as error:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config import flag, parse_best
+from paceline.distributed.ray_cluster import import_ray, require_answer
 from paceline.errors import ConfigError
 from paceline.job import default_run_path
 from paceline.launchers.attached import start_commands
 from paceline.launchers.base import Command, JobSpec, Rendered
 from paceline.launchers.local.supervision import Starter
-from paceline.launchers.ray.job import require_answer
-from paceline.launchers.ray.node import cluster_command, import_ray
+from paceline.launchers.ray.node import cluster_command
 from paceline.tuning.budget import Estimate, estimate, require_room, show_seconds
 from paceline.tuning.probe import Facts, probe
 from paceline.tuning.search import Search, SearchDirectory

@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +33,7 @@ from paceline.agent.token import create_token, read_token
 from paceline.distributed.environment import parse_endpoint
 from paceline.distributed.machine_place import MachinePlace, detect_machine
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
+from paceline.distributed.ray_cluster import LOOPBACK, import_ray, kill, private_directory, shut_down
 from paceline.distributed.sockets import address_towards, bound_socket, interface_address
 from paceline.distributed.tether import tethered
 from paceline.errors import ConfigError, LaunchError, PacelineError
@@ -47,8 +47,6 @@ _MEETING_S = 300.0
 _POLL_S = 0.2
 _ENDING_S = 15.0  # the head may be ending its own part before it says so
 _GRACE_S = 5.0  # shorter than that of whoever supervises this process
-_LONGEST_TEMPORARY = 17
-"""Names of Ray's Unix sockets are 90 characters longer than the temporary directory's, and at most 107."""
 
 
 def ray_node_command(spec: JobSpec) -> tuple[str, ...]:
@@ -83,22 +81,6 @@ def cluster_command(
     if spec.preflight:
         options += ["--preflight", shlex.join(spec.preflight)]
     return (spec.python, "-m", "paceline.launchers.ray.node", *options, "--", *command)
-
-
-def import_ray() -> ModuleType:
-    """The library.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
-    # Usage reports would go over the network; so would a question about them to the terminal.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise LaunchError(f"Ray is not installed ({error}). Run: pip install 'paceline[ray]'") from error
-    module: ModuleType = ray
-    return module
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,8 +140,7 @@ class _Here:
         """What every process of the cluster is told."""
         variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
         if self.place.nodes == 1:
-            # Ray's way to have its servers listen on loopback alone, named after where that is the default.
-            variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            variables.update(LOOPBACK)
         return variables
 
 
@@ -176,11 +157,11 @@ def _head(here: _Here, command: Sequence[str]) -> int:
     create_token(here.token)
     with contextlib.ExitStack() as stack:
         stack.callback(here.token.unlink, missing_ok=True)
-        directory = stack.enter_context(_private_directory())
+        directory = stack.enter_context(private_directory())
         os.environ.update(here.variables())
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = import_ray()
-        stack.callback(_shut_down, ray)
+        stack.callback(shut_down, ray)
         try:
             ray.init(
                 address="local",
@@ -201,7 +182,7 @@ def _head(here: _Here, command: Sequence[str]) -> int:
             _wait_for_all(ray, here.place.nodes)
         code = _run(command, {"RAY_ADDRESS": cluster})
         # Before the others are told: while Ray is here, it would print that theirs ends unexpectedly.
-        _shut_down(ray)
+        shut_down(ray)
         return code
 
 
@@ -248,7 +229,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
 def _member(here: _Here) -> int:
     """Join the cluster, and stay until its first machine's part has ended."""
     cluster, door = _enter(here)
-    with door, _private_directory() as directory:
+    with door, private_directory() as directory:
         read_token(here.token)
         import_ray()
         address = _address(here, *parse_endpoint(cluster, "the cluster's address"))
@@ -278,7 +259,7 @@ def _member(here: _Here) -> int:
             said = log.read_text(errors="replace").strip()
             raise LaunchError(f"Ray ended on this machine. It said:\n{said}")
         finally:
-            _kill(psutil.Process().children(recursive=True))
+            kill(psutil.Process().children(recursive=True))
             started.wait()
 
 
@@ -297,33 +278,6 @@ def _enter(here: _Here) -> tuple[str, socket.socket]:
                 f"reached from here, or {here.meeting.parent} is not a directory that the machines share."
             )
         time.sleep(_POLL_S)
-
-
-def _shut_down(ray: ModuleType) -> None:
-    """End the head, and what its actors have started: they would notice by themselves, a little later."""
-    tree = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _kill(tree)
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    """End processes by their ids; ``ray stop`` would end other jobs' clusters too."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=10)
-
-
-@contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A temporary directory with a short name; what Ray makes in it is open to all, so it is not."""
-    parent = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(
-        prefix="paceline-ray-",
-        dir=parent if len(parent) <= _LONGEST_TEMPORARY else "/tmp",
-        ignore_cleanup_errors=True,
-    ) as name:
-        yield Path(name) / "r"
 
 
 if __name__ == "__main__":
