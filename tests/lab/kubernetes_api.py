@@ -291,7 +291,7 @@ def check(sent: Object) -> None:
         known = _service(sent) if model is client.V1Service else model.from_dict(sent).to_dict()
     except (ValidationError, ValueError, TypeError) as error:
         raise RefusedError(422, f"{sent['kind']} is invalid: {error}") from error
-    unknown = list(_unknown(sent, known))
+    unknown = list(unknown_fields(sent, known))
     if unknown:
         raise RefusedError(400, f"strict decoding error: unknown field {', '.join(unknown)}")
 
@@ -301,17 +301,17 @@ def _service(sent: Object) -> Object:
     return known
 
 
-def _unknown(sent: Any, known: Any, at: str = "") -> Iterator[str]:
+def unknown_fields(sent: Any, known: Any, at: str = "") -> Iterator[str]:
     """Where something that was sent is not in what the model makes of it."""
     if isinstance(sent, Mapping):
         for key, value in sent.items():
             if key not in known:
                 yield f"{at}.{key}"
             else:
-                yield from _unknown(value, known[key], f"{at}.{key}")
+                yield from unknown_fields(value, known[key], f"{at}.{key}")
     elif isinstance(sent, list):
         for number, (value, other) in enumerate(zip(sent, known, strict=True)):
-            yield from _unknown(value, other, f"{at}[{number}]")
+            yield from unknown_fields(value, other, f"{at}[{number}]")
     elif sent != known:
         yield f"{at} = {sent!r}"
 

@@ -80,11 +80,25 @@ def server(tmp_path_factory: pytest.TempPathFactory, serving_env: dict[str, str]
         processes.end_all()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def ray_server(tmp_path_factory: pytest.TempPathFactory, serving_env: dict[str, str]) -> Iterator[Server]:
+    """The same on Ray Serve, in a cluster of its own."""
+    processes = Processes(tmp_path_factory.mktemp("ray_server"))
+    words = ("fashion-mnist@prod", "--max-body", "2", "--on", "ray", "--startup-timeout", "5min")
+    env = {**serving_env, "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 2**20)}
+    try:
+        yield start_server(processes, env, *words, shared=True)
+    finally:
+        processes.end_all()
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("ray", marks=pytest.mark.ray)])
 def base_url(request: pytest.FixtureRequest) -> str:
-    """Where the protocol is spoken: PACELINE_CONFORMANCE_URL, or a server of our own."""
+    """Where the protocol is spoken: our own servers, or the one that PACELINE_CONFORMANCE_URL names."""
     other = os.environ.get("PACELINE_CONFORMANCE_URL")
-    return other or request.getfixturevalue("server").url
+    if other is not None:
+        return other
+    return request.getfixturevalue("server" if request.param == "embedded" else "ray_server").url
 
 
 def json_request(**changes: Any) -> dict[str, Any]:

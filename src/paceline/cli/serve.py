@@ -6,17 +6,22 @@ import json as json_module
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from paceline.cli.kserve_options import KServeOptions, print_service
+from paceline.cli.options import given
 from paceline.config import parse_duration_s
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.serving.models import Opened
     from paceline.serving.options import ServingOptions
+    from paceline.serving.ray.options import RayOptions
     from paceline.serving.server import Address
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -26,7 +31,9 @@ _SWAP_TIMEOUT_S = 600.0
 def serve(
     package: Annotated[tuple[str, ...], Parameter(negative="")],
     *,
-    replicas: int = 1,
+    on: Literal["embedded", "ray", "kserve"] = "embedded",
+    replicas: str = "1",
+    ray_address: str | None = None,
     devices: str = "cpu",
     threads: int = 1,
     max_batch: int = 32,
@@ -48,6 +55,7 @@ def serve(
     access_log: Flag = False,
     swap: str | None = None,
     model: str | None = None,
+    kserve: Annotated[KServeOptions | None, Parameter(name="*")] = None,
     json: Flag = False,
 ) -> int:
     """Serve each PACKAGE until SIGTERM; it then answers what it was asked, and ends.
@@ -58,8 +66,14 @@ def serve(
     ----------
     package
         Directories or references such as fashion-mnist@prod.
+    on
+        Where replicas run. embedded: processes of this machine. ray: Ray Serve, on many machines. kserve:
+        on Kubernetes; --dry-run prints the InferenceService.
     replicas
-        Processes that compute, for each package.
+        Processes that compute, for each package. With --on ray or kserve, MIN:MAX follows the load.
+    ray_address
+        With --on ray: HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster of the
+        server's own, here.
     devices
         Where, in turns: cpu, or cuda:0,cuda:1.
     threads
@@ -109,19 +123,13 @@ def serve(
         return _swap(swap, package, model, token_file, json=json)
     if model is not None:
         raise ConfigError("--model says what --swap exchanges; without --swap it means nothing.")
-    try:
-        import orjson  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"paceline serve: {error}. Install it: pip install 'paceline[serve]'") from error
-    from paceline.serving.access import read_token
-    from paceline.serving.models import open_model
-    from paceline.serving.options import ServingOptions
-    from paceline.serving.server import Address
+    if ray_address is not None and on != "ray":
+        raise ConfigError("--ray-address names a Ray cluster; say --on ray.")
+    from paceline.serving.options import ServingOptions, parse_replicas
 
+    least, most = parse_replicas(replicas)
     options = ServingOptions(
-        replicas=replicas,
+        replicas=least,
         devices=tuple(word.strip() for word in devices.split(",")),
         threads=threads,
         max_batch=max_batch,
@@ -134,8 +142,29 @@ def serve(
         hang_timeout_s=parse_duration_s(hang_timeout, "hang_timeout"),
         drain_notice_s=parse_duration_s(drain_notice, "drain_notice"),
     )
+    if on == "kserve":
+        words = (
+            *(("--program", program) if program != "auto" else ()),
+            *(("--task", task) if task else ()),
+            *(word for word, said in (("--trust", trust), ("--access-log", access_log)) if said),
+        )
+        return print_service(kserve or KServeOptions(), package, words, (least, most), options, json=json)
+    if given(kserve):
+        raise ConfigError(f"--{min(given(kserve)).replace('_', '-')} belongs to --on kserve.")
+    _require_libraries()
+    from paceline.serving.access import read_token
+    from paceline.serving.models import open_model
+    from paceline.serving.server import Address
+
     token = None if token_file is None else read_token(token_file)
     address = Address(host=host, port=port, grpc_port=grpc_port, token=token)
+    ray_options = None
+    if on == "ray":
+        from paceline.serving.ray.options import RayOptions
+
+        ray_options = RayOptions.make(ray_address, replicas, options)
+    elif least < most:
+        raise ConfigError(f"--replicas {replicas}: their number follows the load with --on ray.")
     if trust:
         _trust(package)
     opened = [open_model(place, program=program, task=task) for place in package]
@@ -154,8 +183,17 @@ def serve(
                 print(f"{grpc} speaks gRPC.", flush=True)
             print(f"Try it in a browser: {url}/", flush=True)
 
-    _run(opened, address, options, on_ready)
+    _run(opened, address, options, on_ready, ray_options)
     return 0
+
+
+def _require_libraries() -> None:
+    try:
+        import orjson  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"paceline serve: {error}. Install it: pip install 'paceline[serve]'") from error
 
 
 def _run(
@@ -163,15 +201,24 @@ def _run(
     address: Address,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
+    ray_options: RayOptions | None,
 ) -> None:
     import asyncio
 
     import uvloop
 
+    from paceline.serving.deployment import Deployment
     from paceline.serving.server import serve as serve_packages
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_packages(opened, address, options, on_ready))
+    with ExitStack() as stack:
+        deploy: Callable[..., Deployment] = Deployment
+        if ray_options is not None:
+            from paceline.serving.ray.cluster import ray_serve
+            from paceline.serving.ray.deployment import RayDeployment
+
+            deploy = partial(RayDeployment, stack.enter_context(ray_serve(ray_options)))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(serve_packages(opened, address, options, on_ready, deploy))
 
 
 def _trust(places: tuple[str, ...]) -> None:

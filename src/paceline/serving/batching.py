@@ -11,16 +11,35 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from paceline.serving.failures import ModelFailed, Overloaded, ReplicaLost, RequestFailure
 from paceline.serving.options import ServingOptions
-from paceline.serving.replica_process import BatchFailed, ReplicaDied, ReplicaProcess
+from paceline.serving.replica_process import BatchFailed, ReplicaDied
 from paceline.serving.servable import Array, Arrays, rows_of
 
-_SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next
+SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next
 _Shape = tuple[tuple[int, ...], ...]
+
+
+class Replica(Protocol):
+    """Who computes batches: a process of this machine, or room for one of Ray Serve's."""
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that it was sent and has not answered."""
+        ...
+
+    async def predict(self, inputs: Arrays) -> dict[str, Array]:
+        """Compute a batch.
+
+        Raises:
+            BatchFailed: the model raised.
+            ReplicaDied: it is gone; the batch was not answered.
+        """
+        ...
 
 
 class _Waiting:
@@ -50,7 +69,7 @@ class Batcher:
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
         self._queue: deque[_Waiting] = deque()
-        self._replicas: list[ReplicaProcess] = []
+        self._replicas: list[Replica] = []
         self._running: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
@@ -58,16 +77,16 @@ class Batcher:
         self.waiting_rows = 0
 
     @property
-    def replicas(self) -> Sequence[ReplicaProcess]:
+    def replicas(self) -> Sequence[Replica]:
         """Those that are ready."""
         return self._replicas
 
-    def add(self, replica: ReplicaProcess) -> None:
+    def add(self, replica: Replica) -> None:
         """Use a replica from now on."""
         self._replicas.append(replica)
         self._schedule()
 
-    def remove(self, replica: ReplicaProcess) -> None:
+    def remove(self, replica: Replica) -> None:
         """Send a replica nothing more."""
         self._replicas.remove(replica)
 
@@ -119,7 +138,7 @@ class Batcher:
                 self._drop_first()
                 continue
             replica = min(self._replicas, key=lambda r: r.in_flight, default=None)
-            if replica is None or replica.in_flight >= _SENT_AHEAD:
+            if replica is None or replica.in_flight >= SENT_AHEAD:
                 return
             if replica.in_flight and self.waiting_rows < self._options.max_batch:
                 wait_s = self._queue[0].came + self._options.max_wait_s - self._loop.time()
@@ -160,7 +179,7 @@ class Batcher:
         self._queue.extendleft(reversed(passed_over))
         return batch
 
-    async def _compute(self, replica: ReplicaProcess, batch: list[_Waiting]) -> None:
+    async def _compute(self, replica: Replica, batch: list[_Waiting]) -> None:
         if len(batch) == 1:
             inputs = batch[0].inputs
         else:
@@ -181,9 +200,7 @@ class Batcher:
             _answer(batch, outputs)
         self._schedule()
 
-    async def _compute_apart(
-        self, replica: ReplicaProcess, batch: list[_Waiting], error: BatchFailed
-    ) -> None:
+    async def _compute_apart(self, replica: Replica, batch: list[_Waiting], error: BatchFailed) -> None:
         """One request that the model cannot compute must not fail the others of its batch."""
         if len(batch) == 1:
             _fail(batch[0], ModelFailed(str(error)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,8 +75,10 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
 class Models:
     """By name; what serves a name can be exchanged."""
 
-    def __init__(self, options: ServingOptions) -> None:
+    def __init__(self, options: ServingOptions, deploy: Callable[..., Deployment] = Deployment) -> None:
+        """``deploy`` makes a deployment: where replicas run is its business."""
         self._options = options
+        self._make_deployment = deploy
         self._deployments: dict[str, Deployment] = {}
         self._opened: dict[str, Opened] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -143,7 +145,7 @@ class Models:
 
     async def _deploy(self, model: Opened) -> Deployment:
         name = model.spec.name
-        deployment = Deployment(
+        deployment = self._make_deployment(
             *(model.source, model.spec, self._options),
             on_batch=self.metrics.on_batch(name),
             on_restart=self.metrics.on_restart(name),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
+
+_MOST_REPLICAS = 256
+_DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang_timeout", "drain_notice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class ServingOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        self._check("replicas", self.replicas, 1, 256)
+        self._check("replicas", self.replicas, 1, _MOST_REPLICAS)
         self._check("max-batch", self.max_batch, 1, 65536)
         self._check("max-queue", self.max_queue, 1, 10**7)
         self._check("threads", self.threads, 1, 1024)
@@ -56,6 +60,35 @@ class ServingOptions:
             if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or device == "cuda:":
                 raise ConfigError(f"--devices are cpu, cuda or cuda:N, not {device!r}.")
 
+    def words(self) -> tuple[str, ...]:
+        """What is not the default, as the command line says it; but for replicas and devices."""
+        words: list[str] = []
+        for name in ("threads", "max_batch", "max_queue"):
+            if getattr(self, name) != getattr(ServingOptions, name):
+                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        for name in _DURATIONS:
+            seconds = getattr(self, f"{name}_s")
+            if seconds != getattr(ServingOptions, f"{name}_s"):
+                words += [f"--{name.replace('_', '-')}", f"{1000 * seconds:.15g}ms"]
+        if self.max_body_bytes != ServingOptions.max_body_bytes:
+            words += ["--max-body", str(self.max_body_bytes // 2**20)]
+        return tuple(words)
+
     def _check(self, name: str, value: Any, least: float, most: float) -> None:
         if not least <= value <= most:
             raise ConfigError(f"--{name} must be between {least} and {most}, but is {value}.")
+
+
+def parse_replicas(text: str) -> tuple[int, int]:
+    """The least and the greatest number of replicas of "2" or "1:4".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most <= _MOST_REPLICAS:
+        raise ConfigError(
+            f"--replicas must be between 1 and {_MOST_REPLICAS}, or MIN:MAX such as 1:4, but is {text}."
+        )
+    return least, most

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +37,7 @@ def _load_and_serve(channel: socket.socket) -> int:
     if first is None:
         return 0
     try:
-        servable = _load(first[0])
+        servable = load_warm(first[0])
     except PacelineError as error:
         frames.send(channel, frames.encode({"failed": str(error)}))
         return error.exit_code
@@ -58,7 +59,12 @@ def _load_and_serve(channel: socket.socket) -> int:
         frames.send(channel, answer)
 
 
-def _load(header: dict[str, Any]) -> Servable:
+def load_warm(header: Mapping[str, Any]) -> Servable:
+    """Load the model that a header describes, for this thread, and compute a first batch.
+
+    Raises:
+        PackageError, ConfigError: it cannot be loaded here.
+    """
     from paceline.serving.loading import load
 
     spec = spec_from_json(header["spec"])

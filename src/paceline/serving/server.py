@@ -16,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.serving.access import Access, is_loopback
 from paceline.serving.app import App
 from paceline.serving.connection import connection_class
+from paceline.serving.deployment import Deployment
 from paceline.serving.grpc_server import GrpcServer
 from paceline.serving.models import Models, Opened
 from paceline.serving.options import ServingOptions
@@ -96,6 +97,7 @@ async def serve(
     address: Address,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
+    deploy: Callable[..., Deployment] = Deployment,
 ) -> None:
     """Serve packages until SIGTERM or SIGINT, then drain.
 
@@ -107,6 +109,7 @@ async def serve(
         address: where.
         options: how.
         on_ready: called with the server's URL, and where it speaks gRPC, when all replicas are ready.
+        deploy: what makes a model's deployment; default: processes of this machine.
 
     Raises:
         ConfigError: it cannot listen there.
@@ -117,7 +120,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
-        models = Models(options)
+        models = Models(options, deploy)
         app = App(models, options, Access(address.token))
         async with _grpc(app, models, address, options) as grpc:
             if not await _unless(stop.asked, models.start(opened)):

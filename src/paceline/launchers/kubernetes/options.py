@@ -71,15 +71,7 @@ class KubernetesOptions:
 
     def claims(self) -> dict[str, str]:
         """Where each persistent volume claim is mounted."""
-        claims: dict[str, str] = {}
-        for word in self.volume:
-            match = _CLAIM.fullmatch(word)
-            if match is None:
-                raise ConfigError(f"--volume must be CLAIM:/PATH, such as runs:/runs, but is {word!r}.")
-            if match[1] in claims or match[2] in claims.values():
-                raise ConfigError(f"--volume {word}: the claim or the path was given before.")
-            claims[match[1]] = match[2]
-        return claims
+        return parse_claims(self.volume)
 
     def secrets(self) -> dict[str, tuple[str, str]]:
         """The secret and its key, of each variable."""
@@ -108,6 +100,23 @@ class KubernetesOptions:
     def holds(self, path: PurePosixPath) -> bool:
         """Whether a path is in one of the volumes."""
         return any(path.is_relative_to(mount) for mount in self.claims().values())
+
+
+def parse_claims(words: Iterable[str]) -> dict[str, str]:
+    """Where each persistent volume claim is mounted, of words CLAIM:/PATH.
+
+    Raises:
+        ConfigError: one is something else, or was given before.
+    """
+    claims: dict[str, str] = {}
+    for word in words:
+        match = _CLAIM.fullmatch(word)
+        if match is None:
+            raise ConfigError(f"--volume must be CLAIM:/PATH, such as runs:/runs, but is {word!r}.")
+        if match[1] in claims or match[2] in claims.values():
+            raise ConfigError(f"--volume {word}: the claim or the path was given before.")
+        claims[match[1]] = match[2]
+    return claims
 
 
 def _pairs(flag: str, words: Iterable[str]) -> dict[str, str]:
