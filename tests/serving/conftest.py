@@ -29,8 +29,13 @@ class Server:
 
     def replicas(self) -> list[psutil.Process]:
         """Its replicas' processes."""
+        return self.fork_server().children()
+
+    def fork_server(self) -> psutil.Process:
+        """The process that forks them."""
         children = psutil.Process(self.popen.pid).children()
-        return [child for child in children if "paceline.serving.replica" in child.cmdline()]
+        [found] = [child for child in children if "paceline.serving.fork_server" in child.cmdline()]
+        return found
 
 
 @pytest.fixture(scope="session")

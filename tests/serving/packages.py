@@ -52,7 +52,23 @@ def put_module(
         program = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(dynamic))
     stream = io.BytesIO()
     torch.export.save(program, stream)
-    files = {"weights.safetensors": weights, "program.pt2": stream.getvalue()}
+    return put_files(
+        registry, inference, weights, {"program.pt2": stream.getvalue()}, name=name, task=task, tag=tag
+    )
+
+
+def put_files(
+    registry: Path,
+    inference: Inference,
+    weights: bytes,
+    programs: dict[str, bytes],
+    *,
+    name: str,
+    task: str = "",
+    tag: str = "prod",
+) -> Path:
+    """The same of weights, and of programs that somebody has made."""
+    files = {"weights.safetensors": weights, **programs}
     manifest = Manifest(
         name=name,
         created="2026-01-01T00:00:00+00:00",
@@ -75,7 +91,7 @@ def put_module(
         labels=inference.labels,
         probabilities=inference.probabilities,
         label=inference.label,
-        programs={"pt2": "program.pt2"},
+        programs={file.rpartition(".")[2]: file for file in programs},
     )
     home = Registry(registry)
     with home.draft() as draft:

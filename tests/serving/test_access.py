@@ -18,7 +18,7 @@ from tests.serving.load import PATH
 from paceline.errors import ConfigError
 from paceline.serving.access import read_token
 from paceline.serving.options import ServingOptions
-from paceline.serving.server import Address, bind
+from paceline.serving.server import Address, bind, listen
 
 
 @pytest.fixture
@@ -76,6 +76,15 @@ def test_a_port_in_use() -> None:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}.*in use.*--port 0"):
             bind(Address(port=port))
+
+
+def test_two_servers_that_were_started_at_the_same_time() -> None:
+    with bind(Address(port=0)) as first:
+        port = first.getsockname()[1]
+        with bind(Address(port=port)) as second:  # the first does not listen yet
+            listen(first)
+            with pytest.raises(ConfigError, match=f"port {port}.*in use.*--port 0"):
+                listen(second)
 
 
 def test_options_out_of_range() -> None:

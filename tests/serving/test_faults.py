@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import signal
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -75,16 +78,49 @@ def test_another_package_without_a_failed_request(
     assert ready(faulty)
 
 
+def test_a_package_that_is_exchanged_while_a_client_sends(
+    faulty: Server, run_processes: Processes, serving_env: dict[str, str]
+) -> None:
+    body = json.dumps(json_request()).encode()
+    connection = http.client.HTTPConnection(urlsplit(faulty.url).netloc, timeout=60)
+    try:
+        connection.putrequest("POST", PATH)
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:100])
+        before = httpx.get(f"{faulty.url}/v2/models/fashion-mnist", timeout=60).json()["versions"]
+        for tag in ("prod", "next"):
+            done = run_processes.paceline(
+                "serve", f"fashion-mnist@{tag}", "--swap", faulty.url, "--json", env=serving_env
+            )
+            assert done.returncode == 0, done.stderr
+            if [json.loads(done.stdout)["version"]] != before:
+                break
+        connection.send(body[100:])
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert [json.loads(answer.read())["model_version"]] != before
+    finally:
+        connection.close()
+
+
 def test_readiness_and_the_end(start: Callable[..., Server], wait_until: Callable[..., None]) -> None:
     server = start("fashion-mnist@prod", "--drain-notice", "2s", "--timeout", "2min")
     assert ready(server)
-    server.replicas()[0].send_signal(signal.SIGKILL)
-    wait_until(lambda: not ready(server), "not ready without replicas")
-    assert httpx.get(f"{server.url}/v2/health/live", timeout=60).status_code == 200
-    # A request waits for the replica that is being started.
-    answer = httpx.post(f"{server.url}{PATH}", json=json_request(), timeout=150)
-    assert answer.status_code == 200
-    assert ready(server)
+    with Load(server.url) as load:
+        wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=120)
+        # Its successor is forked at once, unless the process that does it is stopped.
+        forks = server.fork_server()
+        forks.send_signal(signal.SIGSTOP)
+        forks.children()[0].send_signal(signal.SIGKILL)
+        wait_until(lambda: not ready(server), "not ready without replicas")
+        assert httpx.get(f"{server.url}/v2/health/live", timeout=60).status_code == 200
+        seen = load.statuses[200]
+        forks.send_signal(signal.SIGCONT)
+        # Every client's request has waited.
+        wait_until(lambda: load.statuses[200] > seen + 50, "answers after", timeout_s=120)
+        assert ready(server)
+    assert load.statuses.keys() == {200}
+    assert load.broken == []
     # SIGTERM: what was asked is answered.
     with Load(server.url) as load:
         wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=120)

@@ -95,18 +95,33 @@ class Comparison:
 
     def as_table(self) -> Table:
         """For a terminal."""
+        headings, *lines = self._lines()
         table = Table()
-        for index, heading in enumerate(self._headings()):
+        for index, heading in enumerate(headings):
             table.add_column(heading, justify="left" if index == 0 else "right")
-        for row in self.rows:
-            table.add_row(*self._cells(row))
+        for cells in lines:
+            table.add_row(*cells)
         return table
 
     def as_markdown(self) -> str:
         """For a README."""
-        headings = self._headings()
-        lines = [headings, [":--", *["--:"] * (len(headings) - 1)], *[self._cells(row) for row in self.rows]]
+        headings, *lines = self._lines()
+        lines = [headings, [":--", *["--:"] * (len(headings) - 1)], *lines]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+    def _lines(self) -> list[list[str]]:
+        if len(self.rows) > 1:
+            return [self._headings(), *[self._cells(row) for row in self.rows]]
+        # One contender has nobody to be compared with: a line for each quantity is easier to read.
+        [row] = self.rows
+        quantities = zip(self.quantities, row.spreads, strict=True)
+        return [
+            [self.title, "median", "min to max"],
+            *[
+                [q.title, q.text(spread.median), f"{q.text(spread.low)} to {q.text(spread.high)}"]
+                for q, spread in quantities
+            ],
+        ]
 
     def _headings(self) -> list[str]:
         headings = [self.title]

@@ -28,6 +28,8 @@ SuiteName = Literal[
     "fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"
 ]
 
+ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill"]
+
 app.command(
     "paceline.cli.bench_comm:comm", name="comm", help="How fast collectives are, and whether they are right."
 )
@@ -238,7 +240,7 @@ def tune(
 def serve(
     *,
     only: Annotated[
-        tuple[Literal["json", "binary", "predict", "overload"], ...],
+        tuple[ServingSuiteName, ...],
         Parameter(
             consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
         ),
@@ -252,7 +254,9 @@ def serve(
 
     json: 32 connections, each a picture as 784 numbers. binary: 32 rows a request, against the model alone.
     predict: a file of rows, 45,000 for each of --seconds, by paceline predict with one process and with two.
-    overload: five times what it can do, what is refused and how fast.
+    overload: five times what it can do, what is refused and how fast. swap, drain, kill: a server whose
+    package is exchanged 100 times, two that are ended 20 times, replicas killed with -9, all under load.
+    At the end, one table of all bars.
     """
     from paceline.bench.serving.run import bench_serve
 
@@ -279,15 +283,17 @@ def show(
 ) -> int:
     """Print a benchmark's result: tables, Markdown or JSON."""
     from paceline.bench.bars import bars_markdown, bars_table
+    from paceline.bench.serving.run import ServingResult
     from paceline.bench.strategies import StrategiesResult
     from paceline.bench.tuning import TuningResult
 
+    verdicts = result.verdicts if isinstance(result, StrategiesResult | ServingResult) else ()
     if json:
         print(json_module.dumps(result.as_json(), indent=2))
     elif markdown:
         print("\n".join(comparison.as_markdown() for comparison in result.comparisons))
-        if isinstance(result, StrategiesResult | TuningResult):
-            print(bars_markdown(result.verdicts))
+        if verdicts:
+            print(bars_markdown(verdicts))
         print("\n".join(result.notes()))
     else:
         from rich.console import Console
@@ -295,8 +301,8 @@ def show(
         console = Console()
         for comparison in result.comparisons:
             console.print(comparison.as_table())
-        if isinstance(result, StrategiesResult | TuningResult):
-            console.print(bars_table(result.verdicts))
+        if verdicts:
+            console.print(bars_table(verdicts))
         for note in result.notes():
             console.print(note, style="dim", markup=False, highlight=False)
     return 0

@@ -211,7 +211,7 @@ def _run(
     from paceline.serving.server import serve as serve_packages
 
     with ExitStack() as stack:
-        deploy: Callable[..., Deployment] = Deployment
+        deploy: Callable[..., Deployment] | None = None
         if ray_options is not None:
             from paceline.serving.ray.cluster import ray_serve
             from paceline.serving.ray.deployment import RayDeployment

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -19,10 +20,10 @@ from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.serving.access import Access
 from paceline.serving.deployment import Deployment
-from paceline.serving.failures import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline.serving.failures import DeadlinePassed, InvalidRequest, Overloaded, RequestFailure
 from paceline.serving.infer_request import parse_request
 from paceline.serving.infer_response import JSON_TYPE, Headers, build_response
-from paceline.serving.metadata import SERVER_NAME, check_version, find_deployment, model_metadata
+from paceline.serving.metadata import SERVER_NAME, find_deployment, model_metadata
 from paceline.serving.metrics import CONTENT_TYPE
 from paceline.serving.models import Models
 from paceline.serving.openapi import describe
@@ -42,6 +43,7 @@ access_log = logging.getLogger("paceline.serving.access")
 
 _MAX_ADMIN_BYTES = 64 * 1024
 _READ = ("GET", "HEAD")
+_MODELS, _INFER = b"/v2/models/", b"/infer"
 _PAGE_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
@@ -121,6 +123,23 @@ class App:
                 return await self._load(scope, receive, headers, name)
         raise RequestFailure(404, "there is nothing at this address. /openapi.json lists what there is.")
 
+    def refuse(self, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Answer | None:
+        """The answer to a POST for which there is no room; None where its headers do not tell."""
+        if self.draining or self._logs_access or not (url.startswith(_MODELS) and url.endswith(_INFER)):
+            return None
+        name = url[len(_MODELS) : -len(_INFER)].decode("latin-1")
+        deployment = self._models.deployments.get(name)
+        if deployment is None:
+            return None
+        try:
+            deployment.batcher.check_room()
+        except Overloaded as failure:
+            with suppress(RequestFailure):
+                self._access.check_token(dict(headers))
+                self._models.metrics.request(name, failure.status, 0)
+                return _error(failure.status, str(failure), failure.headers)
+        return None
+
     def _health(self, scope: Scope, what: str) -> Answer:
         if what == "live":
             return _read(scope, lambda: _json({"live": True}))
@@ -149,20 +168,24 @@ class App:
     async def _model(
         self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str, rest: list[str]
     ) -> Answer:
-        deployment = find_deployment(self._models.deployments, name)
+        version = None
         if rest[:1] == ["versions"]:
-            check_version(deployment, rest[1] if len(rest) > 1 else "")
+            version = rest[1] if len(rest) > 1 else ""
             rest = rest[2:]
+        deployment = self._deployment(name, version)
         match rest:
             case ["infer"]:
                 _only(scope, "POST")
-                return await self._counted(name, self._infer(scope, receive, headers, deployment))
+                return await self._counted(name, self._infer(scope, receive, headers, name, version))
             case []:
                 return _read(scope, lambda: _json(model_metadata(deployment)))
             case ["ready"]:
                 ready = bool(deployment.ready_replicas) and not self.draining
                 return _read(scope, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
         raise RequestFailure(404, "of a model there is /ready and /infer.")
+
+    def _deployment(self, name: str, version: str | None) -> Deployment:
+        return find_deployment(self._models.deployments, name, version)
 
     async def _counted(self, name: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
         began = time.perf_counter()
@@ -181,14 +204,21 @@ class App:
             self._models.metrics.request(name, status, time.perf_counter() - began)
 
     async def _infer(
-        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], deployment: Deployment
+        self,
+        scope: Scope,
+        receive: Receive,
+        headers: Mapping[bytes, bytes],
+        name: str,
+        version: str | None,
     ) -> Answer:
         # Refused before the body is read: that is when there is the least time for it.
-        deployment.batcher.check_room()
+        self._deployment(name, version).batcher.check_room()
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise RequestFailure(415, "compressed bodies are not taken.")
         timeout_s = _timeout_of(headers)
         body = await _read_body(receive, headers, self._options.max_body_bytes)
+        # Only now: the package may have been exchanged while the client sent.
+        deployment = self._deployment(name, version)
         length = headers.get(b"inference-header-content-length")
         request = parse_request(deployment.spec, body, None if length is None else length.decode("latin-1"))
         times = [t for t in (timeout_s, request.timeout_s, self._options.timeout_s) if t is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -30,6 +30,11 @@ class Replica(Protocol):
     @property
     def in_flight(self) -> int:
         """Batches that it was sent and has not answered."""
+        ...
+
+    @property
+    def gone(self) -> bool:
+        """Whether it can compute no more."""
         ...
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
@@ -68,7 +73,7 @@ class Batcher:
         self._options = options
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[_Waiting] = deque()
+        self._queue: OrderedDict[asyncio.Future[dict[str, Array]], _Waiting] = OrderedDict()  # by answer
         self._replicas: list[Replica] = []
         self._running: set[asyncio.Task[None]] = set()
         self._scheduled = False
@@ -105,7 +110,10 @@ class Batcher:
             self._enqueue({name: array[start : start + largest] for name, array in inputs.items()})
             for start in range(0, rows, largest)
         ]
-        return asyncio.ensure_future(_joined(pieces))
+        whole = asyncio.ensure_future(_joined(pieces))
+        # Cancelled before it has begun, it could not cancel them itself.
+        whole.add_done_callback(lambda _: [piece.cancel() for piece in pieces])
+        return whole
 
     def check_room(self, rows: int = 1) -> None:
         """Refuse what would have to wait behind more than may wait.
@@ -120,10 +128,17 @@ class Batcher:
 
     def _enqueue(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
         item = _Waiting(inputs, self._loop.time(), self._loop.create_future())
-        self._queue.append(item)
+        item.answer.add_done_callback(self._forget)
+        self._queue[item.answer] = item
         self.waiting_rows += item.rows
         self._schedule()
         return item.answer
+
+    def _forget(self, answer: asyncio.Future[dict[str, Array]]) -> None:
+        # Its client has gone, or its time is up: it must not keep others out.
+        item = self._queue.pop(answer, None)
+        if item is not None:
+            self.waiting_rows -= item.rows
 
     def _schedule(self) -> None:
         # Once per turn of the event loop: what arrives in the same turn is computed together.
@@ -133,50 +148,49 @@ class Batcher:
 
     def _dispatch(self) -> None:
         self._scheduled = False
-        while self._queue:
-            if self._queue[0].answer.done():
-                self._drop_first()
-                continue
-            replica = min(self._replicas, key=lambda r: r.in_flight, default=None)
-            if replica is None or replica.in_flight >= SENT_AHEAD:
-                return
-            if replica.in_flight and self.waiting_rows < self._options.max_batch:
-                wait_s = self._queue[0].came + self._options.max_wait_s - self._loop.time()
-                if wait_s > 0:
-                    self._wake_in(wait_s)
-                    return
-            batch = self._take()
-            task = self._loop.create_task(self._compute(replica, batch))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            # The task has not begun, and the replica's count must rise before the next choice.
-            self._loop.call_soon(self._schedule)
+        if not self._queue:
             return
+        alive = (replica for replica in self._replicas if not replica.gone)
+        replica = min(alive, key=lambda r: r.in_flight, default=None)
+        if replica is None or replica.in_flight >= SENT_AHEAD:
+            return
+        if replica.in_flight and self.waiting_rows < self._options.max_batch:
+            first = next(iter(self._queue.values()))
+            wait_s = first.came + self._options.max_wait_s - self._loop.time()
+            if wait_s > 0:
+                self._wake_in(wait_s)
+                return
+        batch = self._take()
+        if not batch:
+            return
+        task = self._loop.create_task(self._compute(replica, batch))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        # The task has not begun, and the replica's count must rise before the next choice.
+        self._loop.call_soon(self._schedule)
 
     def _wake_in(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self._schedule)
 
-    def _drop_first(self) -> None:
-        self.waiting_rows -= self._queue.popleft().rows
-
     def _take(self) -> list[_Waiting]:
         """The oldest request, and those after it of its shape, as many as a batch may hold."""
         batch: list[_Waiting] = []
-        passed_over: list[_Waiting] = []
         room = self._options.max_batch
-        while self._queue and room > 0:
-            item = self._queue.popleft()
-            if item.answer.done():  # the client has gone, or its time is up
-                self.waiting_rows -= item.rows
-            elif not batch or (item.shape == batch[0].shape and item.rows <= room):
-                batch.append(item)
-                room -= item.rows
-                self.waiting_rows -= item.rows
-            else:
-                passed_over.append(item)
-        self._queue.extendleft(reversed(passed_over))
+        for item in self._queue.values():
+            if item.answer.done():
+                continue  # cancelled in this turn of the loop; it is forgotten in the next
+            if batch and (item.shape != batch[0].shape or item.rows > room or item.lost_replicas):
+                continue
+            batch.append(item)
+            room -= item.rows
+            # What may have killed a replica is computed by itself: it must not take others with it.
+            if room == 0 or item.lost_replicas:
+                break
+        for item in batch:
+            del self._queue[item.answer]
+            self.waiting_rows -= item.rows
         return batch
 
     async def _compute(self, replica: Replica, batch: list[_Waiting]) -> None:
@@ -191,8 +205,8 @@ class Batcher:
             _check_rows(outputs, rows)
         except BatchFailed as error:
             await self._compute_apart(replica, batch, error)
-        except ReplicaDied:
-            self._return(batch)
+        except ReplicaDied as died:
+            self._return(batch, lost=died.computing)
         else:
             seconds = self._loop.time() - began
             self._seconds_a_row += 0.1 * (seconds / rows - self._seconds_a_row)
@@ -208,17 +222,16 @@ class Batcher:
         for item in batch:
             await self._compute(replica, [item])
 
-    def _return(self, batch: list[_Waiting]) -> None:
-        """Its replica died: each request is tried once more, before all others."""
-        again = []
-        for item in batch:
-            item.lost_replicas += 1
+    def _return(self, batch: list[_Waiting], *, lost: bool) -> None:
+        """Its replica died: each request is tried again before all others, but once only if it may be why."""
+        for item in reversed(batch):
+            item.lost_replicas += lost
             if item.lost_replicas > 1:
                 _fail(item, ReplicaLost())
-            else:
-                again.append(item)
-        self._queue.extendleft(reversed(again))
-        self.waiting_rows += sum(item.rows for item in again)
+            elif not item.answer.done():
+                self._queue[item.answer] = item
+                self._queue.move_to_end(item.answer, last=False)
+                self.waiting_rows += item.rows
 
     async def finish(self) -> None:
         """Wait until everything that was asked is answered."""
@@ -251,10 +264,5 @@ def _fail(item: _Waiting, failure: RequestFailure) -> None:
 
 async def _joined(pieces: Sequence[asyncio.Future[dict[str, Array]]]) -> dict[str, Array]:
     """The answers of a large request's pieces, one after another."""
-    try:
-        answers = await asyncio.gather(*pieces)
-    except BaseException:
-        for piece in pieces:
-            piece.cancel()
-        raise
+    answers = await asyncio.gather(*pieces)
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

@@ -1,9 +1,10 @@
-"""A model that is served: its replicas, kept alive, and the batcher that feeds them."""
+"""A model that is served: the batcher that feeds its replicas, and who keeps these alive."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -12,14 +13,15 @@ from paceline.serving.batching import Batcher
 from paceline.serving.options import ServingOptions
 from paceline.serving.replica_process import ReplicaProcess
 from paceline.serving.servable import Array, Arrays, ModelSpec, Source
+from paceline.serving.starting import Starter
 
 log = logging.getLogger("paceline.serving")
 
 _LONGEST_PAUSE_S = 10.0
 
 
-class Deployment:
-    """One version of a model on its replicas. Make one with :meth:`start`.
+class Deployment(ABC):
+    """One version of a model, and where its requests wait for replicas.
 
     Attributes:
         spec: what clients are told of it.
@@ -29,7 +31,6 @@ class Deployment:
 
     def __init__(
         self,
-        source: Source,
         spec: ModelSpec,
         options: ServingOptions,
         on_batch: Callable[[int, float], None],
@@ -38,17 +39,49 @@ class Deployment:
         self.spec = spec
         self.batcher = Batcher(options, on_batch)
         self.restarts = 0
-        self._source = source
         self._options = options
         self._on_restart = on_restart
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Return when all replicas that there must be are ready.
+
+        Raises:
+            ServingError: one could not load the model, or there is no room for it; nothing of it is left.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Answer what was asked, then end the replicas."""
+
+    @property
+    def ready_replicas(self) -> int:
+        """How many could compute a batch now."""
+        return len(self.batcher.replicas)
+
+    def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
+        """Ask for a prediction; see :meth:`Batcher.submit`."""
+        return self.batcher.submit(inputs)
+
+
+class LocalDeployment(Deployment):
+    """One whose replicas are processes of this machine, kept alive."""
+
+    def __init__(
+        self,
+        starter: Starter,
+        source: Source,
+        spec: ModelSpec,
+        options: ServingOptions,
+        on_batch: Callable[[int, float], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        super().__init__(spec, options, on_batch, on_restart)
+        self._source = source
+        self._starter = starter
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start the replicas and wait until all of them are ready.
-
-        Raises:
-            ServingError: one could not load the model; those that could are ended.
-        """
         devices = [
             self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)
         ]
@@ -62,24 +95,16 @@ class Deployment:
             self.batcher.add(replica)
             self._keepers.append(asyncio.create_task(self._keep(replica, device)))
 
-    @property
-    def ready_replicas(self) -> int:
-        """How many could compute a batch now."""
-        return len(self.batcher.replicas)
-
-    def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
-        """Ask for a prediction; see :meth:`Batcher.submit`."""
-        return self.batcher.submit(inputs)
-
     async def close(self) -> None:
-        """Answer what was asked, then end the replicas."""
         await self.batcher.finish()
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     def _start_replica(self, device: str) -> asyncio.Future[ReplicaProcess]:
-        return asyncio.ensure_future(ReplicaProcess.start(self._source, self.spec, device, self._options))
+        return asyncio.ensure_future(
+            ReplicaProcess.start(self._source, self.spec, device, self._options, self._starter)
+        )
 
     async def _keep(self, replica: ReplicaProcess | None, device: str) -> None:
         """Whenever the replica dies, start another."""

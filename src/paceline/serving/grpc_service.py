@@ -15,7 +15,7 @@ from paceline import __version__
 from paceline.serving.access import Access
 from paceline.serving.failures import DeadlinePassed, RequestFailure
 from paceline.serving.grpc_messages import build_message, parse_message
-from paceline.serving.metadata import SERVER_NAME, check_version, find_deployment, model_metadata
+from paceline.serving.metadata import SERVER_NAME, find_deployment, model_metadata
 from paceline.serving.models import Models
 from paceline.serving.options import ServingOptions
 
@@ -120,9 +120,7 @@ class Service:
         return service_pb2.ServerReadyResponse(ready=self._models.ready and not self._is_draining())
 
     async def _model_ready(self, message: Any, context: Any) -> Any:
-        deployment = find_deployment(self._models.deployments, message.name)
-        if message.version:
-            check_version(deployment, message.version)
+        deployment = find_deployment(self._models.deployments, message.name, message.version or None)
         ready = bool(deployment.ready_replicas) and not self._is_draining()
         return service_pb2.ModelReadyResponse(ready=ready)
 
@@ -130,9 +128,7 @@ class Service:
         return service_pb2.ServerMetadataResponse(name=SERVER_NAME, version=__version__)
 
     async def _model_metadata(self, message: Any, context: Any) -> Any:
-        deployment = find_deployment(self._models.deployments, message.name)
-        if message.version:
-            check_version(deployment, message.version)
+        deployment = find_deployment(self._models.deployments, message.name, message.version or None)
         document = model_metadata(deployment)
         document.pop("parameters")  # which only JSON has a place for
         return service_pb2.ModelMetadataResponse(**document)
@@ -142,8 +138,7 @@ class Service:
         deployment = find_deployment(self._models.deployments, message.model_name)
         status = _CLIENT_GONE
         try:
-            if message.model_version:
-                check_version(deployment, message.model_version)
+            find_deployment(self._models.deployments, message.model_name, message.model_version or None)
             deployment.batcher.check_room()
             request = parse_message(deployment.spec, message)
             limits = (context.time_remaining(), request.timeout_s, self._options.timeout_s)

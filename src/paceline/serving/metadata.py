@@ -12,8 +12,10 @@ from paceline.serving.failures import RequestFailure
 SERVER_NAME = "paceline"
 
 
-def find_deployment(deployments: Mapping[str, Deployment], name: str) -> Deployment:
-    """The model of this name.
+def find_deployment(
+    deployments: Mapping[str, Deployment], name: str, version: str | None = None
+) -> Deployment:
+    """The model of this name, and of this version where one is given.
 
     Raises:
         RequestFailure: there is none; says which there are.
@@ -21,14 +23,9 @@ def find_deployment(deployments: Mapping[str, Deployment], name: str) -> Deploym
     deployment = deployments.get(name)
     if deployment is None:
         raise RequestFailure(404, f"there is no model {name!r:.80}; there is: {', '.join(deployments)}.")
+    if version not in (None, deployment.spec.version):
+        raise RequestFailure(404, f"of {name} there is the version {deployment.spec.version}.")
     return deployment
-
-
-def check_version(deployment: Deployment, version: str) -> None:
-    """Refuse a version that is not served."""
-    spec = deployment.spec
-    if version != spec.version:
-        raise RequestFailure(404, f"of {spec.name} there is the version {spec.version}.")
 
 
 def model_metadata(deployment: Deployment) -> dict[str, Any]:

@@ -6,15 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from paceline.errors import ConfigError
 from paceline.packages.package import open_package
 from paceline.packages.trust import require_trusted
-from paceline.serving.deployment import Deployment
+from paceline.serving.deployment import Deployment, LocalDeployment
 from paceline.serving.metrics import Metrics
 from paceline.serving.options import ServingOptions
 from paceline.serving.servable import ModelSpec, Source
+from paceline.serving.starting import Starter
 
 log = logging.getLogger("paceline.serving")
 
@@ -75,10 +77,11 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
 class Models:
     """By name; what serves a name can be exchanged."""
 
-    def __init__(self, options: ServingOptions, deploy: Callable[..., Deployment] = Deployment) -> None:
-        """``deploy`` makes a deployment: where replicas run is its business."""
+    def __init__(self, options: ServingOptions, deploy: Callable[..., Deployment] | None = None) -> None:
+        """``deploy`` makes a deployment; None: its replicas are processes of this machine."""
         self._options = options
-        self._make_deployment = deploy
+        self._starter = Starter(options.threads)
+        self._make_deployment = deploy or partial(LocalDeployment, self._starter)
         self._deployments: dict[str, Deployment] = {}
         self._opened: dict[str, Opened] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -142,6 +145,7 @@ class Models:
     async def close(self) -> None:
         """Answer what was asked, then end all replicas."""
         await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing)
+        await self._starter.close()
 
     async def _deploy(self, model: Opened) -> Deployment:
         name = model.spec.name

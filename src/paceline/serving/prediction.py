@@ -12,11 +12,12 @@ import numpy as np
 from paceline.errors import ServingError
 from paceline.serving.chunks import Journal
 from paceline.serving.client import Client
-from paceline.serving.deployment import Deployment
+from paceline.serving.deployment import LocalDeployment
 from paceline.serving.failures import RequestFailure
 from paceline.serving.models import Opened
 from paceline.serving.options import ServingOptions
 from paceline.serving.servable import Array, Arrays
+from paceline.serving.starting import Starter
 
 Predict = Callable[[Arrays], Awaitable[dict[str, Array]]]
 Engine = AbstractAsyncContextManager[Predict]
@@ -26,8 +27,12 @@ OnRows = Callable[[int], None]
 @asynccontextmanager
 async def replicas(opened: Opened, options: ServingOptions) -> AsyncIterator[Predict]:
     """A package's own replicas, for as long as this lasts."""
-    deployment = Deployment(opened.source, opened.spec, options, lambda rows, seconds: None, lambda: None)
-    await deployment.start()
+    starter = Starter(options.threads)
+    deployment = LocalDeployment(
+        *(starter, opened.source, opened.spec, options),
+        on_batch=lambda rows, seconds: None,
+        on_restart=lambda: None,
+    )
 
     async def predict(inputs: Arrays) -> dict[str, Array]:
         try:
@@ -36,9 +41,11 @@ async def replicas(opened: Opened, options: ServingOptions) -> AsyncIterator[Pre
             raise ServingError(str(failure)) from failure
 
     try:
+        await deployment.start()
         yield predict
     finally:
         await deployment.close()
+        await starter.close()
 
 
 @asynccontextmanager

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import os
-import signal
 import socket
-import sys
-from contextlib import suppress
 from typing import Any
 
 from paceline.errors import ServingError
 from paceline.serving import frames
 from paceline.serving.options import ServingOptions
 from paceline.serving.servable import Array, Arrays, ModelSpec, Source
+from paceline.serving.starting import Process, Starter
 
 _READ_LIMIT = 4 * 2**20
+_LAST_WORDS_S = 0.2
 
 
 class ReplicaDied(Exception):
-    """The process has gone; its batches were not answered."""
+    """The process has gone, and a batch was not answered.
+
+    Attributes:
+        computing: whether it was at work on the batch, which may then be the cause.
+    """
+
+    def __init__(self, *, computing: bool) -> None:
+        super().__init__()
+        self.computing = computing
 
 
 class BatchFailed(Exception):
@@ -33,12 +39,11 @@ class ReplicaProcess:
 
     Attributes:
         in_flight: batches that it was sent and has not answered.
-        seconds_a_row: how long a row takes it, smoothed; 0 until it has computed one.
     """
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         hang_timeout_s: float,
@@ -49,8 +54,10 @@ class ReplicaProcess:
         self._hang_timeout_s = hang_timeout_s
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[dict[str, Array]]] = {}
-        self._listening: asyncio.Task[None] | None = None
+        self._hang: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
+        self._listening: asyncio.Task[None] | None = None
+        self._watching = asyncio.create_task(self._watch())
 
     @property
     def pid(self) -> int:
@@ -62,39 +69,45 @@ class ReplicaProcess:
         """Batches that it was sent and has not answered."""
         return len(self._answers)
 
+    @property
+    def gone(self) -> bool:
+        """Whether it can compute no more."""
+        return self._gone.is_set() or self._writer.transport.is_closing()
+
     @classmethod
     async def start(
-        cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions
+        cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions, starter: Starter
     ) -> ReplicaProcess:
         """Start a process and wait until it has loaded its model.
 
         Raises:
             ServingError: it could not; says why.
         """
-        ours, theirs = socket.socketpair()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "paceline.serving.replica", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": str(options.threads)},
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_LIMIT)
-        replica = cls(process, reader, writer, options.hang_timeout_s)
         try:
             async with asyncio.timeout(options.startup_timeout_s):
-                await replica._load(source, spec, device, options)
+                return await cls._start(source, spec, device, options, starter)
         except TimeoutError:
-            await replica.end()
             raise ServingError(
                 f"{spec.name}: a replica did not load its model within {options.startup_timeout_s:g} s. "
                 "Give it longer with --startup-timeout."
             ) from None
+
+    @classmethod
+    async def _start(
+        cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions, starter: Starter
+    ) -> ReplicaProcess:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await starter.start(source, device, theirs)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_READ_LIMIT)
+        except BaseException:
+            # A process that was started sees it, and ends.
+            ours.close()
+            raise
+        replica = cls(process, reader, writer, options.hang_timeout_s)
+        try:
+            await replica._load(source, spec, device, options)
         except BaseException:
             await replica.end()
             raise
@@ -113,10 +126,8 @@ class ReplicaProcess:
             self._writer.writelines(frames.encode(header))
             answer, _ = await self._receive()
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._process.wait()
             raise ServingError(
-                f"{spec.name}: a replica ended with code {code} while it loaded its model; "
-                "what it printed is above."
+                f"{spec.name}: a replica's process died while it loaded its model; what it printed is above."
             ) from None
         if "failed" in answer:
             raise ServingError(f"{spec.name} cannot be loaded: {answer['failed']}")
@@ -134,24 +145,32 @@ class ReplicaProcess:
             BatchFailed: the model raised.
             ReplicaDied: the process died, or was killed because it took longer than a batch may.
         """
+        if self.gone:
+            raise ReplicaDied(computing=False)
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
-        timer = asyncio.get_running_loop().call_later(self._hang_timeout_s, self.kill)
+        if self._hang is None:
+            self._expect_answer()
         try:
-            if self._gone.is_set():
-                raise ReplicaDied
             self._writer.writelines(frames.encode({"id": number}, inputs))
             return await answer
         finally:
-            timer.cancel()
             self._answers.pop(number, None)
+
+    def _expect_answer(self) -> None:
+        """Measure from now on how long a batch takes; one that was sent ahead waits its turn."""
+        if self._hang is not None:
+            self._hang.cancel()
+        loop = asyncio.get_running_loop()
+        self._hang = loop.call_later(self._hang_timeout_s, self.kill) if self._answers else None
 
     async def _listen(self) -> None:
         try:
             while True:
                 header, outputs = await self._receive()
                 answer = self._answers.pop(header["id"], None)
+                self._expect_answer()
                 if answer is None or answer.done():
                     continue
                 if "error" in header:
@@ -162,9 +181,19 @@ class ReplicaProcess:
             pass
         finally:
             self._gone.set()
-            for answer in self._answers.values():
+            if self._hang is not None:
+                self._hang.cancel()
+            # It computes in the order in which it was sent.
+            for position, answer in enumerate(self._answers.values()):
                 if not answer.done():
-                    answer.set_exception(ReplicaDied())
+                    answer.set_exception(ReplicaDied(computing=position == 0))
+
+    async def _watch(self) -> None:
+        """Break off the channel when the process ends: what the model's code has started may hold it open."""
+        await self._process.wait()
+        # What it has said last is read first.
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._writer.transport.abort()
 
     async def wait_gone(self) -> None:
         """Return when the process has closed its channel: it has died."""
@@ -172,8 +201,7 @@ class ReplicaProcess:
 
     def kill(self) -> None:
         """End the process now."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
+        self._process.kill()
 
     async def end(self) -> None:
         """Close the channel, upon which the process ends; kill it if it does not within some seconds."""
@@ -184,7 +212,7 @@ class ReplicaProcess:
         except TimeoutError:
             self.kill()
             await self._process.wait()
-        if self._listening is not None:
-            self._listening.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._listening
+        tasks = [task for task in (self._watching, self._listening) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

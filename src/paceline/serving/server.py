@@ -63,11 +63,25 @@ def bind(address: Address) -> socket.socket:
             bound.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {address.host}, port {address.port}: {error.strerror}. "
-            "--port 0 takes a free one."
-        ) from error
+        raise _cannot_listen(address.host, address.port, error) from error
     return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Take connections from now on.
+
+    Raises:
+        ConfigError: another server, which was started at the same time, was faster.
+    """
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}. --port 0 takes a free one.")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -97,7 +111,7 @@ async def serve(
     address: Address,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
-    deploy: Callable[..., Deployment] = Deployment,
+    deploy: Callable[..., Deployment] | None = None,
 ) -> None:
     """Serve packages until SIGTERM or SIGINT, then drain.
 
@@ -178,7 +192,7 @@ async def _serve(
 ) -> None:
     config = uvicorn.Config(
         app,
-        http=connection_class(options.receive_timeout_s),
+        http=connection_class(options.receive_timeout_s, app.refuse),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -189,6 +203,7 @@ async def _serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
     server = _Uvicorn(config)
+    listen(bound)
     running = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)

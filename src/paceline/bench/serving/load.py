@@ -39,7 +39,11 @@ class Times:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, with at most one request on it."""
+    """One connection, with at most one request on it.
+
+    Attributes:
+        closed: it takes no other request; its server has asked for that, or we have.
+    """
 
     def __init__(self, request: bytes, on_answer: Answered, on_broken: Callable[[Connection], None]) -> None:
         self._request = request
@@ -48,6 +52,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._sent: float | None = None
+        self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -81,6 +86,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+        self.closed = True
         if self._transport is not None:
             self._transport.close()
 
@@ -121,8 +127,18 @@ async def closed_loop(port: int, request: bytes, connections: int, warmup_s: flo
     return times
 
 
-async def open_loop(port: int, request: bytes, connections: int, rate: float, seconds: float) -> Times:
-    """Send ``rate`` requests a second, whatever becomes of them."""
+async def open_loop(
+    port: int,
+    request: bytes,
+    connections: int,
+    rate: float,
+    seconds: float,
+    settled: Callable[[], None] = lambda: None,
+) -> Times:
+    """Send ``rate`` requests a second, whatever becomes of them.
+
+    ``settled`` is called when a fifth of the time is over.
+    """
     times = Times()
 
     def on_answer(connection: Connection, status: int, took_s: float) -> None:
@@ -136,6 +152,7 @@ async def open_loop(port: int, request: bytes, connections: int, rate: float, se
     clients = list(free)
     loop = asyncio.get_running_loop()
     began = loop.time()
+    loop.call_later(seconds / 5, settled)
     due = 0
     while (elapsed := loop.time() - began) < seconds:
         while due < elapsed * rate:

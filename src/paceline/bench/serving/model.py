@@ -14,28 +14,27 @@ if TYPE_CHECKING:
 
 RECIPE = "fashion-mnist"
 WEIGHTS = "weights.safetensors"
-PIXELS = 784
 
 
-def build_classifier() -> tuple[nn.Module, nn.Module]:
+def build_classifier(seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """The module from pixels to classes, and the model inside of it."""
     import torch
 
     from paceline.recipes.fashion_mnist import Classifier, FashionMNIST
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     torch.set_num_threads(1)
     model = FashionMNIST().build_model().eval()
     return Classifier(model).eval(), model
 
 
-def write_package(directory: Path) -> None:
+def write_package(directory: Path, seed: int = 0) -> None:
     """A package with the weights alone, which is served with the recipe's code and takes no trust."""
     from safetensors.torch import save
 
     from paceline.recipes.fashion_mnist import FashionMNIST
 
-    _, model = build_classifier()
+    _, model = build_classifier(seed)
     inference = FashionMNIST().build_inference(model)
     weights = save({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
     sha256 = hashlib.sha256(weights).hexdigest()

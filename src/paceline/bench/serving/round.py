@@ -6,24 +6,22 @@ import asyncio
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import uvloop
 
+from paceline.bench.serving import faults
 from paceline.bench.serving.load import Times, closed_loop, http_request, open_loop
-from paceline.bench.serving.model import PIXELS, RECIPE, build_classifier, write_package
+from paceline.bench.serving.model import RECIPE, build_classifier, write_package
+from paceline.bench.serving.processes import server
 from paceline.bench.workload import REPORT
 from paceline.errors import LaunchError
+from paceline.serving.options import ServingOptions
 
 CONNECTIONS = 32
 BATCH = 32
@@ -34,21 +32,41 @@ ROWS_PER_S = 45_000
 
 _OVERLOAD_CONNECTIONS = 1000
 _WARMUP_S = 3.0
-_START_TIMEOUT_S = 240.0
 _INFER = f"/v2/models/{RECIPE}/infer"
 
 
 def main(name: str, directory: Path, seconds: float) -> None:
     """Measure, and leave the report in the directory."""
-    if name == "in-process":
-        report = _in_process(seconds)
-    elif name.startswith("predict-"):
-        report = _predict(directory, int(name.removeprefix("predict-")), int(ROWS_PER_S * seconds))
-    else:
-        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        with _server(name, directory) as (port, pid), runner:
-            report = runner.run(_load(name, port, pid, seconds))
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with runner:
+        match name:
+            case "in-process":
+                report = _in_process(seconds)
+            case "predict-1" | "predict-2":
+                report = _predict(directory, int(name[-1]), int(ROWS_PER_S * seconds))
+            case "paceline-swap":
+                report = runner.run(faults.swaps(_infer_one, CONNECTIONS, directory))
+            case "paceline-drain":
+                report = runner.run(faults.drains(_infer_one, CONNECTIONS, directory))
+            case "paceline-kill-1" | "paceline-kill-2":
+                replicas = int(name[-1])
+                report = runner.run(faults.kills(_infer_one, CONNECTIONS, directory, replicas))
+            case "paceline-overload":
+                ours, theirs = _two_cores()
+                os.sched_setaffinity(0, theirs)  # the server will have it of us
+                with server(name, directory) as (port, pid):
+                    os.sched_setaffinity(0, ours)
+                    report = runner.run(_overload(port, pid, seconds))
+            case _:
+                with server(name, directory) as (port, _):
+                    report = runner.run(_load(name, port, seconds))
     (directory / REPORT).write_text(json.dumps(report), encoding="utf-8")
+
+
+def _two_cores() -> tuple[set[int], set[int]]:
+    """One for the load and one for the server; where there is one only, they share it."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {cores[-1]}, {cores[0]}
 
 
 def _in_process(seconds: float) -> dict[str, float]:
@@ -95,29 +113,39 @@ def _pictures(rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return np.random.default_rng(0).integers(0, 256, (rows, 1, 28, 28), dtype=np.uint8)
 
 
-async def _load(name: str, port: int, pid: int, seconds: float) -> dict[str, float]:
+async def _load(name: str, port: int, seconds: float) -> dict[str, float]:
     if name == "paceline-binary":
         times = await closed_loop(port, _binary(port), BINARY_CONNECTIONS, _WARMUP_S, seconds)
         return {**_report(times, seconds), "rows_per_s": BATCH * times.count(200) / seconds}
-    request = _json(name, port)
-    times = await closed_loop(port, request, CONNECTIONS, _WARMUP_S, seconds)
-    report = _report(times, seconds)
-    if name != "paceline-overload":
-        return report
-    memory = psutil.Process(pid).memory_info().rss
-    flood = await open_loop(
-        port, request, _OVERLOAD_CONNECTIONS, OVERLOAD * report["requests_per_s"], seconds
+    request = _infer_one(port) if name == "paceline" else _predict_one(port)
+    return _report(await closed_loop(port, request, CONNECTIONS, _WARMUP_S, seconds), seconds)
+
+
+async def _overload(port: int, pid: int, seconds: float) -> dict[str, float]:
+    request = _infer_one(port)
+    below = _report(await closed_loop(port, request, CONNECTIONS, _WARMUP_S, seconds), seconds)
+    rate = OVERLOAD * below["requests_per_s"]
+    process = psutil.Process(pid)
+    memory: list[int] = []
+    times = await open_loop(
+        *(port, request, _OVERLOAD_CONNECTIONS, rate, seconds),
+        settled=lambda: memory.append(process.memory_info().rss),
     )
+    memory.append(process.memory_info().rss)
+    # A request that is taken may find a full queue before it.
+    queue_ms = 1000 * ServingOptions().max_queue / below["requests_per_s"]
+    due = times.not_sent + times.broken + sum(map(len, times.by_status.values()))
     return {
-        "requests_per_s": report["requests_per_s"],
-        "unloaded_p99_ms": report["p99_ms"],
-        "accepted_per_s": flood.count(200) / seconds,
-        "accepted_p99_ms": flood.percentile_ms(200, 99),
-        "refused_per_s": flood.count(429) / seconds,
-        "refused_p99_ms": flood.percentile_ms(429, 99),
-        "not_sent_per_s": flood.not_sent / seconds,
-        "broken": float(flood.broken),
-        "growth_mib": (psutil.Process(pid).memory_info().rss - memory) / 2**20,
+        "requests_per_s": below["requests_per_s"],
+        "unloaded_p99_ms": below["p99_ms"],
+        "accepted_per_s": times.count(200) / seconds,
+        "accepted_p99_ms": times.percentile_ms(200, 99),
+        "accepted_bound_ms": 2 * below["p99_ms"] + queue_ms,
+        "refused_per_s": times.count(429) / seconds,
+        "refused_p99_ms": times.percentile_ms(429, 99),
+        "not_sent_percent": 100 * times.not_sent / due,
+        "broken": float(due - times.not_sent - times.count(200) - times.count(429)),
+        "growth_mib": (memory[-1] - memory[0]) / 2**20,
     }
 
 
@@ -132,11 +160,14 @@ def _report(times: Times, seconds: float) -> dict[str, float]:
     }
 
 
-def _json(name: str, port: int) -> bytes:
+def _predict_one(port: int) -> bytes:
+    """One picture, as FastAPI's and LitServe's applications take it."""
+    return http_request(port, "/predict", json.dumps({"data": _pictures(1).ravel().tolist()}).encode())
+
+
+def _infer_one(port: int) -> bytes:
+    """One picture, as the Open Inference Protocol says it."""
     data = _pictures(1).ravel().tolist()
-    assert len(data) == PIXELS
-    if name in ("fastapi", "litserve"):
-        return http_request(port, "/predict", json.dumps({"data": data}).encode())
     tensor = {"name": "image", "datatype": "UINT8", "shape": [1, 1, 28, 28], "data": data}
     return http_request(port, _INFER, json.dumps({"inputs": [tensor]}).encode())
 
@@ -147,51 +178,6 @@ def _binary(port: int) -> bytes:
     body, json_length = encode_binary({"image": _pictures(BATCH)})
     headers = ["Content-Type: application/octet-stream", f"Inference-Header-Content-Length: {json_length}"]
     return http_request(port, _INFER, body, headers)
-
-
-@contextmanager
-def _server(name: str, directory: Path) -> Iterator[tuple[int, int]]:
-    """A server that answers; its port and its process."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    if name in ("fastapi", "litserve"):
-        argv = [sys.executable, "-m", f"paceline.bench.serving.{name}_peer", str(port)]
-        address = f"http://127.0.0.1:{port}/docs"
-    else:
-        write_package(directory / "package")
-        argv = [sys.executable, "-m", "paceline", "serve", str(directory / "package"), "--task", RECIPE]
-        argv += ["--port", str(port), "--drain-notice", "1ms"]
-        address = f"http://127.0.0.1:{port}/v2/health/ready"
-    server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        _wait(server, address)
-        yield port, server.pid
-    finally:
-        _end(server)
-
-
-def _wait(server: subprocess.Popen[bytes], address: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise LaunchError(f"bench: the server ended with code {server.returncode}; see above.")
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise LaunchError(f"bench: the server did not answer within {_START_TIMEOUT_S:g} s.")
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    tree = [psutil.Process(server.pid)] if server.poll() is None else []
-    tree += [child for process in tree for child in process.children(recursive=True)]
-    server.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=10)
-    for process in alive:
-        process.kill()
-    server.wait()
 
 
 if __name__ == "__main__":

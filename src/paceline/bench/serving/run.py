@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.bars import Verdict
 from paceline.bench.comparison import Comparison, Quantity, compare
 from paceline.bench.machine import describe_machine
 from paceline.bench.rounds import Command, Contender, Sample, alternate
+from paceline.bench.serving.bars import verdicts
 from paceline.bench.workload import REPORT
 from paceline.errors import ConfigError
 
@@ -21,34 +23,90 @@ ROWS = Quantity("rows_per_s", "rows/s", 0)
 CPU = Quantity("cpu_us_per_row", "CPU us a row", 0)
 _OVERLOAD = (
     Quantity("requests_per_s", "capacity, requests/s", 0),
-    Quantity("unloaded_p99_ms", "p99 ms below it"),
-    Quantity("accepted_per_s", "answered/s", 0),
-    Quantity("accepted_p99_ms", "p99 ms of these"),
-    Quantity("refused_per_s", "429/s", 0),
-    Quantity("refused_p99_ms", "p99 ms of these"),
-    Quantity("growth_mib", "MiB grown"),
+    Quantity("unloaded_p99_ms", "p99 at capacity, ms"),
+    Quantity("accepted_per_s", "answered with 200, 1/s", 0),
+    Quantity("accepted_p99_ms", "p99 of these, ms"),
+    Quantity("accepted_bound_ms", "its bound, ms"),
+    Quantity("refused_per_s", "answered with 429, 1/s", 0),
+    Quantity("refused_p99_ms", "p99 of these, ms"),
+    Quantity("broken", "neither", 0),
+    Quantity("not_sent_percent", "not sent by the client, %"),
+    Quantity("growth_mib", "memory grown, MiB"),
+)
+_FAULTS = (
+    Quantity("requests_per_s", "requests/s", 0),
+    Quantity("p99_ms", "p99, ms"),
+    Quantity("requests", "requests", 0),
+    Quantity("failed", "of these failed", 0),
+)
+_KILLS = (
+    *_FAULTS,
+    Quantity("faults", "kills", 0),
+    Quantity("slowest_s", "slowest to be back, s", 2),
+    Quantity("untrue", "wrong words of readiness", 0),
 )
 
-_SUITES: dict[str, tuple[str, Sequence[Quantity], Sequence[tuple[str, str]]]] = {
-    "json": (
+
+@dataclass(frozen=True)
+class _Suite:
+    """Contenders, which are compared with the first, or else each is shown by itself.
+
+    Attributes:
+        title: of the table.
+        quantities: ratios are of the first.
+        contenders: name and title.
+        compared: whether there is something to compare.
+    """
+
+    title: str
+    quantities: Sequence[Quantity]
+    contenders: Sequence[tuple[str, str]]
+    compared: bool = False
+
+
+_SUITES = {
+    "json": _Suite(
         "ConvNet, JSON of 784 numbers, 32 connections",
         (REQUESTS, P50, P99),
         (("fastapi", "FastAPI + uvicorn"), ("litserve", "LitServe"), ("paceline", "Paceline")),
+        compared=True,
     ),
-    "binary": (
+    "binary": _Suite(
         "ConvNet, 32 rows a request, binary",
         (ROWS,),
         (("in-process", "the model alone, 1 thread"), ("paceline-binary", "Paceline")),
+        compared=True,
     ),
-    "predict": (
+    "predict": _Suite(
         "ConvNet, a file of rows, the whole command",
         (ROWS, CPU),
         (("predict-1", "paceline predict, 1 process"), ("predict-2", "2 processes")),
+        compared=True,
     ),
-    "overload": (
-        "five times the capacity, open loop",
-        _OVERLOAD,
-        (("paceline-overload", "Paceline"),),
+    "overload": _Suite("overload", _OVERLOAD, (("paceline-overload", "five times the capacity, open loop"),)),
+    "swap": _Suite(
+        "swap",
+        (
+            *_FAULTS,
+            Quantity("faults", "packages exchanged", 0),
+            Quantity("slowest_s", "slowest exchange, s", 2),
+        ),
+        (("paceline-swap", "hot swaps"),),
+    ),
+    "drain": _Suite(
+        "drain",
+        (
+            *_FAULTS,
+            Quantity("faults", "servers ended and started", 0),
+            Quantity("slowest_s", "slowest end, s", 2),
+            Quantity("refused", "connections refused", 0),
+        ),
+        (("paceline-drain", "SIGTERM to one of two servers"),),
+    ),
+    "kill": _Suite(
+        "kill",
+        _KILLS,
+        (("paceline-kill-1", "kill -9 of 1 replica"), ("paceline-kill-2", "kill -9, 1 of 2 replicas")),
     ),
 }
 SUITES = tuple(_SUITES)
@@ -60,11 +118,13 @@ class ServingResult:
 
     Attributes:
         settings: what was asked for.
-        comparisons: one for each suite.
+        comparisons: one for each suite, or for each contender of a suite that compares nothing.
+        verdicts: the bars.
     """
 
     settings: dict[str, Any]
     comparisons: Sequence[Comparison]
+    verdicts: Sequence[Verdict]
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the machine."""
@@ -73,6 +133,7 @@ class ServingResult:
             "machine": describe_machine(),
             "settings": self.settings,
             "comparisons": [comparison.as_json() for comparison in self.comparisons],
+            "verdicts": [verdict.as_json() for verdict in self.verdicts],
         }
 
     def notes(self) -> list[str]:
@@ -81,6 +142,9 @@ class ServingResult:
         return [
             f"one replica of one thread; rounds in turns: {self.settings['rounds']}, "
             f"{self.settings['seconds']:g} s each after a warm-up; the load runs on the same machine.",
+            "overload: server and client on a core each; the bound is twice the p99 at capacity, and the "
+            "time in which a full queue is computed at capacity; memory is the HTTP process's, from a fifth "
+            "of the time to the end.",
             f"{machine['cpu']}, {machine['cores']} cores, {machine['memory']}; {machine['system']}; "
             f"Python {machine['python']}, torch {machine['torch']}; {machine['date']}.",
         ]
@@ -98,16 +162,22 @@ def bench_serve(
     if rounds < 1 or seconds <= 0:
         raise ConfigError("--rounds must be at least 1, and --seconds more than 0.")
     comparisons = []
-    for suite in only or SUITES:
-        title, quantities, names = _SUITES[suite]
-        contenders = [_contender(name, shown, seconds) for name, shown in names]
+    found: list[Verdict] = []
+    for name in only or SUITES:
+        suite = _SUITES[name]
+        contenders = [_contender(key, title, seconds) for key, title in suite.contenders]
+        first = suite.quantities[0]
 
-        def on_sample(number: int, contender: Contender, sample: Sample, q: Quantity = quantities[0]) -> None:
-            progress(f"round {number}: {contender.title}: {q.text(sample[q.key])} {q.title}")
+        def on_sample(number: int, contender: Contender, sample: Sample, q: Quantity = first) -> None:
+            progress(f"round {number}/{rounds}  {contender.title}  {q.text(sample[q.key])} {q.title}")
 
         samples = alternate(contenders, rounds, on_sample)
-        comparisons.append(compare(title, quantities, contenders, samples))
-    return ServingResult({"rounds": rounds, "seconds": seconds}, comparisons)
+        if suite.compared:
+            comparisons.append(compare(suite.title, suite.quantities, contenders, samples))
+        else:
+            comparisons += [compare(c.title, suite.quantities, [c], samples) for c in contenders]
+        found += verdicts(name, samples)
+    return ServingResult({"rounds": rounds, "seconds": seconds}, comparisons, found)
 
 
 def _contender(name: str, title: str, seconds: float) -> Contender:

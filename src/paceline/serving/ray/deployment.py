@@ -52,7 +52,10 @@ class RayReplica:
 
     Attributes:
         in_flight: batches that were sent and are not answered.
+        gone: never; a replica that Ray Serve has lost is missed when the deployment looks.
     """
+
+    gone = False
 
     def __init__(self, handle: Any, hang_timeout_s: float) -> None:
         self.in_flight = 0
@@ -72,7 +75,7 @@ class RayReplica:
         except Exception as error:
             # The model's own errors are answers: this is Ray's.
             log.warning("a batch was not answered: %s", first_line(str(error) or type(error).__name__))
-            raise ReplicaDied from error
+            raise ReplicaDied(computing=True) from error
         finally:
             self.in_flight -= 1
         if failure is not None:
@@ -90,7 +93,7 @@ class RayReplica:
 
 
 class RayDeployment(Deployment):
-    """The same as a deployment on this machine, but that Ray Serve keeps the replicas alive."""
+    """One whose replicas Ray Serve keeps alive."""
 
     def __init__(
         self,
@@ -101,7 +104,8 @@ class RayDeployment(Deployment):
         on_batch: Callable[[int, float], None],
         on_restart: Callable[[], None],
     ) -> None:
-        super().__init__(source, spec, options, on_batch, on_restart)
+        super().__init__(spec, options, on_batch, on_restart)
+        self._source = source
         self._cluster = cluster
         self._ray_options = cluster.options
         self._application = f"paceline-{spec.name}-{spec.version}-{secrets.token_hex(3)}"
@@ -109,11 +113,6 @@ class RayDeployment(Deployment):
         self._slots: list[RayReplica] = []
 
     async def start(self) -> None:
-        """Deploy the application, and wait until as many replicas as there must be are ready.
-
-        Raises:
-            ServingError: one could not load the model, or the cluster has no room; nothing of it is left.
-        """
         deploying = asyncio.ensure_future(asyncio.to_thread(self._deploy))
         try:
             handle = await asyncio.shield(deploying)
@@ -132,7 +131,6 @@ class RayDeployment(Deployment):
         self._watching = asyncio.create_task(self._watch(handle))
 
     async def close(self) -> None:
-        """Answer what was asked, then end the replicas."""
         await self.batcher.finish()
         if self._watching is not None:
             self._watching.cancel()

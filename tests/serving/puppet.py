@@ -1,0 +1,49 @@
+"""A task whose model does what a row tells it, and answers with the number of its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.inference import Inference, TensorSpec
+from paceline.task import Task
+
+DIE, FAIL, LEAVE_A_CHILD = -1.0, -2.0, -3.0
+"""What a row may say; a positive number is seconds to sleep, 0 nothing."""
+
+
+class Puppet(nn.Module):
+    """Acts (B, 1) -> process numbers (B,)."""
+
+    def forward(self, act: Tensor) -> dict[str, Tensor]:
+        pid = os.getpid()
+        for what in act.ravel().tolist():
+            if what == DIE:
+                os.kill(pid, signal.SIGKILL)
+            if what == FAIL:
+                raise ValueError("it is told to fail")
+            if what == LEAVE_A_CHILD:
+                pid = os.fork()
+                if pid == 0:  # it holds whatever its parent has open
+                    time.sleep(120)
+                    os._exit(0)
+            if what > 0:
+                time.sleep(what)
+        return {"pid": torch.full((len(act),), pid)}
+
+
+@dataclass
+class PuppetTask(Task):
+    """It has no weights, and nothing to train on."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Identity()
+
+    def build_inference(self, model: nn.Module) -> Inference:
+        inputs = {"act": TensorSpec(dtype="float32", shape=(1,))}
+        return Inference(module=Puppet(), inputs=inputs, outputs={"pid": TensorSpec(dtype="int64")})
