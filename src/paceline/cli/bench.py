@@ -287,7 +287,7 @@ def show(
     from paceline.bench.strategies import StrategiesResult
     from paceline.bench.tuning import TuningResult
 
-    verdicts = result.verdicts if isinstance(result, StrategiesResult | ServingResult) else ()
+    verdicts = result.verdicts if isinstance(result, StrategiesResult | ServingResult | TuningResult) else ()
     if json:
         print(json_module.dumps(result.as_json(), indent=2))
     elif markdown:
