@@ -15,6 +15,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "layered": {"task": "Layered", "options": {"max_steps": 6, "clip_norm": 0.05, "eval_every": "2steps"}},
     "deep": {"task": "Deep", "options": {"max_steps": 4}},
     "fp16": {"task": "Overflowing", "options": {"precision": "fp16", "max_steps": 6}},
+    "two groups": {"task": "Text", "options": {"max_steps": 3}},
     "frozen": {"task": "Frozen", "options": {"max_steps": 4, "precision": "bf16"}},
 }
 STAGES = (1, 2, 3)

@@ -126,6 +126,7 @@ class ZeroOptimizer(ShardedOptimizer):
             keep: whether this rank needs it; else it holds one tensor at a time.
         """
         whole: dict[int, dict[str, Any]] = {}
+        self._link_states()
         self._world.activity.enter("gather")
         with lost_peers_reported():
             for flat, members in self._flat_parts():
@@ -160,14 +161,21 @@ class ZeroOptimizer(ShardedOptimizer):
             having = [(p, of_numbers[number]) for number, p in members if of_numbers.get(number)]
             if having:
                 self.state[flat] = self._laid_out(flat, *having[0])
-        if self.stage < 3:
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
+        self._link_states()
         for flat, members in self._flat_parts():
             for number, parameter in members:
                 for name, value in of_numbers.get(number, {}).items():
                     if name in self.state[flat] and self.state[flat][name] is not value:
                         self._set_part(parameter, flat, name, value)
+
+    def _link_states(self) -> None:
+        """Have DeepSpeed find each parameter's state.
+
+        It does so itself after the first group's first step, when the other groups have none yet.
+        """
+        if self.stage < 3:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     @staticmethod
     def _laid_out(flat: torch.Tensor, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
