@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -73,23 +75,15 @@ def test_every_suite_can_be_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_request_fails_while_packages_are_exchanged(tmp_path: Path) -> None:
-    report = asyncio.run(faults.swaps(_infer_one, 8, tmp_path, count=3))
-    assert report["failed"] == 0
-    assert report["requests"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_no_request_fails_while_servers_end_and_start(tmp_path: Path) -> None:
-    report = asyncio.run(faults.drains(_infer_one, 8, tmp_path, count=2))
-    assert report["failed"] == 0
-    assert report["requests"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_no_request_fails_while_replicas_are_killed(tmp_path: Path) -> None:
-    report = asyncio.run(faults.kills(_infer_one, 8, tmp_path, replicas=2, count=2))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(partial(faults.swaps, count=3), id="packages are exchanged"),
+        pytest.param(partial(faults.drains, count=2), id="servers end and start"),
+        pytest.param(partial(faults.kills, replicas=2, count=2), id="replicas are killed"),
+    ],
+)
+def test_no_request_fails_while(tmp_path: Path, fault: Callable[..., Coroutine[Any, Any, Sample]]) -> None:
+    report = asyncio.run(fault(_infer_one, 8, tmp_path))
     assert report["failed"] == 0
     assert report["requests"] > 0

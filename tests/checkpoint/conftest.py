@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.small_disk import small_disk as mounted_at
 
 from paceline.checkpoint.manifest import CheckpointInfo
 from paceline.checkpoint.storage import commit
@@ -45,16 +44,5 @@ def commit_step(make_info: Callable[..., CheckpointInfo]) -> Callable[..., Path]
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small file system is not allowed here: {mounted.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+    with mounted_at(tmp_path / "disk", "256k"):
+        yield tmp_path / "disk"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.faulty import STEPS, TASKS, Paceline, assert_refused, sha256, train
+from tests.small_disk import small_disk as mounted_at
 
 from paceline.data.audit import audit
 from paceline.run_directory import RunDirectory
@@ -130,18 +131,12 @@ def test_a_run_directory_that_cannot_be(paceline: Paceline, place: str) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
     """A file system of its own under ``disk``, of which the options can be changed."""
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "none", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("only root can mount a small disk")
 
     def remount(options: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{options}", disk], check=True)
 
-    try:
+    with mounted_at(disk, "48k"):
         yield remount
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_full_disk_and_a_read_only_one(

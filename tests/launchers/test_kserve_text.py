@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ pytestmark = pytest.mark.k8s
 # Of a predictor, in serving.kserve.io/v1beta1; all its other fields are those of a pod.
 _PREDICTOR = {"minReplicas", "maxReplicas", "timeout"}
 IMAGE = "r.example/paceline:1"
+
+
+def expected(name: str) -> str:
+    return (Path(__file__).parent / "kubernetes_texts" / name).read_text()
 
 
 def render(**fields: Any) -> str:
@@ -49,7 +54,7 @@ def render(**fields: Any) -> str:
 def test_a_package_that_kserve_fetches() -> None:
     options = ServingOptions(max_wait_s=0.005, timeout_s=10)
     text = render(options=options, replicas=(2, 6), words=("--trust",), memory="2Gi")
-    assert text == FETCHED
+    assert text == expected("kserve-fetched.yaml")
 
 
 def test_packages_in_a_volume_on_gpus() -> None:
@@ -62,7 +67,7 @@ def test_packages_in_a_volume_on_gpus() -> None:
         name="vision",
         namespace="team",
     )
-    assert text == ON_GPUS
+    assert text == expected("kserve-on-gpus.yaml")
 
 
 @pytest.mark.parametrize(
@@ -95,180 +100,13 @@ def test_the_command(run_processes: Processes) -> None:
     words = ("serve", "s3://models/fashion-mnist", "--on", "kserve", "--image", IMAGE)
     options = ("--replicas", "2:6", "--max-wait", "5ms", "--timeout", "10s", "--memory", "2Gi", "--trust")
     done = run_processes.paceline(*words, "--token-secret", "serving/token", *options, "--dry-run")
-    assert (done.returncode, done.stdout) == (0, FETCHED), done.stderr
+    assert (done.returncode, done.stdout) == (0, expected("kserve-fetched.yaml")), done.stderr
     for missing, said in (
         (("--token-secret", "serving/token", "--trust"), "kubectl apply -f -"),
         (("--trust", "--dry-run"), "--token-secret SECRET/KEY"),
         (("--token-secret", "serving/token", "--dry-run"), "nothing is trusted in a pod"),
+        (("--grpc-port", "8081", "--dry-run"), "mean nothing with --on kserve"),
     ):
         done = run_processes.paceline(*words, *missing)
         assert done.returncode == 2
         assert said in done.stderr
-
-
-FETCHED = """\
-apiVersion: serving.kserve.io/v1beta1
-kind: InferenceService
-metadata:
-  name: fashion-mnist
-  namespace: default
-  labels:
-    app.kubernetes.io/managed-by: paceline
-  annotations:
-    serving.kserve.io/deploymentMode: RawDeployment
-spec:
-  predictor:
-    minReplicas: 2
-    maxReplicas: 6
-    timeout: 10
-    terminationGracePeriodSeconds: 16
-    containers:
-      - name: kserve-container
-        image: r.example/paceline:1
-        command:
-          - paceline
-          - serve
-          - /mnt/models
-          - "--max-wait"
-          - "5ms"
-          - "--timeout"
-          - "10000ms"
-          - "--trust"
-          - "--host"
-          - "0.0.0.0"
-          - "--port"
-          - "8080"
-          - "--token-file"
-          - /etc/paceline/token
-        env:
-          - name: PROTOCOL
-            value: v2
-          - name: STORAGE_URI
-            value: s3://models/fashion-mnist
-        ports:
-          - name: http1
-            containerPort: 8080
-            protocol: TCP
-        readinessProbe:
-          httpGet:
-            path: /v2/health/ready
-            port: 8080
-          periodSeconds: 2
-        startupProbe:
-          httpGet:
-            path: /v2/health/live
-            port: 8080
-          periodSeconds: 2
-          failureThreshold: 61
-        livenessProbe:
-          httpGet:
-            path: /v2/health/live
-            port: 8080
-          periodSeconds: 10
-          timeoutSeconds: 5
-        resources:
-          requests:
-            cpu: "2"
-            memory: "2Gi"
-          limits:
-            memory: "2Gi"
-        volumeMounts:
-          - name: token
-            mountPath: /etc/paceline
-            readOnly: true
-    volumes:
-      - name: token
-        secret:
-          secretName: serving
-          defaultMode: 256
-          items:
-            - key: token
-              path: token
-"""
-
-ON_GPUS = """\
-apiVersion: serving.kserve.io/v1beta1
-kind: InferenceService
-metadata:
-  name: vision
-  namespace: team
-  labels:
-    app.kubernetes.io/managed-by: paceline
-  annotations:
-    serving.kserve.io/deploymentMode: RawDeployment
-spec:
-  predictor:
-    minReplicas: 1
-    maxReplicas: 1
-    timeout: 30
-    terminationGracePeriodSeconds: 36
-    serviceAccountName: reader
-    containers:
-      - name: kserve-container
-        image: r.example/paceline:1
-        command:
-          - paceline
-          - serve
-          - /m/fashion-mnist
-          - /m/other
-          - "--program"
-          - onnx
-          - "--devices"
-          - "cuda:0,cuda:1"
-          - "--replicas"
-          - "2"
-          - "--host"
-          - "0.0.0.0"
-          - "--port"
-          - "8080"
-          - "--token-file"
-          - /etc/paceline/token
-        env:
-          - name: PROTOCOL
-            value: v2
-        ports:
-          - name: http1
-            containerPort: 8080
-            protocol: TCP
-        readinessProbe:
-          httpGet:
-            path: /v2/health/ready
-            port: 8080
-          periodSeconds: 2
-        startupProbe:
-          httpGet:
-            path: /v2/health/live
-            port: 8080
-          periodSeconds: 2
-          failureThreshold: 61
-        livenessProbe:
-          httpGet:
-            path: /v2/health/live
-            port: 8080
-          periodSeconds: 10
-          timeoutSeconds: 5
-        resources:
-          requests:
-            cpu: "3"
-          limits:
-            nvidia.com/gpu: "2"
-        volumeMounts:
-          - name: token
-            mountPath: /etc/paceline
-            readOnly: true
-          - name: volume-0
-            mountPath: /m
-            readOnly: true
-    volumes:
-      - name: token
-        secret:
-          secretName: serving
-          defaultMode: 256
-          items:
-            - key: token
-              path: token
-      - name: volume-0
-        persistentVolumeClaim:
-          claimName: models
-          readOnly: true
-"""

@@ -19,13 +19,14 @@ from paceline.config import parse_duration_s
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.models import Opened
     from paceline.serving.options import ServingOptions
     from paceline.serving.ray.options import RayOptions
+    from paceline.serving.servable import Opened
     from paceline.serving.server import Address
 
 Flag = Annotated[bool, Parameter(negative="")]
 _SWAP_TIMEOUT_S = 600.0
+_HOST, _PORT = "127.0.0.1", 8000
 
 
 def serve(
@@ -40,8 +41,8 @@ def serve(
     max_wait: str = "2ms",
     max_queue: int = 256,
     timeout: str = "30s",
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    host: str = _HOST,
+    port: int = _PORT,
     grpc_port: int | None = None,
     token_file: Path | None = None,
     program: Literal["auto", "pt2", "onnx"] = "auto",
@@ -83,7 +84,8 @@ def serve(
     max_wait
         How long a batch may wait to fill while every replica computes. It never waits for an idle one.
     max_queue
-        Rows that may wait; what comes beyond gets 429 and Retry-After.
+        Rows that may wait, or fewer while batches take longer than they did at best; what comes beyond gets
+        429 and Retry-After.
     timeout
         How long a request may take; it may say less (Request-Timeout-Ms).
     host
@@ -143,6 +145,11 @@ def serve(
         drain_notice_s=parse_duration_s(drain_notice, "drain_notice"),
     )
     if on == "kserve":
+        if grpc_port is not None or token_file is not None or (host, port) != (_HOST, _PORT):
+            raise ConfigError(
+                "a server in a pod listens on 0.0.0.0:8080 and takes its token from --token-secret: "
+                "--host, --port, --grpc-port and --token-file mean nothing with --on kserve."
+            )
         words = (
             *(("--program", program) if program != "auto" else ()),
             *(("--task", task) if task else ()),
@@ -207,11 +214,11 @@ def _run(
 
     import uvloop
 
-    from paceline.serving.deployment import Deployment
+    from paceline.serving.models import DeploymentFactory
     from paceline.serving.server import serve as serve_packages
 
     with ExitStack() as stack:
-        deploy: Callable[..., Deployment] | None = None
+        deploy: DeploymentFactory | None = None
         if ray_options is not None:
             from paceline.serving.ray.cluster import ray_serve
             from paceline.serving.ray.deployment import RayDeployment

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -20,7 +19,7 @@ from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.serving.access import Access
 from paceline.serving.deployment import Deployment
-from paceline.serving.failures import DeadlinePassed, InvalidRequest, Overloaded, RequestFailure
+from paceline.serving.failures import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline.serving.infer_request import parse_request
 from paceline.serving.infer_response import JSON_TYPE, Headers, build_response
 from paceline.serving.metadata import SERVER_NAME, find_deployment, model_metadata
@@ -76,12 +75,12 @@ class App:
         except ClientGone:
             return
         except RequestFailure as failure:
-            status, headers, body = _error(failure.status, str(failure), failure.headers)
+            status, headers, body = error_answer(failure.status, str(failure), failure.headers)
         except asyncio.CancelledError:
             raise
         except Exception:
             log.exception("%s %s", scope["method"], scope["path"])
-            status, headers, body = _error(500, "an error of the server's own; its log says more.")
+            status, headers, body = error_answer(500, "an error of the server's own; its log says more.")
         if status != 304:  # whose length would be that of what is not sent
             headers.append((b"content-length", str(len(body)).encode()))
         if self.draining:
@@ -123,22 +122,23 @@ class App:
                 return await self._load(scope, receive, headers, name)
         raise RequestFailure(404, "there is nothing at this address. /openapi.json lists what there is.")
 
-    def refuse(self, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Answer | None:
-        """The answer to a POST for which there is no room; None where its headers do not tell."""
+    def refuse(self, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> RequestFailure | None:
+        """Why a POST gets no room; None where it does, or where its headers do not tell."""
         if self.draining or self._logs_access or not (url.startswith(_MODELS) and url.endswith(_INFER)):
             return None
         name = url[len(_MODELS) : -len(_INFER)].decode("latin-1")
         deployment = self._models.deployments.get(name)
         if deployment is None:
             return None
+        refusal = deployment.batcher.refusal()
+        if refusal is None:
+            return None
         try:
-            deployment.batcher.check_room()
-        except Overloaded as failure:
-            with suppress(RequestFailure):
-                self._access.check_token(dict(headers))
-                self._models.metrics.request(name, failure.status, 0)
-                return _error(failure.status, str(failure), failure.headers)
-        return None
+            self._access.check_token(dict(headers))
+        except RequestFailure:
+            return None
+        self._models.metrics.request(name, refusal.status, 0)
+        return refusal
 
     def _health(self, scope: Scope, what: str) -> Answer:
         if what == "live":
@@ -327,7 +327,8 @@ def _json(document: Any, status: int = 200) -> Answer:
     return status, [JSON_TYPE], orjson.dumps(document)
 
 
-def _error(status: int, message: str, headers: Any = ()) -> Answer:
+def error_answer(status: int, message: str, headers: Any = ()) -> Answer:
+    """A failure as clients are told of it."""
     # What a client sent may hold what is no text; orjson takes no lone surrogates.
     text = message.encode("utf-8", "replace").decode()
     return status, [JSON_TYPE, *headers], orjson.dumps({"error": text})

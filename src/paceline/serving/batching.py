@@ -61,6 +61,30 @@ class _Waiting:
         self.lost_replicas = 0
 
 
+class _Speed:
+    """How long a row takes in a full batch, lately and at best.
+
+    Attributes:
+        seconds_a_row: lately.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_a_row = 0.001
+        self._best = math.inf
+
+    @property
+    def of_best(self) -> float:
+        """Lately, as a part of the best speed: 1, or less."""
+        return min(1.0, self._best / self.seconds_a_row)
+
+    def note(self, seconds_a_row: float) -> None:
+        """Take in another batch."""
+        first = math.isinf(self._best)
+        self.seconds_a_row += (1.0 if first else 0.1) * (seconds_a_row - self.seconds_a_row)
+        # What was fast once, but never again, is forgotten.
+        self._best = min(1.00001 * self._best, self.seconds_a_row)
+
+
 class Batcher:
     """Gathers the requests of a model and hands them to its replicas.
 
@@ -78,7 +102,8 @@ class Batcher:
         self._running: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._seconds_a_row = 0.001
+        self._speed = _Speed()
+        self._most_waiting = options.max_queue
         self.waiting_rows = 0
 
     @property
@@ -121,10 +146,23 @@ class Batcher:
         Raises:
             Overloaded: with the time after which there should be room.
         """
+        refusal = self.refusal(rows)
+        if refusal is not None:
+            raise refusal
+
+    def refusal(self, rows: int = 1) -> Overloaded | None:
+        """What :meth:`check_room` raises."""
         # An empty queue takes a request of any size: one that is larger than the queue must be answered too.
-        if self.waiting_rows and self.waiting_rows + rows > self._options.max_queue:
-            seconds = self.waiting_rows * self._seconds_a_row / max(len(self._replicas), 1)
-            raise Overloaded(self.waiting_rows, max(1, math.ceil(seconds)))
+        if not self.waiting_rows or self.waiting_rows + rows <= self._most_waiting:
+            return None
+        seconds = self.waiting_rows * self._speed.seconds_a_row / max(len(self._replicas), 1)
+        return Overloaded(self.waiting_rows, max(1, math.ceil(seconds)))
+
+    def _bound(self) -> int:
+        """``max_queue``, or fewer while batches take longer than they can: nobody must wait longer."""
+        most = self._options.max_queue
+        # Fewer than two batches would leave a replica idle.
+        return max(round(most * self._speed.of_best), min(most, 2 * self._options.max_batch))
 
     def _enqueue(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
         item = _Waiting(inputs, self._loop.time(), self._loop.create_future())
@@ -209,7 +247,9 @@ class Batcher:
             self._return(batch, lost=died.computing)
         else:
             seconds = self._loop.time() - began
-            self._seconds_a_row += 0.1 * (seconds / rows - self._seconds_a_row)
+            if rows == self._options.max_batch:
+                self._speed.note(seconds / rows)
+                self._most_waiting = self._bound()
             self._on_batch(rows, seconds)
             _answer(batch, outputs)
         self._schedule()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from paceline.serving.app import ON_DISCONNECT, Answer
+from paceline.serving.app import ON_DISCONNECT, error_answer
+from paceline.serving.failures import RequestFailure
 
-Refuse = Callable[[bytes, Sequence[tuple[bytes, bytes]]], Answer | None]
-"""The answer to a POST that is to be refused, by its URL and its headers."""
+Refuse = Callable[[bytes, Sequence[tuple[bytes, bytes]]], RequestFailure | None]
+"""Why a POST is to be refused, by its URL and its headers."""
 
 _TOO_SLOW = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -28,21 +31,21 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
     """
 
     class Connection(HttpToolsProtocol):
-        _receiving: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._waiting: set[asyncio.Future[Any]] = set()
             self._before: RequestResponseCycle | None = None
             self._refused = False
+            self._timer: asyncio.TimerHandle | None = None
             self._await_request()
 
         def on_message_begin(self) -> None:
-            super().on_message_begin()
+            # What uvicorn makes for a request comes later: it is not needed to refuse one.
+            self.url = b""
+            self.headers = []
+            self.expect_100_continue = False
             self._before = self.cycle
             self._refused = False
-            scope: dict[str, Any] = cast("dict[str, Any]", self.scope)
-            scope["extensions"] = {ON_DISCONNECT: self._waiting}
             self._await_request()
 
         def on_headers_complete(self) -> None:
@@ -50,11 +53,18 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             idle = (self._before is None or self._before.response_complete) and not self.flow.write_paused
             parser = self.parser
             if idle and parser.get_method() == b"POST" and parser.should_keep_alive():
-                answer = None if self.expect_100_continue else refuse(self.url, self.headers)
-                if answer is not None:
+                refusal = None if self.expect_100_continue else refuse(self.url, self.headers)
+                if refusal is not None:
                     self._refused = True
-                    self.transport.write(_rendered(answer, self.server_state.default_headers))
+                    headers = (*self.server_state.default_headers, *refusal.headers)
+                    self.transport.write(_rendered(refusal.status, headers, str(refusal)))
                     return
+            found = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()
+            self.url, self.headers, self.expect_100_continue = found
+            scope: dict[str, Any] = cast("dict[str, Any]", self.scope)
+            scope["headers"] = self.headers
+            scope["extensions"] = {ON_DISCONNECT: self._waiting}
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
@@ -62,33 +72,49 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._received()
-            if not self._refused:
-                super().on_message_complete()
+            if self._refused:
+                # As uvicorn does when it has answered.
+                self._expect(self.timeout_keep_alive, self.timeout_keep_alive_handler)
                 return
-            # As uvicorn does when it has answered.
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._expected_by = math.inf
+            super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._received()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             for future in tuple(self._waiting):
                 future.cancel()
 
         def _await_request(self) -> None:
-            self._received()
-            self._receiving = self.loop.call_later(receive_timeout_s, self._give_up)
+            self._expect(receive_timeout_s, self._give_up)
 
-        def _received(self) -> None:
-            if self._receiving is not None:
-                self._receiving.cancel()
-                self._receiving = None
+        def _expect(self, within_s: float, otherwise: Callable[[], None]) -> None:
+            """Call ``otherwise`` then, unless something else is expected before.
+
+            The timer stays as it is while it goes off early enough: two for each request would cost as
+            much as to refuse it.
+            """
+            self._expected_by = self.loop.time() + within_s
+            self._otherwise = otherwise
+            if self._timer is not None and self._timer.when() > self._expected_by:
+                self._timer.cancel()
+                self._timer = None
+            if self._timer is None:
+                self._timer = self.loop.call_at(self._expected_by, self._on_timer)
+
+        def _on_timer(self) -> None:
+            self._timer = None
+            if math.isinf(self._expected_by) or self.transport.is_closing():
+                return
+            if self.loop.time() < self._expected_by:
+                self._timer = self.loop.call_at(self._expected_by, self._on_timer)
+                return
+            self._expected_by = math.inf
+            self._otherwise()
 
         def _give_up(self) -> None:
-            if self.transport.is_closing():
-                return
             if self._refused:
                 self.transport.close()
                 return
@@ -101,8 +127,9 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
     return Connection
 
 
-def _rendered(answer: Answer, default_headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    status, headers, body = answer
+@lru_cache(maxsize=256)  # one that is asked for too much says the same thousands of times a second
+def _rendered(status: int, headers: Sequence[tuple[bytes, bytes]], message: str) -> bytes:
+    _, all_headers, body = error_answer(status, message, headers)
     lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
-    lines += [b"%s: %s" % header for header in (*default_headers, *headers)]
+    lines += [b"%s: %s" % header for header in all_headers]
     return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])

@@ -7,17 +7,29 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from paceline.errors import ServingError
 from paceline.serving.batching import Batcher
 from paceline.serving.options import ServingOptions
 from paceline.serving.replica_process import ReplicaProcess
-from paceline.serving.servable import Array, Arrays, ModelSpec, Source
+from paceline.serving.servable import Array, Arrays, Opened
 from paceline.serving.starting import Starter
 
 log = logging.getLogger("paceline.serving")
 
 _LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Who is told of a deployment: the rows and seconds of each batch, and that a replica died."""
+
+    on_batch: Callable[[int, float], None]
+    on_restart: Callable[[], None]
+
+
+NOBODY = Observer(lambda rows, seconds: None, lambda: None)
 
 
 class Deployment(ABC):
@@ -29,18 +41,13 @@ class Deployment(ABC):
         restarts: replicas that died and were started again.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        options: ServingOptions,
-        on_batch: Callable[[int, float], None],
-        on_restart: Callable[[], None],
-    ) -> None:
-        self.spec = spec
-        self.batcher = Batcher(options, on_batch)
+    def __init__(self, opened: Opened, options: ServingOptions, observer: Observer) -> None:
+        self.spec = opened.spec
+        self.batcher = Batcher(options, observer.on_batch)
         self.restarts = 0
+        self._source = opened.source
         self._options = options
-        self._on_restart = on_restart
+        self._on_restart = observer.on_restart
 
     @abstractmethod
     async def start(self) -> None:
@@ -68,16 +75,9 @@ class LocalDeployment(Deployment):
     """One whose replicas are processes of this machine, kept alive."""
 
     def __init__(
-        self,
-        starter: Starter,
-        source: Source,
-        spec: ModelSpec,
-        options: ServingOptions,
-        on_batch: Callable[[int, float], None],
-        on_restart: Callable[[], None],
+        self, starter: Starter, opened: Opened, options: ServingOptions, observer: Observer = NOBODY
     ) -> None:
-        super().__init__(spec, options, on_batch, on_restart)
-        self._source = source
+        super().__init__(opened, options, observer)
         self._starter = starter
         self._keepers: list[asyncio.Task[None]] = []
 

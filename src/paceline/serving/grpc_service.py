@@ -15,7 +15,7 @@ from paceline import __version__
 from paceline.serving.access import Access
 from paceline.serving.failures import DeadlinePassed, RequestFailure
 from paceline.serving.grpc_messages import build_message, parse_message
-from paceline.serving.metadata import SERVER_NAME, find_deployment, model_metadata
+from paceline.serving.metadata import SERVER_NAME, find_deployment, model_metadata, require_version
 from paceline.serving.models import Models
 from paceline.serving.options import ServingOptions
 
@@ -138,7 +138,7 @@ class Service:
         deployment = find_deployment(self._models.deployments, message.model_name)
         status = _CLIENT_GONE
         try:
-            find_deployment(self._models.deployments, message.model_name, message.model_version or None)
+            require_version(deployment, message.model_version or None)
             deployment.batcher.check_room()
             request = parse_message(deployment.spec, message)
             limits = (context.time_remaining(), request.timeout_s, self._options.timeout_s)

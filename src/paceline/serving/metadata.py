@@ -23,9 +23,15 @@ def find_deployment(
     deployment = deployments.get(name)
     if deployment is None:
         raise RequestFailure(404, f"there is no model {name!r:.80}; there is: {', '.join(deployments)}.")
-    if version not in (None, deployment.spec.version):
-        raise RequestFailure(404, f"of {name} there is the version {deployment.spec.version}.")
+    require_version(deployment, version)
     return deployment
+
+
+def require_version(deployment: Deployment, version: str | None) -> None:
+    """See that a client asks for the version that there is, or for none (RequestFailure)."""
+    spec = deployment.spec
+    if version not in (None, spec.version):
+        raise RequestFailure(404, f"of {spec.name} there is the version {spec.version}.")
 
 
 def model_metadata(deployment: Deployment) -> dict[str, Any]:

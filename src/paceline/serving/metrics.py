@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from paceline.serving.deployment import Deployment
+from paceline.serving.deployment import Deployment, Observer
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -25,6 +23,7 @@ class Metrics:
         self._requests = Counter(
             "paceline_requests", "Inference requests, by status.", ("model", "code"), registry=self._registry
         )
+        self._counters: dict[tuple[str, int], Counter] = {}  # looking a label up costs more than counting
         self._latency = Histogram(
             *("paceline_request_seconds", "From a whole request to its answer."),
             labelnames=("model",),
@@ -51,12 +50,15 @@ class Metrics:
 
     def request(self, model: str, status: int, seconds: float) -> None:
         """Count an inference request; the time of those that were answered is kept."""
-        self._requests.labels(model, str(status)).inc()
+        counter = self._counters.get((model, status))
+        if counter is None:
+            counter = self._counters[model, status] = self._requests.labels(model, str(status))
+        counter.inc()
         if status == 200:
             self._latency.labels(model).observe(seconds)
 
-    def on_batch(self, model: str) -> Callable[[int, float], None]:
-        """What a model's batcher calls."""
+    def observer(self, model: str) -> Observer:
+        """What a model's deployment tells."""
         rows_of_model = self._batch_rows.labels(model)
         seconds_of_model = self._batch_seconds.labels(model)
 
@@ -64,11 +66,7 @@ class Metrics:
             rows_of_model.observe(rows)
             seconds_of_model.observe(seconds)
 
-        return count
-
-    def on_restart(self, model: str) -> Callable[[], None]:
-        """What is called when a replica of the model died."""
-        return self._restarts.labels(model).inc
+        return Observer(count, self._restarts.labels(model).inc)
 
     def swapped(self, model: str) -> None:
         """Count an exchange of packages."""

@@ -5,30 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from paceline.errors import ConfigError
 from paceline.packages.package import open_package
 from paceline.packages.trust import require_trusted
-from paceline.serving.deployment import Deployment, LocalDeployment
+from paceline.serving.deployment import Deployment, LocalDeployment, Observer
 from paceline.serving.metrics import Metrics
 from paceline.serving.options import ServingOptions
-from paceline.serving.servable import ModelSpec, Source
+from paceline.serving.servable import ModelSpec, Opened, Source
 from paceline.serving.starting import Starter
 
 log = logging.getLogger("paceline.serving")
 
+DeploymentFactory = Callable[[Opened, ServingOptions, Observer], Deployment]
+
 _VERSION_DIGITS = 12  # of a package's digest
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A package that was verified, as replicas load it and clients see it."""
-
-    source: Source
-    spec: ModelSpec
 
 
 def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> Opened:
@@ -77,7 +71,7 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
 class Models:
     """By name; what serves a name can be exchanged."""
 
-    def __init__(self, options: ServingOptions, deploy: Callable[..., Deployment] | None = None) -> None:
+    def __init__(self, options: ServingOptions, deploy: DeploymentFactory | None = None) -> None:
         """``deploy`` makes a deployment; None: its replicas are processes of this machine."""
         self._options = options
         self._starter = Starter(options.threads)
@@ -148,11 +142,7 @@ class Models:
         await self._starter.close()
 
     async def _deploy(self, model: Opened) -> Deployment:
-        name = model.spec.name
-        deployment = self._make_deployment(
-            *(model.source, model.spec, self._options),
-            on_batch=self.metrics.on_batch(name),
-            on_restart=self.metrics.on_restart(name),
-        )
+        observer = self.metrics.observer(model.spec.name)
+        deployment = self._make_deployment(model, self._options, observer)
         await deployment.start()
         return deployment

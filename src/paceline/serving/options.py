@@ -22,7 +22,8 @@ class ServingOptions:
         max_batch: rows of a batch.
         max_wait_s: how long a batch may wait to fill while every replica computes. It never waits for an idle
             one.
-        max_queue: rows that may wait; what comes beyond is refused with 429.
+        max_queue: rows that may wait while replicas are as fast as at best; fewer while they are slower. What
+            comes beyond is refused with 429.
         timeout_s: how long a request may take, unless it says less itself.
         receive_timeout_s: how long a client may take to send one request.
         max_body_bytes: of a request.

@@ -14,9 +14,8 @@ from paceline.serving.chunks import Journal
 from paceline.serving.client import Client
 from paceline.serving.deployment import LocalDeployment
 from paceline.serving.failures import RequestFailure
-from paceline.serving.models import Opened
 from paceline.serving.options import ServingOptions
-from paceline.serving.servable import Array, Arrays
+from paceline.serving.servable import Array, Arrays, Opened
 from paceline.serving.starting import Starter
 
 Predict = Callable[[Arrays], Awaitable[dict[str, Array]]]
@@ -28,11 +27,7 @@ OnRows = Callable[[int], None]
 async def replicas(opened: Opened, options: ServingOptions) -> AsyncIterator[Predict]:
     """A package's own replicas, for as long as this lasts."""
     starter = Starter(options.threads)
-    deployment = LocalDeployment(
-        *(starter, opened.source, opened.spec, options),
-        on_batch=lambda rows, seconds: None,
-        on_restart=lambda: None,
-    )
+    deployment = LocalDeployment(starter, opened, options)
 
     async def predict(inputs: Arrays) -> dict[str, Array]:
         try:

@@ -78,6 +78,14 @@ class Source:
     task: str = ""
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A package that was verified, as replicas load it and clients see it."""
+
+    source: Source
+    spec: ModelSpec
+
+
 class Servable(Protocol):
     """A loaded model."""
 

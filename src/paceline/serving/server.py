@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -16,10 +17,10 @@ from paceline.errors import ConfigError
 from paceline.serving.access import Access, is_loopback
 from paceline.serving.app import App
 from paceline.serving.connection import connection_class
-from paceline.serving.deployment import Deployment
 from paceline.serving.grpc_server import GrpcServer
-from paceline.serving.models import Models, Opened
+from paceline.serving.models import DeploymentFactory, Models
 from paceline.serving.options import ServingOptions
+from paceline.serving.servable import Opened
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -111,7 +112,7 @@ async def serve(
     address: Address,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
-    deploy: Callable[..., Deployment] | None = None,
+    deploy: DeploymentFactory | None = None,
 ) -> None:
     """Serve packages until SIGTERM or SIGINT, then drain.
 
@@ -209,6 +210,9 @@ async def _serve(
         await asyncio.sleep(0.01)
     if running.done():
         running.result()
+    # What is here now stays: it need not be looked at whenever garbage is collected.
+    gc.collect()
+    gc.freeze()
     on_ready(url_of(bound))
     await stop.asked.wait()
     app.draining = True

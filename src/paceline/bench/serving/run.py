@@ -20,7 +20,6 @@ REQUESTS = Quantity("requests_per_s", "requests/s", 0)
 P50 = Quantity("p50_ms", "p50 ms")
 P99 = Quantity("p99_ms", "p99 ms")
 ROWS = Quantity("rows_per_s", "rows/s", 0)
-CPU = Quantity("cpu_us_per_row", "CPU us a row", 0)
 _OVERLOAD = (
     Quantity("requests_per_s", "capacity, requests/s", 0),
     Quantity("unloaded_p99_ms", "p99 at capacity, ms"),
@@ -79,7 +78,7 @@ _SUITES = {
     ),
     "predict": _Suite(
         "ConvNet, a file of rows, the whole command",
-        (ROWS, CPU),
+        (ROWS,),
         (("predict-1", "paceline predict, 1 process"), ("predict-2", "2 processes")),
         compared=True,
     ),

@@ -7,19 +7,19 @@ import dataclasses
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ServingError
 from paceline.serving.batching import SENT_AHEAD
-from paceline.serving.deployment import Deployment
+from paceline.serving.deployment import Deployment, Observer
 from paceline.serving.options import ServingOptions
 from paceline.serving.ray.options import RayOptions
 from paceline.serving.ray.replica import Replica
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
-from paceline.serving.servable import Array, Arrays, ModelSpec, Source
+from paceline.serving.servable import Array, Arrays, Opened
 
 log = logging.getLogger("paceline.serving")
 
@@ -95,20 +95,11 @@ class RayReplica:
 class RayDeployment(Deployment):
     """One whose replicas Ray Serve keeps alive."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        source: Source,
-        spec: ModelSpec,
-        options: ServingOptions,
-        on_batch: Callable[[int, float], None],
-        on_restart: Callable[[], None],
-    ) -> None:
-        super().__init__(spec, options, on_batch, on_restart)
-        self._source = source
+    def __init__(self, cluster: Cluster, opened: Opened, options: ServingOptions, observer: Observer) -> None:
+        super().__init__(opened, options, observer)
         self._cluster = cluster
         self._ray_options = cluster.options
-        self._application = f"paceline-{spec.name}-{spec.version}-{secrets.token_hex(3)}"
+        self._application = f"paceline-{self.spec.name}-{self.spec.version}-{secrets.token_hex(3)}"
         self._watching: asyncio.Task[None] | None = None
         self._slots: list[RayReplica] = []
 
