@@ -101,11 +101,13 @@ def test_the_command(run_processes: Processes) -> None:
     options = ("--replicas", "2:6", "--max-wait", "5ms", "--timeout", "10s", "--memory", "2Gi", "--trust")
     done = run_processes.paceline(*words, "--token-secret", "serving/token", *options, "--dry-run")
     assert (done.returncode, done.stdout) == (0, expected("kserve-fetched.yaml")), done.stderr
+    rest = ("--token-secret", "serving/token", *options, "--dry-run")
     for missing, said in (
         (("--token-secret", "serving/token", "--trust"), "kubectl apply -f -"),
         (("--trust", "--dry-run"), "--token-secret SECRET/KEY"),
         (("--token-secret", "serving/token", "--dry-run"), "nothing is trusted in a pod"),
         (("--grpc-port", "8081", "--dry-run"), "mean nothing with --on kserve"),
+        (("--devices", "cpu,cuda:0", *rest), "Name each GPU once, and no CPU beside them"),
     ):
         done = run_processes.paceline(*words, *missing)
         assert done.returncode == 2

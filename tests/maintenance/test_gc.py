@@ -22,6 +22,7 @@ from paceline.maintenance.items import Item
 from paceline.maintenance.policy import Policy, decide
 from paceline.maintenance.removal import remove
 from paceline.monitoring.overview import find_runs
+from paceline.packages.manifest import MANIFEST
 from paceline.packages.registry import Reference, Registry
 from paceline.run_directory import RunDirectory
 
@@ -194,7 +195,7 @@ def test_a_run_at_work_stays_and_one_that_was_taken_up_meanwhile(
     )
     RunDirectory(item.path).append_event("started")
     said: list[str | None] = []
-    remove([item], Registry.of_user(), lambda _, why: said.append(why))
+    remove([item], place / "runs", Registry.of_user(), lambda _, why: said.append(why))
     assert said == ["it was at work meanwhile"]
     assert "first" in there(place)
 
@@ -234,6 +235,9 @@ def test_killed_in_the_middle(
     assert len(find_runs(place / "runs")) == 3, "nobody sees half of a run"
     found(older_than="30d", only=("runs",), yes=True)
     assert there(place) == {"parent", "second"}
+    (place / "runs" / f".gc-{0:016x}").mkdir()
+    found(older_than="30d", only=("runs",), yes=True)
+    assert not list((place / "runs").glob(".gc-*")), "although nothing else went"
 
 
 def test_what_cannot_work(place: Path) -> None:
@@ -252,6 +256,13 @@ def test_what_cannot_work(place: Path) -> None:
     (place / "registry/tags/shapes/latest.json").unlink()
     assert gc(keep_last=1, yes=True) == 0
     assert "first" in there(place), "what cannot be read is not judged"
+    [digest] = Registry.of_user().digests()
+    package = Registry.of_user().path_of(digest)
+    (package / MANIFEST).write_text("{")
+    old = time.time() - 40 * DAY_S
+    os.utime(package, (old, old))
+    assert gc(older_than="30d", yes=True) == 0
+    assert package.exists(), "nor such a package"
 
 
 def item(name: str, days: float, **values: Any) -> Item:

@@ -25,38 +25,37 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class Replica:
-    """Takes ``seconds`` for a batch, and begins none while it is held."""
+    """Takes ``seconds`` for a batch, one after the other."""
 
     gone = False
 
     def __init__(self, clock: Clock) -> None:
         self.in_flight = 0
         self.seconds = 1.0
-        self.released = asyncio.Event()
-        self.released.set()
+        self._turn = asyncio.Lock()
         self._clock = clock
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
         self.in_flight += 1
-        await self.released.wait()
-        self._clock.now += self.seconds
+        async with self._turn:
+            await asyncio.sleep(0)
+            self._clock.now += self.seconds
         self.in_flight -= 1
         return dict(inputs)
 
 
-async def most_waiting(batcher: Batcher, replica: Replica) -> int:
-    """Rows that wait when the next are refused."""
-    replica.released.clear()
-    asked = []
+async def crowd(batcher: Batcher, batches: int) -> int:
+    """Keep the queue full until so many batches were taken; how many rows wait then."""
+    for _ in range(batches):
+        while batcher.refusal(4) is None:
+            batcher.submit(BATCH)
+        while batcher.refusal(4) is not None:
+            await asyncio.sleep(0)
     while batcher.refusal(4) is None:
-        asked.append(batcher.submit(BATCH))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        batcher.submit(BATCH)
     waiting = batcher.waiting_rows
     with pytest.raises(Overloaded, match=f"{waiting} rows wait already"):
         batcher.submit(BATCH)
-    replica.released.set()
-    await asyncio.gather(*asked)
     return waiting
 
 
@@ -68,12 +67,14 @@ def test_fewer_may_wait_while_batches_take_longer_than_at_best(slower: float, mo
         batcher = Batcher(ServingOptions(max_batch=4, max_queue=40), lambda rows, seconds: None)
         replica = Replica(clock)
         batcher.add(replica)
-        assert await most_waiting(batcher, replica) == 40
-        for seconds in (1.0, slower):
-            replica.seconds = seconds
-            for _ in range(100):
-                await batcher.submit(BATCH)
-        assert await most_waiting(batcher, replica) == most
+        assert await crowd(batcher, 100) == 40
+        replica.seconds = slower
+        assert await crowd(batcher, 300) == most
+        await batcher.finish()
+        await batcher.submit({"x": BATCH["x"][:1]})
+        await batcher.finish()
+        assert await crowd(batcher, 0) == 40, "the next crowd finds all the room again"
+        await batcher.finish()
 
     clock = Clock()
     try:

@@ -143,6 +143,25 @@ class Layered(Points):
         return super().metrics(model, [features, batch[1]])
 
 
+class Scale(nn.Module):
+    """Multiplies by a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features * self.factor
+
+
+@dataclass
+class Scaled(Layered):
+    """The same, with a scale of its logits that is learned, and comes first."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Scale(), super().build_model())
+
+
 @dataclass
 class Text(Transformer):
     """The transformer, as small as it gets.

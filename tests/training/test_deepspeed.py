@@ -31,7 +31,14 @@ def worlds(start_trainings: Any) -> dict[int, Any]:
         for name, job in JOBS.items()
         for stage in STAGES
     }
+    continued = {}
+    for stage in STAGES:
+        options = {"strategy": "deepspeed", "zero_stage": stage, "max_steps": 4}
+        stopped = f"stopped-{stage}"
+        continued[stopped] = {"task": "Deep", "options": options, "stop_at": 4}
+        continued[f"continued-{stage}"] = {"task": "Deep", "options": {**options, "run": stopped}}
     refused = {
+        "scalar": {"task": "Scaled", "options": {"strategy": "deepspeed"}},
         "two-optimizers": {"task": "TwoOptimizers", "options": {"strategy": "deepspeed"}},
         "adagrad": {
             "task": "Told",
@@ -39,7 +46,10 @@ def worlds(start_trainings: Any) -> dict[int, Any]:
             "options": {"strategy": "deepspeed"},
         },
     }
-    return {1: start_trainings(JOBS, ranks=1), 2: start_trainings({**sharded, **refused}, ranks=2)}
+    return {
+        1: start_trainings(JOBS, ranks=1),
+        2: start_trainings({**sharded, **continued, **refused}, ranks=2),
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -61,6 +71,15 @@ def test_results_are_those_of_one_process(worlds: dict[int, Any], name: str, sta
     assert found.get("scaler") == expected.get("scaler")
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_continued_with_the_state_of_every_parameter(worlds: dict[int, Any], stage: int) -> None:
+    continued = worlds[2][f"continued-{stage}"]
+    assert (continued["restarts"], continued["steps"]) == (1, 4)
+    whole, found = newest(worlds[2].run(f"deep-{stage}")), newest(worlds[2].run(f"stopped-{stage}"))
+    for what in ("model", "optimizers"):
+        torch.testing.assert_close(found[what], whole[what], rtol=0, atol=0)
+
+
 def test_an_overflow_skips_the_step_on_all_ranks(worlds: dict[int, Any]) -> None:
     alone = newest(worlds[1].run("fp16"))["scaler"]
     assert alone["scale"] < 2.0**13
@@ -72,12 +91,11 @@ def test_an_overflow_skips_the_step_on_all_ranks(worlds: dict[int, Any]) -> None
     ("name", "message"),
     [
         ("two-optimizers", "--strategy deepspeed works with one optimizer, but the task builds 2"),
+        ("scalar", "cannot hold '0.factor', which has no dimensions. Give it the shape (1,)"),
         ("adagrad", "it is not known that Adagrad treats each element by itself"),
     ],
 )
-def test_optimizers_that_cannot_be_sharded_are_refused(
-    worlds: dict[int, Any], name: str, message: str
-) -> None:
+def test_what_cannot_be_sharded_is_refused(worlds: dict[int, Any], name: str, message: str) -> None:
     assert worlds[2][name]["error"] == "ConfigError"
     assert message in worlds[2][name]["message"]
 

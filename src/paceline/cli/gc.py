@@ -91,7 +91,7 @@ def gc(
             goes += found
         left: dict[str, str] = {}
         if yes:
-            remove(goes, registry, _removed(goes, left, progress))
+            remove(goes, root.resolve(), registry, _removed(goes, left, progress))
     # What could not go, or was taken up meanwhile, is told apart.
     gone = [item for item in goes if str(item.path) not in left]
     if json:

@@ -68,13 +68,19 @@ def print_service(
             "nothing is trusted in a pod that has just been made. Say --trust if you trust these packages' "
             "programs, --program onnx for one that can run no code, or --task TASK to use the weights alone."
         )
+    on_gpus = [device for device in options.devices if device != "cpu"]
+    if on_gpus and len(set(options.devices)) != len(on_gpus):
+        raise ConfigError(
+            f"--devices {','.join(options.devices)}: the pods of --on kserve compute on CPUs, or on GPUs of "
+            "their own. Name each GPU once, and no CPU beside them."
+        )
     service = InferenceService(
         packages=packages,
         words=(*options.words(), *words),
         image=kserve.image,
         token_secret=kserve.token_secret,
         replicas=replicas,
-        gpus=0 if options.devices == ("cpu",) else len(options.devices),
+        gpus=len(on_gpus),
         threads=options.threads,
         timeout_s=options.timeout_s,
         startup_s=options.startup_timeout_s,

@@ -74,7 +74,7 @@ def predict(
             raise ConfigError(f"--{option} must be at least 1, but is {value}.")
     from paceline.serving.client import Client
     from paceline.serving.models import open_model
-    from paceline.serving.options import ServingOptions
+    from paceline.serving.options import UNBOUNDED, ServingOptions
     from paceline.serving.prediction import replicas, server
     from paceline.serving.rows import read_rows
 
@@ -88,7 +88,7 @@ def predict(
         opened = open_model(model, program=program, task=task)
         spec = opened.spec
         options = ServingOptions(
-            replicas=nproc, devices=tuple(devices.split(",")), max_batch=max_batch, max_queue=10**7
+            replicas=nproc, devices=tuple(devices.split(",")), max_batch=max_batch, max_queue=UNBOUNDED
         )
         engine = replicas(opened, options)
         job = {

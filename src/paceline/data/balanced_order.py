@@ -9,6 +9,7 @@ anomalies", 1969: longest processing time first.)
 from __future__ import annotations
 
 import heapq
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.order import DataOrder
 from paceline.errors import DataError, RunDirectoryError
+from paceline.run_directory import write_atomically
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +104,13 @@ def checked_sizes(values: Iterable[Any], num_samples: int, task: str) -> NDArray
 
 
 def save_sizes(path: Path, order: DataOrder | None) -> None:
-    """Keep what a balanced order is balanced by, for whoever recomputes it."""
-    if isinstance(order, BalancedOrder):
-        np.save(path, order.sizes, allow_pickle=False)
+    """Keep what a balanced order is balanced by, for whoever recomputes it; of another there is no file."""
+    if not isinstance(order, BalancedOrder):
+        path.unlink(missing_ok=True)
+        return
+    content = io.BytesIO()
+    np.save(content, order.sizes, allow_pickle=False)
+    write_atomically(path, content.getvalue())
 
 
 def with_saved_sizes(order: DataOrder | None, path: Path) -> DataOrder | None:
@@ -117,7 +123,7 @@ def with_saved_sizes(order: DataOrder | None, path: Path) -> DataOrder | None:
         return order
     try:
         sizes = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
     if sizes.shape != (order.num_samples,) or sizes.dtype != np.int64:
         raise RunDirectoryError(

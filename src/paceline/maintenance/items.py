@@ -100,6 +100,8 @@ def _run(directory: RunDirectory) -> Item:
     elif at_work(directory):
         because = "at work"
     parent = manifest.get("parent", {})
+    if not isinstance(parent, dict):
+        parent, because = {}, "damaged"
     parents = {str(parent[name]) for name in ("run", "package") if parent.get(name)}
     version = parent.get("version")
     config = manifest.get("config", {})
@@ -138,7 +140,10 @@ def packages_in(registry: Registry) -> list[Item]:
         for digest in tag.earlier[:1]:
             tags.setdefault(digest, f"what {reference} was before")
         tags[tag.digest] = str(reference)
-    found = [_package(registry.path_of(digest), digest, tags) for digest in registry.digests()]
+    found = []
+    for digest in registry.digests():
+        with suppress(FileNotFoundError):  # another gc was faster
+            found.append(_package(registry.path_of(digest), digest, tags))
     return sorted(found, key=lambda item: (-item.time, item.name))
 
 
@@ -153,8 +158,11 @@ def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Item:
     name, group, score = short, "", None
     parents: frozenset[str] = frozenset()
     versions: tuple[tuple[str, int], ...] = ()
-    with suppress(PackageError):
+    try:
         manifest, _ = read_manifest(path)
+    except PackageError:
+        because = because or "damaged"
+    else:
         origin = manifest.provenance
         name, group = f"{manifest.name} {short}", manifest.name
         evaluation = origin.data.get("evaluation")

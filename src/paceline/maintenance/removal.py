@@ -34,15 +34,16 @@ def remove_left_behind(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def remove(items: Sequence[Item], registry: Registry, on_item: OnItem) -> None:
+def remove(items: Sequence[Item], root: Path, registry: Registry, on_item: OnItem) -> None:
     """Remove runs, checkpoints and packages; what has changed since it was chosen stays.
 
     Args:
         items: what is to go.
+        root: the folder of the runs.
         registry: the packages'.
         on_item: told of each.
     """
-    for parent in {item.path.parent for item in items if item.kind != "checkpoint"}:
+    for parent in (root, registry.packages):
         remove_left_behind(parent)
     for item in items:
         why = None
@@ -69,7 +70,9 @@ def _remove_run(item: Item) -> None:
     with directory.locked():
         if directory.events.exists() and directory.events.stat().st_mtime > item.time + 1:
             raise RunInUseError("it was at work meanwhile")
-        _rename_and_delete(item.path)
+        doomed = _renamed(item.path)
+    # Not before its lock's file is closed: an NFS keeps what is open, and with it the directory.
+    _delete(doomed)
 
 
 def _remove_checkpoint(item: Item) -> None:
@@ -89,11 +92,14 @@ def _remove_package(item: Item, registry: Registry) -> None:
             if item.identity in (tag.digest, *tag.earlier[:1]):
                 raise PackageError(f"it is {reference} now")
         doomed = _renamed(item.path)
-    shutil.rmtree(doomed)
+    _delete(doomed)
 
 
-def _rename_and_delete(path: Path) -> None:
-    shutil.rmtree(_renamed(path))
+def _delete(doomed: Path) -> None:
+    try:
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise RunDirectoryError(f"it is {doomed} now, and cannot be deleted: {error.strerror}") from error
 
 
 def _renamed(path: Path) -> Path:

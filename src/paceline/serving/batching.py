@@ -12,14 +12,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from paceline.serving.failures import ModelFailed, Overloaded, ReplicaLost, RequestFailure
-from paceline.serving.options import ServingOptions
+from paceline.serving.options import UNBOUNDED, ServingOptions
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
 from paceline.serving.servable import Array, Arrays, rows_of
 
+_SPAN_S = 0.1
 SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next
 _Shape = tuple[tuple[int, ...], ...]
 
@@ -62,7 +64,7 @@ class _Waiting:
 
 
 class _Speed:
-    """How long a row takes in a full batch, lately and at best.
+    """How long a replica takes for a row of a large batch, lately and at best.
 
     Attributes:
         seconds_a_row: lately.
@@ -71,18 +73,32 @@ class _Speed:
     def __init__(self) -> None:
         self.seconds_a_row = 0.001
         self._best = math.inf
+        self._seconds = 0.0
+        self._rows = 0
 
     @property
     def of_best(self) -> float:
         """Lately, as a part of the best speed: 1, or less."""
         return min(1.0, self._best / self.seconds_a_row)
 
-    def note(self, seconds_a_row: float) -> None:
-        """Take in another batch."""
-        first = math.isinf(self._best)
-        self.seconds_a_row += (1.0 if first else 0.1) * (seconds_a_row - self.seconds_a_row)
+    def note(self, seconds: float, rows: int, *, large: bool) -> None:
+        """Take in a batch. A small one: the crowd is gone; the next is met as if at the best speed."""
+        if not large:
+            if not math.isinf(self._best):
+                self.seconds_a_row = self._best
+            elif seconds > 0:
+                self.seconds_a_row = seconds / rows
+            return
+        # Clocks tick, and answers come two at a time.
+        self._seconds += seconds
+        self._rows += rows
+        if self._seconds < _SPAN_S:
+            return
+        found = self._seconds / self._rows
+        self._seconds, self._rows = 0.0, 0
+        self.seconds_a_row = found if math.isinf(self._best) else (self.seconds_a_row + found) / 2
         # What was fast once, but never again, is forgotten.
-        self._best = min(1.00001 * self._best, self.seconds_a_row)
+        self._best = min(1.0001 * self._best, self.seconds_a_row)
 
 
 class Batcher:
@@ -104,6 +120,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._speed = _Speed()
         self._most_waiting = options.max_queue
+        self._answered_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
         self.waiting_rows = 0
 
     @property
@@ -161,6 +178,8 @@ class Batcher:
     def _bound(self) -> int:
         """``max_queue``, or fewer while batches take longer than they can: nobody must wait longer."""
         most = self._options.max_queue
+        if most == UNBOUNDED:
+            return most
         # Fewer than two batches would leave a replica idle.
         return max(round(most * self._speed.of_best), min(most, 2 * self._options.max_batch))
 
@@ -201,7 +220,7 @@ class Batcher:
         batch = self._take()
         if not batch:
             return
-        task = self._loop.create_task(self._compute(replica, batch))
+        task = self._loop.create_task(self._compute(replica, batch, crowded=bool(self._queue)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         # The task has not begun, and the replica's count must rise before the next choice.
@@ -231,7 +250,7 @@ class Batcher:
             self.waiting_rows -= item.rows
         return batch
 
-    async def _compute(self, replica: Replica, batch: list[_Waiting]) -> None:
+    async def _compute(self, replica: Replica, batch: list[_Waiting], *, crowded: bool) -> None:
         if len(batch) == 1:
             inputs = batch[0].inputs
         else:
@@ -246,12 +265,14 @@ class Batcher:
         except ReplicaDied as died:
             self._return(batch, lost=died.computing)
         else:
-            seconds = self._loop.time() - began
-            if rows == self._options.max_batch:
-                self._speed.note(seconds / rows)
-                self._most_waiting = self._bound()
-            self._on_batch(rows, seconds)
             _answer(batch, outputs)
+            now = self._loop.time()
+            self._on_batch(rows, now - began)
+            # What was sent ahead has waited for the batch before it.
+            seconds = now - max(began, self._answered_at.get(replica, 0.0))
+            self._answered_at[replica] = now
+            self._speed.note(seconds, rows, large=crowded or 2 * rows >= self._options.max_batch)
+            self._most_waiting = self._bound()
         self._schedule()
 
     async def _compute_apart(self, replica: Replica, batch: list[_Waiting], error: BatchFailed) -> None:
@@ -260,7 +281,7 @@ class Batcher:
             _fail(batch[0], ModelFailed(str(error)))
             return
         for item in batch:
-            await self._compute(replica, [item])
+            await self._compute(replica, [item], crowded=False)
 
     def _return(self, batch: list[_Waiting], *, lost: bool) -> None:
         """Its replica died: each request is tried again before all others, but once only if it may be why."""

@@ -50,9 +50,14 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
 
         def on_headers_complete(self) -> None:
             # One that sends and does not read is left to uvicorn, which stops reading.
-            idle = (self._before is None or self._before.response_complete) and not self.flow.write_paused
             parser = self.parser
-            if idle and parser.get_method() == b"POST" and parser.should_keep_alive():
+            if (
+                not self.flow.write_paused
+                and not self._owes_answer()
+                and parser.get_method() == b"POST"
+                and parser.should_keep_alive()
+                and parser.get_http_version() == "1.1"
+            ):
                 refusal = None if self.expect_100_continue else refuse(self.url, self.headers)
                 if refusal is not None:
                     self._refused = True
@@ -72,12 +77,21 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            if self._refused:
-                # As uvicorn does when it has answered.
-                self._expect(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-                return
             self._expected_by = math.inf
+            if self._refused:
+                self._await_another()
+                return
+            if self.cycle.response_complete:  # before its body was all here
+                self._await_another()
             super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.timeout_keep_alive_task is not None:
+                # uvicorn's timer ends with the next byte, be it of what was answered already, or of nothing.
+                self._unset_keepalive_if_required()
+                if math.isinf(self._expected_by):
+                    self._await_another()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -87,8 +101,15 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             for future in tuple(self._waiting):
                 future.cancel()
 
+        def _owes_answer(self) -> bool:
+            """Whether the request before this one is not answered yet."""
+            return self._before is not None and not self._before.response_complete
+
         def _await_request(self) -> None:
             self._expect(receive_timeout_s, self._give_up)
+
+        def _await_another(self) -> None:
+            self._expect(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
         def _expect(self, within_s: float, otherwise: Callable[[], None]) -> None:
             """Call ``otherwise`` then, unless something else is expected before.
@@ -115,6 +136,10 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             self._otherwise()
 
         def _give_up(self) -> None:
+            if self._owes_answer():
+                # Perhaps it is we who do not read on.
+                self._await_request()
+                return
             if self._refused:
                 self.transport.close()
                 return

@@ -8,6 +8,9 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
+UNBOUNDED = 10**7
+"""Rows that may wait where it does not matter how long: ``paceline predict`` asks for them itself."""
+
 _MOST_REPLICAS = 256
 _DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang_timeout", "drain_notice")
 
@@ -49,7 +52,7 @@ class ServingOptions:
     def __post_init__(self) -> None:
         self._check("replicas", self.replicas, 1, _MOST_REPLICAS)
         self._check("max-batch", self.max_batch, 1, 65536)
-        self._check("max-queue", self.max_queue, 1, 10**7)
+        self._check("max-queue", self.max_queue, 1, UNBOUNDED)
         self._check("threads", self.threads, 1, 1024)
         self._check("max-body", self.max_body_bytes, 1024, 2**32)
         self._check("max-wait", self.max_wait_s, 0, 60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -85,6 +86,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}. --port 0 takes a free one.")
 
 
+log = logging.getLogger("paceline.serving")
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handlers: ours drain first."""
 
@@ -94,13 +98,16 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Stop:
-    """What signals ask for: the first to drain, the second to hurry."""
+    """What signals ask for: to drain; without a notice; to break off."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
+        self.now = asyncio.Event()
 
     def on_signal(self, number: int) -> None:
+        if self.hurry.is_set():
+            self.now.set()
         # Whoever presses Ctrl-C waits for no load balancer.
         if self.asked.is_set() or number == signal.SIGINT:
             self.hurry.set()
@@ -220,7 +227,20 @@ async def _serve(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.hurry.wait(), options.drain_notice_s)
     server.should_exit = True
+    # Until then all is sent and answered, but for clients that do not read what they asked for.
+    longest_s = options.receive_timeout_s + options.timeout_s
+    await _first(running, stop.now.wait(), longest_s)
+    for connection in list(server.server_state.connections):
+        peer = connection.transport.get_extra_info("peername")
+        log.warning("broke off the connection of %s", peer)
+        connection.transport.abort()
     await running
+
+
+async def _first(running: asyncio.Task[None], other: Coroutine[Any, Any, Any], longest_s: float) -> None:
+    waiting = asyncio.create_task(other)
+    await asyncio.wait((running, waiting), timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
 
 
 def url_of(bound: socket.socket) -> str:

@@ -7,6 +7,7 @@ kserve-container and says its protocol in the variable PROTOCOL. KServe fetches 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class InferenceService:
         gpus: of each pod; it has as many replicas, or one on a CPU.
         threads: of each replica.
         timeout_s: how long a request may take.
-        startup_s: how long a server may take to load its packages.
+        startup_s: how long a server may take to load a package.
         drain_s: how long a server says "not ready" before it refuses connections.
         name: of the service. Default: the package's last part.
         namespace: of the service.
@@ -116,7 +117,7 @@ class InferenceService:
         predictor: Manifest = {
             "minReplicas": least,
             "maxReplicas": most,
-            "timeout": round(self.timeout_s + 0.5),
+            "timeout": math.ceil(self.timeout_s),
             # The server drains first: it says so, then answers what it was asked.
             "terminationGracePeriodSeconds": round(self.drain_s + self.timeout_s) + _MARGIN_S,
         }
@@ -186,7 +187,7 @@ class InferenceService:
             "startupProbe": {
                 "httpGet": {"path": "/v2/health/live", "port": PORT},
                 "periodSeconds": 2,
-                "failureThreshold": round(self.startup_s / 2) + 1,
+                "failureThreshold": math.ceil(self.startup_s * len(self.packages) / 2) + 1,
             },
             "livenessProbe": {
                 "httpGet": {"path": "/v2/health/live", "port": PORT},

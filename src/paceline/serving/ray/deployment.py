@@ -71,7 +71,8 @@ class RayReplica:
         """
         self.in_flight += 1
         try:
-            outputs, failure = await asyncio.wait_for(self._ask(inputs), self._hang_timeout_s)
+            # It may have to wait for those that were sent before it.
+            outputs, failure = await asyncio.wait_for(self._ask(inputs), SENT_AHEAD * self._hang_timeout_s)
         except Exception as error:
             # The model's own errors are answers: this is Ray's.
             log.warning("a batch was not answered: %s", first_line(str(error) or type(error).__name__))

@@ -49,6 +49,12 @@ class Partitioned(Whole):
         self.in_step = self._stage == 3
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    f"--strategy deepspeed cannot hold {name!r}, which has no dimensions. Give it the shape "
+                    "(1,), or use --strategy zero1."
+                )
         module.to(device)
         # A model may be built with randomness that no seed of torch's reaches.
         self._world.broadcast_module(module)

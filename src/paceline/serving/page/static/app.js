@@ -30,7 +30,7 @@ function stop(error) {
 
 function choose(models) {
   const options = models.map((name) => h("option", { value: name }, name));
-  const select = h("select", { id: "model", "aria-label": "Model", onchange: () => show(select.value).catch(stop) }, options);
+  const select = h("select", { id: "model", "aria-label": "Model", onchange: () => show(select.value) }, options);
   choice.replaceChildren(...(models.length > 1 ? [select] : []));
 }
 
@@ -38,11 +38,16 @@ let wanted = null;
 
 async function show(name) {
   wanted = name;
-  const model = new Model(await ask(modelPath(name)), asked);
-  if (wanted !== name) return; // another one was chosen meanwhile
-  document.title = `${name} · Paceline`;
-  main.replaceChildren(model.element);
-  contact(await readiness(name));
+  try {
+    const model = new Model(await ask(modelPath(name)), asked);
+    if (wanted !== name) return; // another one was chosen meanwhile
+    document.title = `${name} · Paceline`;
+    main.replaceChildren(model.element);
+    const ready = await readiness(name);
+    if (wanted === name) contact(ready);
+  } catch (error) {
+    if (wanted === name) stop(error);
+  }
 }
 
 async function readiness(name) {

@@ -1,0 +1,168 @@
+"""What is said over one connection, byte by byte, while the queue is full and while it is not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPResponse
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tests.conftest import Processes
+from tests.serving.conftest import Server, json_request, start_server
+from tests.serving.load import PATH
+
+BODY = json.dumps(json_request()).encode()
+WAITING = 'waiting_rows{model="fashion-mnist"} '
+
+
+@pytest.fixture(scope="module")
+def small(module_processes: Processes, serving_env: dict[str, str]) -> Server:
+    words = ("--max-batch", "1", "--max-queue", "1", "--receive-timeout", "1s", "--hang-timeout", "5min")
+    return start_server(module_processes, serving_env, "fashion-mnist@prod", *words, shared=True)
+
+
+@pytest.fixture
+def full(small: Server) -> Iterator[Server]:
+    """Its replica stands still with two rows, and one row waits."""
+    [replica] = small.replicas()
+    replica.send_signal(signal.SIGSTOP)
+    askers = [threading.Thread(target=ask_until_taken, args=(small,)) for _ in range(3)]
+    try:
+        for asker in askers:
+            asker.start()
+        while f"{WAITING}1.0" not in httpx.get(f"{small.url}/metrics").text:
+            pass
+        yield small
+    finally:
+        replica.send_signal(signal.SIGCONT)
+        for asker in askers:
+            asker.join()
+
+
+def ask_until_taken(server: Server) -> None:
+    while httpx.post(server.url + PATH, content=BODY, timeout=60).status_code == 429:
+        pass
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    host, _, port = urlsplit(server.url).netloc.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        yield connection
+
+
+def head(*headers: str, version: str = "1.1", length: int = len(BODY), path: str = PATH) -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {length}", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    response = HTTPResponse(connection)
+    response.begin()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+
+def test_who_is_refused_can_go_on_with_the_connection(full: Server) -> None:
+    with connected(full) as connection:
+        for _ in range(2):
+            connection.sendall(head())
+            status, headers, body = answer(connection)
+            assert (status, int(headers["retry-after"]) >= 1) == (429, True)
+            assert "rows wait already" in json.loads(body)["error"]
+            for piece in (BODY[:100], BODY[100:]):
+                connection.sendall(piece)
+        chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+        connection.sendall(head("Transfer-Encoding: chunked").replace(b"Content-Length", b"X-Length") + chunk)
+        assert answer(connection)[0] == 429
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert answer(connection)[0] == 200
+    assert 'requests_total{code="429",model="fashion-mnist"}' in httpx.get(f"{full.url}/metrics").text
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        head("Connection: keep-alive", version="1.0"),
+        head("Connection: close"),
+        head("Connection: close", "Expect: 100-continue"),
+    ],
+)
+def test_who_wants_no_other_answer_is_refused_and_left(full: Server, request_head: bytes) -> None:
+    with connected(full) as connection:
+        connection.sendall(request_head + BODY)
+        said = b""
+        while piece := connection.recv(4096):
+            said += piece
+    assert b" 429 " in said.splitlines()[0]
+    assert b"connection: close" in said.lower()
+
+
+def test_who_does_not_send_what_is_refused_is_sent_away(full: Server) -> None:
+    with connected(full) as connection:
+        connection.sendall(head() + BODY[:10])
+        assert answer(connection)[0] == 429
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /v2/mod", 408),
+        (head() + BODY[:10], 408),
+        (head(path="/v2/models/none/infer") + BODY[:10], 404),
+        (b"", 408),
+    ],
+)
+def test_who_does_not_go_on_is_sent_away(small: Server, sent: bytes, status: int) -> None:
+    with connected(small) as connection:
+        connection.sendall(sent)
+        assert answer(connection)[0] == status
+        assert connection.recv(1) == b""
+
+
+def test_an_answer_is_waited_for_while_another_request_is_on_its_way(small: Server) -> None:
+    """For longer than a client may take to send one."""
+    [replica] = small.replicas()
+    replica.send_signal(signal.SIGSTOP)
+    resume = threading.Timer(2.5, replica.send_signal, (signal.SIGCONT,))
+    resume.start()
+    try:
+        with connected(small) as connection:
+            connection.sendall(head() + BODY + head() + BODY[:10])
+            assert answer(connection)[0] == 200
+            connection.sendall(BODY[10:])
+            assert answer(connection)[0] == 200
+    finally:
+        resume.cancel()
+        replica.send_signal(signal.SIGCONT)
+
+
+def test_a_server_ends_although_a_client_does_not_read(start: Callable[..., Server]) -> None:
+    server = start("fashion-mnist@prod", "--drain-notice", "1ms")
+    asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
+    with connected(server) as connection:
+        connection.setblocking(False)
+        try:
+            for _ in range(100):
+                connection.send(asked)
+        except BlockingIOError:
+            pass
+        server.popen.send_signal(signal.SIGINT)
+        while takes_connections(server):
+            pass
+        server.popen.send_signal(signal.SIGINT)
+        assert server.popen.wait(60) == 0
+
+
+def takes_connections(server: Server) -> bool:
+    try:
+        with connected(server):
+            return True
+    except ConnectionRefusedError:
+        return False
