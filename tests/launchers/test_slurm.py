@@ -29,13 +29,15 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 host = os.uname().nodename
-print(f"rank {dist.get_rank()} local {os.environ['LOCAL_RANK']} on {host} has {int(total)}", *sys.argv[1:])
+local, words = os.environ["LOCAL_RANK"], " ".join(["", *sys.argv[1:]])
+# In one piece: unbuffered, the ranks' lines may else be mixed.
+sys.stdout.write(f"rank {dist.get_rank()} local {local} on {host} has {int(total)}{words}\\n")
 dist.destroy_process_group()
 """
 
 # As PyTorch's ImageNet example has it: one process on each machine starts the others.
 DISTRIBUTED = """
-import argparse, os
+import argparse, os, sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -47,7 +49,7 @@ def work(local_rank, options):
     )
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
-    print(f"rank {rank} on {os.uname().nodename} has {int(total)}", flush=True)
+    sys.stdout.write(f"rank {rank} on {os.uname().nodename} has {int(total)}\\n")
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -59,12 +61,12 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(work, (parser.parse_args(),), nprocs=2)
 """
 MPI = """
-import os
+import os, sys
 from mpi4py import MPI
 
 world = MPI.COMM_WORLD
 total = world.allreduce(world.rank + 1)
-print(f"rank {world.rank} of {world.size} has {total}", os.environ["COLOUR"], flush=True)
+sys.stdout.write(f"rank {world.rank} of {world.size} has {total} {os.environ['COLOUR']}\\n")
 """
 WHO_SUMS = {
     "rank 0 local 0 on node1 has 10",
@@ -242,8 +244,8 @@ def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> N
         *("--rank", "{node_rank}", "--world-size", "{nnodes}"),
     )
     lines = jobs.end_of(torchrun, "COMPLETED")
+    assert len(lines) == 4, lines
     first = min(line.split()[5] for line in lines)
-    assert len(lines) == 4
     assert {line.split()[-1] for line in lines} == {f"{first}:0/2", f"{first}:1/2"}
     assert {line.partition(" local")[0] for line in lines} == {f"rank {rank}" for rank in range(4)}
     assert jobs.end_of(by_rank, "COMPLETED")

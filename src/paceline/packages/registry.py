@@ -146,9 +146,7 @@ class Registry:
         found = {}
         for file in sorted(self.tags.glob("*/*.json")):
             with suppress(PackageError):
-                reference = Reference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
-                if (tag := self.find(reference)) is not None:
-                    found[reference] = tag
+                found.update(self._tag_in(file))
         return found
 
     def all_tags(self) -> dict[Reference, Tag]:
@@ -157,14 +155,22 @@ class Registry:
         Raises:
             PackageError: one cannot be read.
         """
-        found = self.references()
-        for file in self.tags.glob("*/*.json"):
-            if not any(file == self._file_of(reference) for reference in found):
+        found = {}
+        for file in sorted(self.tags.glob("*/*.json")):
+            try:
+                found.update(self._tag_in(file))
+            except PackageError as error:
                 raise PackageError(
                     f"{file} cannot be read, so nobody knows which package it means. "
                     "Restore it, or remove it."
-                )
+                ) from error
         return found
+
+    def _tag_in(self, file: Path) -> dict[Reference, Tag]:
+        """The tag, unless it has gone meanwhile."""
+        reference = Reference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
+        tag = self.find(reference)
+        return {} if tag is None else {reference: tag}
 
     @contextmanager
     def unchanging(self, *, exclusive: bool = True) -> Iterator[None]:
