@@ -172,6 +172,7 @@ def fit(task: paceline.Task, directory: Path, **options: Any) -> paceline.Result
     return paceline.fit(task, run=str(directory / "run"), quiet=True, threads=1, **options)
 
 
+@pytest.mark.slow
 def test_loaders_of_the_module_with_workers_and_two_schedules(
     run_processes: Any, tmp_path: Path, lit: Any
 ) -> None:

@@ -8,12 +8,15 @@ from typing import get_args
 
 import pytest
 
+from paceline.bench import pipedream
 from paceline.bench.bars import Verdict, bars_markdown, bars_table
 from paceline.bench.comparison import Spread
 from paceline.bench.strategies import _read_steps, bench_strategies, suites
 from paceline.bench.studies import STUDIES
 from paceline.cli.bench import SuiteName
 from paceline.errors import ConfigError
+from paceline.strategies.pipeline.blocks import find_blocks
+from paceline.task import TaskReference
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,12 @@ def test_every_bar_is_a_contender_s(tmp_path: Path) -> None:
         assert set(suite.bars) <= set(names[1:]), "the first is what the others are measured against"
         for contender in suite.contenders:
             assert contender.commands(tmp_path)
+
+
+def test_the_stages_of_both_schedules_are_the_models_blocks() -> None:
+    task = TaskReference(pipedream.TASK, {}).load()
+    model = task.build_model()
+    assert sum(pipedream.SPLIT) == len(find_blocks(model, task.pipeline_blocks(model)).blocks)
 
 
 def test_steps_are_timed_between_two_records(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_table_is_for_people(run_processes: Any) -> None:
     assert done.stdout.splitlines()[-1] == "paceline train fashion-mnist --nproc 2"
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_recommended_command_works(run_processes: Any, tmp_path: Path, fits: bool) -> None:
     """Where the model fits ddp, and where it does not."""
     fields = {**TINY, "layers": "4", "width": "384"}

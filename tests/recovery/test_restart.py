@@ -38,7 +38,11 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("fault", "how"),
-    [("sigkill 9 1", "was killed by SIGKILL"), ("sigkill 9 0", "was killed by SIGKILL"), ("sigstop 9 1", "")],
+    [
+        pytest.param("sigkill 9 1", "was killed by SIGKILL", marks=pytest.mark.slow),
+        ("sigkill 9 0", "was killed by SIGKILL"),
+        ("sigstop 9 1", ""),
+    ],
 )
 def test_all_come_back_from_the_newest_checkpoint(small: Any, by_torch: str, fault: str, how: str) -> None:
     done = small.finish(small.train(*RESTART, fault=fault))

@@ -53,7 +53,7 @@ def _assert_equal(
 @pytest.mark.parametrize(
     ("launcher", "number", "code", "nproc_after"),
     [
-        ("inprocess", signal.SIGTERM, 75, 1),
+        pytest.param("inprocess", signal.SIGTERM, 75, 1, marks=pytest.mark.slow),
         ("spawn", signal.SIGINT, 130, 1),
         ("torchrun", signal.SIGTERM, 75, 2),
         pytest.param("torchrun", signal.SIGUSR1, 75, 1, marks=pytest.mark.slow),
@@ -80,9 +80,9 @@ def test_a_signal_to_the_launcher(
 @pytest.mark.parametrize(
     ("launcher", "number", "seed"),
     [
-        ("inprocess", signal.SIGUSR1, 1),
+        pytest.param("inprocess", signal.SIGUSR1, 1, marks=pytest.mark.slow),
         ("spawn", signal.SIGTERM, 2),
-        ("inplace", signal.SIGUSR1, 3),
+        pytest.param("inplace", signal.SIGUSR1, 3, marks=pytest.mark.slow),
         ("inplace", signal.SIGTERM, 4),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_scheduler_signals_every_process_more_than_once(
     _assert_equal(small, small.resume(), undisturbed)
 
 
-@pytest.mark.parametrize("launcher", ["inprocess", "inplace"])
+@pytest.mark.parametrize("launcher", [pytest.param("inprocess", marks=pytest.mark.slow), "inplace"])
 def test_walltime_ends_in_time_and_the_run_goes_on(
     small: Any, undisturbed: dict[str, Any], launcher: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_walltime_ends_in_time_and_the_run_goes_on(
     _assert_equal(small, small.resume("--walltime", "1h"), undisturbed)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_signal_ends_at_once(small: Any, nproc: int) -> None:
     running = small.train("--nproc", str(nproc), fault="hang 5 0")
     small.wait_for_the_fault(running)

@@ -56,6 +56,7 @@ def test_a_script_of_ones_own(small: Any, undisturbed: dict[str, Any]) -> None:
     assert_recovered(small, undisturbed, RunDirectory(run))
 
 
+@pytest.mark.slow
 def test_resume_never_still_refuses_what_others_began(small: Any) -> None:
     """Also when torchrun tries again: the refusal is a failure like any other to it."""
     (small.path / "run").mkdir()

@@ -115,7 +115,16 @@ HARMS = {
 }
 
 
-@pytest.mark.parametrize("harms", HARMS.values(), ids=HARMS)
+SECOND = ("kill rank 1", "kill rank 2", "stop rank 2", "kill in an evaluation")
+
+
+@pytest.mark.parametrize(
+    "harms",
+    [
+        pytest.param(harms, id=name, marks=[pytest.mark.slow] if name in SECOND else [])
+        for name, harms in HARMS.items()
+    ],
+)
 def test_model_is_that_of_the_undisturbed_run(
     harms: list[str], tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -163,7 +172,7 @@ def test_many_faults(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     ("harm", "cause", "step"),
     [
         ("step-9-1-usr1", "SIGUSR1", 10),
-        ("eval-7-1-term", "SIGTERM", 7),
+        pytest.param("eval-7-1-term", "SIGTERM", 7, marks=pytest.mark.slow),
         ("eval-40-0-term", "SIGTERM", 40),
     ],
 )

@@ -129,7 +129,7 @@ def test_without_recovery_the_job_ends_and_can_be_resumed(
     assert run.model() == undisturbed
 
 
-@pytest.mark.parametrize("recover", ["inplace", "none"])
+@pytest.mark.parametrize("recover", ["inplace", pytest.param("none", marks=pytest.mark.slow)])
 def test_ranks_that_wait_for_each_other_end_the_job(run_processes: Any, tmp_path: Path, recover: str) -> None:
     options = ("--nproc", "2", "--recover", recover)
     run = Run(run_processes, tmp_path / "run", ["step-9-1-mismatch"], options)

@@ -33,7 +33,7 @@ def alive(node: Node) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     processes = run.begin(nproc="2,1")
     run.kill_worker(run.lab.nodes[victim])
@@ -45,7 +45,7 @@ def test_a_worker_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     assert started["world_size"] == 3  # and nobody went back to a checkpoint
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     processes = run.begin(nproc="1")
     node, survivor = run.lab.nodes[victim], processes[1 - victim]
@@ -57,7 +57,7 @@ def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> No
     assert finish(run, undisturbed, survivor)["world_size"] == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: str, victim: int) -> None:
     processes = run.begin(nproc="1")
     stopped, survivor = processes[victim], processes[1 - victim]
@@ -153,7 +153,10 @@ def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) ->
     assert (views[-1]["world_size"], views[-1]["computing"]) == (2, 2)
 
 
-@pytest.mark.parametrize(("how", "message"), [("user", "no data here"), ("other", "no disk here")])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [pytest.param("user", "no data here", marks=pytest.mark.slow), ("other", "no disk here")],
+)
 def test_a_machine_that_cannot_take_part_is_sent_home(
     run: Run, undisturbed: str, how: str, message: str
 ) -> None:

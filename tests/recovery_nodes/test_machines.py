@@ -10,7 +10,7 @@ from tests.recovery_nodes.runs import Run
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
     """The first one, which leads, or the other: all of it at once, its agent too."""
     processes = run.begin()

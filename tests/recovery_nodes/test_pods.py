@@ -84,6 +84,7 @@ def test_the_first_pod_is_lost_and_replaced(run: Run, undisturbed: str) -> None:
     assert run.result()["model_sha256"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_run_that_restarts_begins_with_pods_that_come_late(run: Run, undisturbed: str) -> None:
     """The second pod finds the first one waiting for it, and takes part from the beginning."""
     pods = Pods(run, (2, 2), "--recover", "restart")

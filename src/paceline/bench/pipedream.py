@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULES = ("1f1b", "pipedream")
+TASK, SPLIT = "fashion-mnist", (2, 3)
+"""The first convolution with what follows it, and the rest: given, so that both have the same stages."""
 _LIMIT_S = 600.0
 
 
@@ -36,21 +38,11 @@ class Comparison:
         return float(statistics.median(pipedream / synchronous for pipedream, synchronous in rounds))
 
 
-def compare(
-    directory: Path,
-    task: str = "fashion-mnist",
-    options: tuple[str, ...] = ("--pp-split", "1,2", "--shards", "4", "--max-steps", "150"),
-    *,
-    ranks: int = 2,
-    rounds: int = 3,
-) -> Comparison:
-    """Train the same task under both schedules, in turns.
+def compare(directory: Path, *, rounds: int = 3) -> Comparison:
+    """Train the ConvNet under both schedules, in turns.
 
     Args:
         directory: where the runs are written; empty.
-        task: as ``paceline train`` takes it.
-        options: of both; the split is to be given, so that both have the same stages.
-        ranks: processes, and stages.
         rounds: how often each is run.
 
     Raises:
@@ -60,9 +52,10 @@ def compare(
     for number in range(rounds):
         for name in SCHEDULES:
             run = directory / f"{name}-{number}"
-            command = [sys.executable, "-m", "paceline", "train", task, "--nproc", str(ranks), "--quiet"]
+            command = [sys.executable, "-m", "paceline", "train", TASK, "--nproc", str(len(SPLIT)), "--quiet"]
             command += ["--strategy", "pp", "--pp-schedule", name, "--threads", "1", "--run", str(run)]
-            command += ["--eval-every", "never", "--checkpoint-every", "never", *options]
+            command += ["--pp-split", ",".join(map(str, SPLIT)), "--shards", "4", "--max-steps", "150"]
+            command += ["--eval-every", "never", "--checkpoint-every", "never"]
             subprocess.run(command, check=True, timeout=_LIMIT_S)
             results[name].append(json.loads((run / "result.json").read_text()))
     last = results["pipedream"][-1]

@@ -113,7 +113,10 @@ def bench_strategies(
         ]
     for name, study in STUDIES.items():
         if name in (chosen or BY_DEFAULT):
-            verdicts += study(rounds, progress)
+            found = study(rounds, progress)
+            for verdict in found:
+                progress(" ".join(verdict.cells[:4]))
+            verdicts += found
     return StrategiesResult(rounds, comparisons, verdicts)
 
 

@@ -249,13 +249,17 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if wait is None else wait()
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)  # the latter takes 0.1 ms
+
+
 def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None:
     if value is None:
         numbers.append(_NONE)
     elif isinstance(value, torch.Tensor):
         there = _arrived(value).detach()
         # In its own order of memory, on which a kernel's choice, and so its bits, may depend.
-        dense = there if is_non_overlapping_and_dense_or_false(there) else there.contiguous()
+        dense = there if _is_dense(there) else there.contiguous()
         numbers += [_TENSOR, _DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
         numbers += [*value.shape, *dense.stride()]
         tensors.append(dense)
