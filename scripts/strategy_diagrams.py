@@ -57,6 +57,15 @@ DIAGRAMS = {
         "blocks; gradients",
         "a block is gathered for its forward and again for its backward",
     ),
+    "deepspeed": Diagram(
+        "deepspeed, stage 3: each process has a part of every parameter",
+        (
+            Rank("rank 0", "shards 0, 1", (0.0, 0.5), rows=True),
+            Rank("rank 1", "shards 2, 3", (0.5, 1.0), rows=True),
+        ),
+        "modules; gradients",
+        "stages 1 and 2: as zero1; from 2 on, each process keeps a part of the gradients",
+    ),
     "tp": Diagram(
         "tp: each process has a part of every layer, and all see the same data",
         (
@@ -72,11 +81,42 @@ DIAGRAMS = {
         "activations; gradients",
         "one shard behind the other",
     ),
+    "mp": Diagram(
+        "mp: each process has some blocks, and one shard at a time goes through all",
+        (Rank("stage 0", "shard 1 in", (0.0, 0.5)), Rank("stage 1", "loss of shard 1 out", (0.5, 1.0))),
+        "activations; gradients",
+        "all stages but one wait",
+    ),
+    "pipedream": Diagram(
+        "pipedream: stages that never wait for a step's end",
+        (
+            Rank("stage 0", "weights of 2 steps", (0.0, 0.5)),
+            Rank("stage 1", "weights of 1 step", (0.5, 1.0)),
+        ),
+        "activations; gradients",
+        "a shard's backward sees the weights of its forward",
+    ),
     "ps": Diagram(
         "ps: servers have the parameters, workers compute gradients",
         (Rank("server", "no data"), Rank("worker 0", "steps 0, 2", (0.0, 1.0))),
         "parameters; gradients",
         "each worker by itself",
+    ),
+    "hogwild": Diagram(
+        "hogwild: one model in shared memory, and no locks",
+        (
+            Rank("rank 0", "steps 0, 2, 3", (0.0, 0.0)),
+            Rank("shared memory", "no data"),
+            Rank("rank 1", "steps 1, 4", (0.0, 0.0)),
+        ),
+        "parameters; gradients",
+        "each process by itself",
+    ),
+    "dp": Diagram(
+        "dp: one process, which copies the model to each device in every step",
+        (Rank("device 0", "shards 0, 1"), Rank("device 1", "shards 2, 3")),
+        "parameters; gradients",
+        "gradients are gathered on the first device, which steps",
     ),
     "local-sgd": Diagram(
         "--sync-every N: each process trains by itself, and they meet",
