@@ -57,7 +57,7 @@ class PowerSGD:
         known = self._layout.get(bucket.index(), [])
         if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
             if known:
-                self._take_out()
+                self._take_out(bucket.index())
             self._put_in(bucket.index(), parameters)
         return powerSGD_hook.powerSGD_hook(self._state, bucket)
 
@@ -118,16 +118,23 @@ class PowerSGD:
             rows = sum(p.shape[0] * self._rank_of(p) for p in factored)
             self._state.p_memory_dict[index] = there[0].new_empty(rows)
 
-    def _take_out(self) -> None:
-        """Before buckets are others: keep their memory by parameter."""
-        self._errors, self._factors = self._by_parameter()
-        for memory in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
-            memory.clear()
-        self._layout.clear()
+    def _take_out(self, first: int) -> None:
+        """Before this and later buckets are others: keep their memory by parameter.
 
-    def _by_parameter(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        The hook is called for buckets in their order; those before it are in this backward's, and at work.
+        """
+        self._errors, self._factors = self._by_parameter(first)
+        for index in [index for index in self._layout if index >= first]:
+            for memory in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
+                memory.pop(index, None)
+            del self._layout[index]
+
+    def _by_parameter(self, first: int = 0) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Errors and factors of the buckets from this one on, and of what is in no bucket."""
         errors, factors = dict(self._errors), dict(self._factors)
         for index, parameters in self._layout.items():
+            if index < first:
+                continue
             if index in self._state.error_dict:
                 parts = torch.split(self._state.error_dict[index], [p.numel() for p in parameters])
                 errors |= {id(p): e.view(p.shape) for p, e in zip(parameters, parts, strict=True)}
