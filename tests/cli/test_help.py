@@ -6,9 +6,13 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+from cyclopts import App
 
+from paceline.cli import app
 from paceline.cli.launcher_options import in_question
 from paceline.config import RunConfig, flag
 from paceline.launchers.names import LAUNCHER_NAMES
@@ -141,3 +145,19 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def _commands(app: App, words: str = "") -> Iterator[tuple[str, App]]:
+    if app.default_command is not None:
+        yield words, app
+    for name in app:
+        if not name.startswith("-"):
+            yield from _commands(app[name], f"{words} {name}".strip())
+
+
+def test_no_name_means_two_options() -> None:
+    found = dict(_commands(app))
+    assert {"train", "tune", "bench serve"} <= set(found)
+    for words, command in found.items():
+        names = Counter(name for option in command.assemble_argument_collection() for name in option.names)
+        assert [name for name, count in names.items() if count > 1 and name != "*"] == [], words

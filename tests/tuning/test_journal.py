@@ -208,7 +208,7 @@ def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
 def test_rungs_and_trials_follow_from_the_options() -> None:
     assert SEARCH.rungs == (1, 4)
     assert replace(SEARCH, scheduler="none").rungs == ()
-    assert replace(SEARCH, grace=2, reduction=2).rungs == (2, 4, 8)
+    assert replace(SEARCH, grace=2, reduction_factor=2).rungs == (2, 4, 8)
     assert SEARCH.planned == 8
     assert replace(SEARCH, budget="5trials").planned == 5
     assert replace(SEARCH, space=("momentum=choice:0.5,0.9",)).planned == 2

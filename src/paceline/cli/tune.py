@@ -34,7 +34,7 @@ def tune(
     trials: Annotated[int | None, Parameter(group=_WHAT)] = None,
     scheduler: Annotated[Literal["asha", "none"], Parameter(group=_WHAT)] = "asha",
     grace: Annotated[int, Parameter(group=_WHAT)] = 1,
-    reduction: Annotated[float, Parameter(group=_WHAT)] = 4,
+    reduction_factor: Annotated[float, Parameter(group=_WHAT)] = 4,
     stop: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
     budget: Annotated[str | None, Parameter(group=_COST)] = None,
     price_per_hour: Annotated[float | None, Parameter(group=_COST)] = None,
@@ -67,7 +67,7 @@ def tune(
         asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end.
     grace
         Evaluations that every trial has.
-    reduction
+    reduction_factor
         One in so many trials goes on after a comparison; each comes so many times later.
     stop
         NAME=VALUE: a trial that reaches it has done enough; may be repeated.
@@ -100,7 +100,7 @@ def tune(
         "space": search,
         "scheduler": scheduler,
         "grace": grace,
-        "reduction": reduction,
+        "reduction_factor": reduction_factor,
         "gpus": gpus_per_trial,
         **({} if metric is None else {"metric": metric}),
     }

@@ -19,7 +19,7 @@ class RecoveryOptions(ProcessOptions):
         "auto",
         "When a process dies. inplace: the others go on and it is replaced; restart: all start again from "
         "the newest checkpoint; none: the job ends, and is resumed by hand. auto: inplace where that works "
-        "(--on spawn, CPU, reduction exact or fast), else restart with --on spawn, else none.",
+        "(--on spawn, CPU, ddp, reduction exact or fast), else restart with --on spawn, else none.",
         group="Recovery",
     )
     spares: int = option(

@@ -196,7 +196,7 @@ class Observer:
             seconds_per_evaluation=seconds_per_evaluation,
             trials=search.planned,
             rungs=search.rungs,
-            reduction=search.reduction,
+            reduction=search.reduction_factor,
             concurrent=max(1, concurrent),
             gpus_per_trial=search.gpus,
         )

@@ -44,7 +44,7 @@ class Search:
         trials: how many, at most.
         scheduler: what ends trials early.
         grace: evaluations that every trial has.
-        reduction: one in so many trials passes a rung.
+        reduction_factor: one in so many trials passes a rung.
         metric: ``NAME:min`` or ``NAME:max``, of the validation split.
         stop: values at which a trial has done enough, by metric.
         cpus: CPUs that each trial holds.
@@ -63,7 +63,7 @@ class Search:
     metric: str
     scheduler: SchedulerName = "asha"
     grace: int = 1
-    reduction: float = 4.0
+    reduction_factor: float = 4.0
     stop: Mapping[str, float] = field(default_factory=dict)
     cpus: float = 1.0
     gpus: float = 0.0
@@ -116,7 +116,7 @@ class Search:
         found, rung = [], float(self.grace)
         while rung < self.evaluations:
             found.append(int(rung))
-            rung *= self.reduction
+            rung *= self.reduction_factor
         return tuple(found)
 
     def trial_options(self, number: int, directory: SearchDirectory) -> dict[str, Any]:

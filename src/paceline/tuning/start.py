@@ -35,8 +35,8 @@ def check(search: Search) -> None:
     for name, value in (("trials", search.trials), ("grace", search.grace)):
         if value < 1:
             raise ConfigError(f"--{name} must be at least 1, but is {value}.")
-    if not search.reduction > 1:
-        raise ConfigError(f"--reduction must be above 1, but is {search.reduction:g}.")
+    if not search.reduction_factor > 1:
+        raise ConfigError(f"--reduction-factor must be above 1, but is {search.reduction_factor:g}.")
     if search.cpus <= 0 or search.gpus < 0:
         raise ConfigError("--cpus-per-trial must be above 0, and --gpus-per-trial not below.")
     if config.on not in ("auto", "inprocess", "spawn", "torchrun") or config.nodes not in (1, "1"):
@@ -101,7 +101,7 @@ def estimated(search: Search, cpus: int) -> Estimate | None:
         seconds_per_evaluation=search.seconds_per_evaluation,
         trials=search.planned,
         rungs=search.rungs,
-        reduction=search.reduction,
+        reduction=search.reduction_factor,
         concurrent=max(1, int(cpus // search.cpus)),
         gpus_per_trial=search.gpus,
     )
@@ -126,7 +126,7 @@ def require_same(there: Search, asked: Search, directory: SearchDirectory, metri
     if "best" not in asked.options:
         options.pop("best", None)  # the search's own
     names = {"space": "search", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
-    fields = ("space", "scheduler", "grace", "reduction", "stop", "cpus", "gpus")
+    fields = ("space", "scheduler", "grace", "reduction_factor", "stop", "cpus", "gpus")
     differing = [names.get(n, n) for n in fields if not _alike(getattr(there, n), getattr(asked, n))]
     differing += [
         name

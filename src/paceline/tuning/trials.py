@@ -95,7 +95,7 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
             mode=search.mode,
             max_t=max(evaluations, search.grace),
             grace_period=search.grace,
-            reduction_factor=search.reduction,
+            reduction_factor=search.reduction_factor,
         )
 
     def replay(self, results: Sequence[Result], search: Search) -> None:
