@@ -144,6 +144,8 @@ def test_what_an_optimizer_needs_while_it_steps_comes_after_the_activations() ->
         (Layout(fsdp=4), "fast", 8, (2 * 7000 + 4000) * 3 // 4),
         # One round of each group of two, and both copies' halves.
         (Layout(dp=2, fsdp=2), "fast", 4, (7000 + 4000) // 2 + 2 * 2000 // 2),
+        # Two rounds, in which all four ranks get a fourth of the gradients each, and its sum from the copy.
+        (Layout(dp=2, fsdp=2), "exact", 8, 2 * 7000 // 2 + 2 * 4000 * 3 // 4 + 2000 // 2),
         # What a layer computes, of each micro-batch: in a ring of two, all of it once.
         (Layout(tp=2), "exact", 4, 4 * 600),
         # 50 bytes over the border, and as many back.

@@ -41,7 +41,8 @@ def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int
     ``ddp``, as a ring does: all but its own 1/W of the gradients, and again of the sums; with ``exact``, of
     each subtree that the rank sums by itself. ``zero1`` sends parameters in place of the sums. ``fsdp``, for
     every micro-batch: its part of the parameters to all others for forward and again for backward (the root's
-    once), and the gradients, with ``fast`` once a step; copies of its model then add up their parts.
+    once), and the gradients: with ``exact`` to the ranks of all copies, which each sum a part and send it to
+    the other copies; with ``fast`` once a step within a copy, and copies then add up their parts.
     DeepSpeed's stage 1 is as ``zero1``; stages 2 and 3 scatter every micro-batch's gradients.
     """
     ranks = layout.data_ranks
@@ -50,9 +51,11 @@ def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int
     if layout.fsdp > 1:
         rounds = -(-num_shards // ranks)
         blocks = part.parameter_bytes - part.root_bytes
-        scattered = (rounds if reduction == "exact" else 1) * part.gradient_bytes
-        within = (rounds * (2 * blocks + part.root_bytes) + scattered) * (layout.fsdp - 1) // layout.fsdp
-        return within + 2 * (part.gradient_bytes // layout.fsdp) * (layout.dp - 1) // layout.dp
+        gathered = rounds * (2 * blocks + part.root_bytes) * (layout.fsdp - 1) // layout.fsdp
+        over_copies = (part.gradient_bytes // layout.fsdp) * (layout.dp - 1) // layout.dp
+        if reduction == "exact":
+            return gathered + rounds * part.gradient_bytes * (ranks - 1) // ranks + over_copies
+        return gathered + part.gradient_bytes * (layout.fsdp - 1) // layout.fsdp + 2 * over_copies
     if layout.zero_stage > 1:
         # Gradients are scattered after every micro-batch, and parameters gathered: once a step, or for
         # every forward and backward.
