@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paceline.tuning.driver import main
 from paceline.tuning.journal import Journal, Result
 from paceline.tuning.search import Search, SearchDirectory
 
@@ -118,3 +122,25 @@ def test_dollars_are_those_of_the_clock_over_all_starts(
     assert (warning or "") in error
     assert ("budget" in error) == (warning is not None)
     assert observer.spent == (spent_s > 10000)
+
+
+@pytest.mark.parametrize(("metrics", "code"), [({}, 1), ({"loss": 1.0}, 0)])
+def test_a_budget_that_is_spent_before_there_is_a_best_trial_is_no_success(
+    metrics: dict[str, float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = {"CPU": 1.0, "GPU": 2.0}
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": machine}], shutdown=lambda: None)
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr("paceline.tuning.driver.import_ray", lambda: ray)
+    monkeypatch.setattr("paceline.tuning.driver.connect", lambda *arguments: None)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(replace(SEARCH, budget="1h"))
+    journal = Journal(directory.journal)
+    journal.add(
+        Result(trial=0, state="running", iteration=1, step=10, metrics=metrics, seconds=1.0, clock_s=3700.0)
+    )
+    journal.close()
+    assert main([str(directory.path), "--quiet"]) == code
+    assert not json.loads(directory.result.read_bytes())["done"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -113,10 +114,15 @@ class Search:
         """After which evaluations trials are compared, the first one first."""
         if self.scheduler == "none" or self.evaluations is None:
             return ()
-        found, rung = [], float(self.grace)
-        while rung < self.evaluations:
-            found.append(int(rung))
-            rung *= self.reduction_factor
+        left = [float(self.grace)]
+        while left[-1] < self.evaluations:
+            left.append(self.grace * self.reduction_factor ** len(left))
+        found = []
+        for evaluation in range(self.grace, self.evaluations):
+            # ASHA compares once an evaluation, at the highest rung not compared at yet.
+            if reached := bisect_right(left, evaluation):
+                left.pop(reached - 1)
+                found.append(evaluation)
         return tuple(found)
 
     def trial_options(self, number: int, directory: SearchDirectory) -> dict[str, Any]:
