@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.tuning.driver import main
-from paceline.tuning.journal import Journal, Result
+from paceline.tuning.journal import Journal, Result, read_trials
 from paceline.tuning.search import Search, SearchDirectory
 
 pytestmark = pytest.mark.ray
@@ -89,6 +89,79 @@ def test_a_running_trials_gpus_count_before_it_says_anything(
     assert observer.cost.trials == 1
     observer.result(3, said(0, 0.0, "waiting"), ended=True)
     assert observer.cost.gpu_hours == 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the observer sees."""
+    now = [1000.0]
+    monkeypatch.setattr("paceline.tuning.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def spent(path: Path) -> tuple[float, float]:
+    """Seconds of the clock, and of all trials."""
+    trials = read_trials(path / "journal.jsonl")
+    return trials.clock_s, trials.cost(trials.clock_s, gpus_per_trial=1).gpu_hours * 3600
+
+
+def test_what_was_spent_since_the_last_evaluation_counts_in_the_next_start(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = replace(SEARCH, budget="2h")
+    observer = observe(search, tmp_path, monkeypatch)
+    with observer:
+        observer.started(0)
+        clock[0] += 4800
+        observer.result(0, said(1, 4800.0), ended=False)
+        observer.turn()
+        assert not observer.spent
+        clock[0] += 2400
+        observer.turn()
+        assert observer.spent
+        observer.result(0, said(1, 2400.0, "waiting"), ended=True)
+    assert spent(tmp_path) == pytest.approx((7200, 7200))
+    assert read_trials(tmp_path / "journal.jsonl").trials[0].curve("loss") == [(10, 1.0)]
+    again = observe(search, tmp_path, monkeypatch)
+    with again:
+        again.turn()
+        assert again.spent
+        assert again.cost.gpu_hours == pytest.approx(4)
+
+
+def test_what_a_search_spends_outlives_a_kill_and_counts_once(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in (0, 1):
+        observer = observe(SEARCH, tmp_path, monkeypatch)
+        observer.started(0)
+        clock[0] += 100
+        observer.turn()
+        assert spent(tmp_path) == pytest.approx((100 + 120 * start,) * 2)
+        clock[0] += 20
+        observer.result(0, said(1 + start, 120.0), ended=False)
+        assert spent(tmp_path) == pytest.approx((120 + 120 * start,) * 2)
+    clock[0] += 50
+    observer.turn()
+    assert spent(tmp_path) == pytest.approx((290, 290))
+    assert observe(SEARCH, tmp_path, monkeypatch).clock_s == pytest.approx(290)
+
+
+def test_a_lost_trials_time_is_spent(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = observe(SEARCH, tmp_path, monkeypatch)
+    with observer:
+        observer.started(0)
+        clock[0] += 50
+        observer.lost(0)
+        clock[0] += 10  # until it has another machine
+        observer.started(0)
+        clock[0] += 30
+        observer.result(0, said(1, 30.0), ended=False)
+        clock[0] += 5
+        observer.gave_up(0, "lost again")
+    assert spent(tmp_path) == pytest.approx((95, 85))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 ::
 
     tune.json         everything resolved: the task, its options, the space, the scheduler, the budget
-    journal.jsonl     one record for each result, in the order in which they were compared
+    journal.jsonl     one record for each result, in the order in which they were compared; what was spent
     trials/00003/     trial 3: a run's directory, which paceline resume, runs and audit take
     tensorboard/      each trial's hyperparameters with its results
     parallel.svg  curves.svg
