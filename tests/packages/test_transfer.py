@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socketserver
 import sys
 import threading
@@ -165,6 +167,45 @@ def test_a_damaged_origin_gives_nothing(registry: Registry, origin: tuple[Regist
         pull("demo@prod", server.url, registry)
     assert registry.digests() == []
     assert registry.references() == {}
+
+
+def _damage(package: Path, how: str) -> None:
+    file = package / "weights.safetensors"
+    if how == "no manifest":
+        (package / "manifest.json").unlink()
+    elif how == "another package":
+        shutil.rmtree(package)
+        shutil.copytree(package.with_name(how), package)
+    else:
+        content = bytearray(file.read_bytes())
+        content[-20] ^= 1
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["a byte", "no manifest", "another package"])
+def test_a_package_that_is_damaged_here_is_repaired_by_a_pull(
+    registry: Registry, origin: tuple[Registry, str], put_package: PutPackage, how: str
+) -> None:
+    pull("demo@prod", str(origin[0].path), registry)
+    package = registry.path_of(origin[1])
+    registry.path_of(put_package(registry, seed=8)).rename(package.with_name("another package"))
+    _damage(package, how)
+    with pytest.raises(PackageError, match=r"pull it from where it is whole|is not in"):
+        open_package("demo@prod", registry)
+    pulled = pull("demo@prod", str(origin[0].path), registry)
+    assert pulled.fetched_bytes == open_package("demo@prod", registry).manifest.size_bytes
+    assert sorted(os.listdir(registry.packages)) == sorted([origin[1], "another package"])
+
+
+def test_a_damaged_package_stays_where_none_is_whole(
+    registry: Registry, origin: tuple[Registry, str]
+) -> None:
+    pull("demo@prod", str(origin[0].path), registry)
+    for each in (registry, origin[0]):
+        _damage(each.path_of(origin[1]), "a byte")
+    with pytest.raises(PackageError, match="is damaged where it comes from"):
+        pull("demo@prod", str(origin[0].path), registry)
+    assert registry.holds(origin[1])
 
 
 def test_a_longer_file_is_cut_off(registry: Registry, origin: tuple[Registry, str]) -> None:

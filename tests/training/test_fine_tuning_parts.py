@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,47 @@ def test_adapters_need_a_linear_layer() -> None:
         add_adapters(_model(), Lora(targets=("query",)))
     with pytest.raises(ConfigError, match="the model has 1 linear layers"):
         add_adapters(nn.Sequential(nn.Linear(2, 2)), Lora())
+
+
+class _TwoHeads(nn.Module):
+    """The name of one layer ends in that of another, and so does that of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.words = nn.ModuleDict({"fc": nn.Embedding(3, 4)})
+        self.head = nn.ModuleDict({"fc": nn.Linear(4, 2)})
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "adapted"),
+    [
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.Linear(4, 2)),
+            ("all-linear",),
+            {"0", "1.1"},
+        ),
+        (_TwoHeads(), ("all-linear",), {"fc"}),
+        (_TwoHeads(), ("fc",), {"fc", "head.fc"}),
+    ],
+)
+def test_only_the_layers_that_are_meant_get_adapters(
+    model: nn.Module, targets: tuple[str, ...], adapted: set[str]
+) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    model = copy.deepcopy(model)
+    add_adapters(model, Lora(targets=targets))
+    assert {name for name, layer in model.named_modules() if isinstance(layer, LoraLayer)} == adapted
+
+
+def test_a_layer_that_peft_refuses_is_told() -> None:
+    model = _TwoHeads()
+    # Of this kind peft knows that an adapter around such a layer would have no effect.
+    model.config = SimpleNamespace(model_type="mamba", to_dict=lambda: {"model_type": "mamba"})
+    model.out_proj = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"--lora: peft refuses .*out_proj.* Name others with target="):
+        add_adapters(model, Lora(targets=("out_proj",)))
 
 
 def test_options_are_parsed() -> None:

@@ -195,6 +195,7 @@ def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
     directory.write(replace(SEARCH, options={**SEARCH.options, "best": "accuracy:max"}), new=True)
     there = directory.read()
     require_same(there, replace(SEARCH, trials=20, budget="2h"), directory, "accuracy:max")
+    require_same(replace(there, cpus=1, gpus=0), SEARCH, directory, None)
     for asked, metric, says in (
         (replace(SEARCH, space=("lr=log:1e-2:1",)), None, "differs in --search"),
         (replace(SEARCH, options={**SEARCH.options, "epochs": 3}), None, "differs in --epochs"),
@@ -209,6 +210,27 @@ def test_rungs_and_trials_follow_from_the_options() -> None:
     assert SEARCH.rungs == (1, 4)
     assert replace(SEARCH, scheduler="none").rungs == ()
     assert replace(SEARCH, grace=2, reduction_factor=2).rungs == (2, 4, 8)
+    assert replace(SEARCH, reduction_factor=2.5).rungs == (1, 3, 7)
     assert SEARCH.planned == 8
     assert replace(SEARCH, budget="5trials").planned == 5
     assert replace(SEARCH, space=("momentum=choice:0.5,0.9",)).planned == 2
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("grace", [1, 3])
+@pytest.mark.parametrize("factor", [1.2, 1.5, 2, 2.5, 4])
+def test_the_rungs_are_those_at_which_asha_compares(
+    factor: float, grace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    from paceline.tuning.trials import Asha
+
+    search = replace(SEARCH, grace=grace, reduction_factor=factor, evaluations=30)
+    scheduler, trial, compared = Asha(search), Named("a", {"number": 0}), []
+    scheduler.on_trial_add(None, trial)
+    for iteration in range(1, 30):
+        before = scheduler.debug_string()
+        scheduler.on_trial_result(None, trial, {"iteration": iteration, "objective": 0.5})
+        if scheduler.debug_string() != before:
+            compared.append(iteration)
+    assert search.rungs == tuple(compared)

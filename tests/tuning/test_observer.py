@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.tuning.journal import Journal, Result
+from paceline.tuning.driver import main
+from paceline.tuning.journal import Journal, Result, read_trials
 from paceline.tuning.search import Search, SearchDirectory
 
 pytestmark = pytest.mark.ray
@@ -87,6 +91,79 @@ def test_a_running_trials_gpus_count_before_it_says_anything(
     assert observer.cost.gpu_hours == 0
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the observer sees."""
+    now = [1000.0]
+    monkeypatch.setattr("paceline.tuning.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def spent(path: Path) -> tuple[float, float]:
+    """Seconds of the clock, and of all trials."""
+    trials = read_trials(path / "journal.jsonl")
+    return trials.clock_s, trials.cost(trials.clock_s, gpus_per_trial=1).gpu_hours * 3600
+
+
+def test_what_was_spent_since_the_last_evaluation_counts_in_the_next_start(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = replace(SEARCH, budget="2h")
+    observer = observe(search, tmp_path, monkeypatch)
+    with observer:
+        observer.started(0)
+        clock[0] += 4800
+        observer.result(0, said(1, 4800.0), ended=False)
+        observer.turn()
+        assert not observer.spent
+        clock[0] += 2400
+        observer.turn()
+        assert observer.spent
+        observer.result(0, said(1, 2400.0, "waiting"), ended=True)
+    assert spent(tmp_path) == pytest.approx((7200, 7200))
+    assert read_trials(tmp_path / "journal.jsonl").trials[0].curve("loss") == [(10, 1.0)]
+    again = observe(search, tmp_path, monkeypatch)
+    with again:
+        again.turn()
+        assert again.spent
+        assert again.cost.gpu_hours == pytest.approx(4)
+
+
+def test_what_a_search_spends_outlives_a_kill_and_counts_once(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in (0, 1):
+        observer = observe(SEARCH, tmp_path, monkeypatch)
+        observer.started(0)
+        clock[0] += 100
+        observer.turn()
+        assert spent(tmp_path) == pytest.approx((100 + 120 * start,) * 2)
+        clock[0] += 20
+        observer.result(0, said(1 + start, 120.0), ended=False)
+        assert spent(tmp_path) == pytest.approx((120 + 120 * start,) * 2)
+    clock[0] += 50
+    observer.turn()
+    assert spent(tmp_path) == pytest.approx((290, 290))
+    assert observe(SEARCH, tmp_path, monkeypatch).clock_s == pytest.approx(290)
+
+
+def test_a_lost_trials_time_is_spent(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = observe(SEARCH, tmp_path, monkeypatch)
+    with observer:
+        observer.started(0)
+        clock[0] += 50
+        observer.lost(0)
+        clock[0] += 10  # until it has another machine
+        observer.started(0)
+        clock[0] += 30
+        observer.result(0, said(1, 30.0), ended=False)
+        clock[0] += 5
+        observer.gave_up(0, "lost again")
+    assert spent(tmp_path) == pytest.approx((95, 85))
+
+
 @pytest.mark.parametrize(
     ("spent_s", "warning"),
     [
@@ -118,3 +195,25 @@ def test_dollars_are_those_of_the_clock_over_all_starts(
     assert (warning or "") in error
     assert ("budget" in error) == (warning is not None)
     assert observer.spent == (spent_s > 10000)
+
+
+@pytest.mark.parametrize(("metrics", "code"), [({}, 1), ({"loss": 1.0}, 0)])
+def test_a_budget_that_is_spent_before_there_is_a_best_trial_is_no_success(
+    metrics: dict[str, float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = {"CPU": 1.0, "GPU": 2.0}
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": machine}], shutdown=lambda: None)
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr("paceline.tuning.driver.import_ray", lambda: ray)
+    monkeypatch.setattr("paceline.tuning.driver.connect", lambda *arguments: None)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(replace(SEARCH, budget="1h"))
+    journal = Journal(directory.journal)
+    journal.add(
+        Result(trial=0, state="running", iteration=1, step=10, metrics=metrics, seconds=1.0, clock_s=3700.0)
+    )
+    journal.close()
+    assert main([str(directory.path), "--quiet"]) == code
+    assert not json.loads(directory.result.read_bytes())["done"]

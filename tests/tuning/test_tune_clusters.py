@@ -15,7 +15,6 @@ from tests.conftest import Processes
 from tests.lab.machines import Machines
 from tests.lab.slurm_cluster import SlurmCluster
 
-from paceline.run_directory import read_json_lines
 from paceline.tuning.journal import read_trials
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
@@ -58,7 +57,7 @@ def cluster(run_processes: Processes, tmp_path: Path) -> Iterator[tuple[dict[str
 
 def places(search: Path) -> set[str]:
     """The machines that have given results."""
-    return {record["place"].partition(":")[0] for record in read_json_lines(search / "journal.jsonl")}
+    return {result.place.partition(":")[0] for result in read_trials(search / "journal.jsonl").results}
 
 
 def steps_told(search: Path) -> dict[int, list[int]]:

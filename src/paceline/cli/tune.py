@@ -32,14 +32,14 @@ def tune(
     search: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
     metric: Annotated[str | None, Parameter(group=_WHAT)] = None,
     trials: Annotated[int | None, Parameter(group=_WHAT)] = None,
-    scheduler: Annotated[Literal["asha", "none"], Parameter(group=_WHAT)] = "asha",
-    grace: Annotated[int, Parameter(group=_WHAT)] = 1,
-    reduction_factor: Annotated[float, Parameter(group=_WHAT)] = 4,
+    scheduler: Annotated[Literal["asha", "none"] | None, Parameter(group=_WHAT)] = None,
+    grace: Annotated[int | None, Parameter(group=_WHAT)] = None,
+    reduction_factor: Annotated[float | None, Parameter(group=_WHAT)] = None,
     stop: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
     budget: Annotated[str | None, Parameter(group=_COST)] = None,
     price_per_hour: Annotated[float | None, Parameter(group=_COST)] = None,
     cpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
-    gpus_per_trial: Annotated[float, Parameter(group=_WHERE)] = 0,
+    gpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
     run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
     go_on: Annotated[bool, Parameter(name="--resume", negative="", group="Run directory")] = False,
@@ -64,11 +64,11 @@ def tune(
     trials
         How many, at most; where there are only so many combinations, each comes once. Default: 128.
     scheduler
-        asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end.
+        asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha.
     grace
-        Evaluations that every trial has.
+        Evaluations that every trial has. Default: 1.
     reduction_factor
-        One in so many trials goes on after a comparison; each comes so many times later.
+        One in so many trials goes on after a comparison; each comes so many times later. Default: 4.
     stop
         NAME=VALUE: a trial that reaches it has done enough; may be repeated.
     budget
@@ -78,7 +78,7 @@ def tune(
     cpus_per_trial
         CPUs that a trial holds. Default: its processes times --threads.
     gpus_per_trial
-        GPUs that a trial holds.
+        GPUs that a trial holds. Default: none.
     ray_address
         HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a cluster of the search's own, here.
     run
@@ -96,14 +96,14 @@ def tune(
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
-    how: dict[str, Any] = {
-        "space": search,
+    said = {
+        "metric": metric,
         "scheduler": scheduler,
         "grace": grace,
         "reduction_factor": reduction_factor,
         "gpus": gpus_per_trial,
-        **({} if metric is None else {"metric": metric}),
     }
+    how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     address = start.find_cluster(ray_address)
     if go_on and run is None:
         raise ConfigError("--resume: say which search is to go on, with --run DIR.")
@@ -111,8 +111,8 @@ def tune(
     asked = None
     if task or not go_on:
         asked = _asked(task, given(options), cpus_per_trial, trials, stop)
-        asked = dataclasses.replace(asked, **how, **changes)
-    elif search or metric or stop or cpus_per_trial or given(options):
+        asked = dataclasses.replace(asked, space=search, **how, **changes)
+    elif search or stop or cpus_per_trial is not None or how or given(options):
         raise ConfigError(
             "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
             "may be given anew."

@@ -96,7 +96,7 @@ def open_package(
         if package.digest != digest:
             raise PackageError(
                 f"package {path} cannot be used: its digest is {package.digest}. "
-                "Remove it, and export or pull it again."
+                "Export it again, or pull it from where it is whole."
             )
         return package
     if not path.is_dir():

@@ -314,6 +314,18 @@ class Registry:
             fsync_directory(self.packages)
         return manifest.digest
 
+    def put(self, whole: Path, digest: str) -> None:
+        """Give a verified directory a package's place; what was there before is damaged, and goes.
+
+        Raises:
+            PackageError: the registry cannot be written.
+        """
+        with self.unchanging(), _writable(self.path), temporary_directory(self.packages) as old:
+            with suppress(FileNotFoundError):
+                self.path_of(digest).rename(old / digest)
+            whole.rename(self.path_of(digest))
+            fsync_directory(self.packages)
+
     def _file_of(self, reference: Reference) -> Path:
         return self.tags / reference.name / f"{reference.tag}.json"
 

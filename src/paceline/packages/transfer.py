@@ -54,7 +54,8 @@ def pull(
         on_bytes: told of the progress.
 
     Raises:
-        PackageError: it is not there, is damaged, or the connection broke; nothing of it is visible then.
+        PackageError: it is not there, is damaged there, or the connection broke; nothing of it is visible
+            then. One that is damaged here is replaced.
     """
     return _copy(what, source_of(place), place, registry, on_bytes)
 
@@ -87,14 +88,17 @@ def _copy(what: str, source: Source, place: str, registry: Registry, on_bytes: O
         if content is None:
             raise PackageError(f"there is no {reference} in the registry {place}.")
         digest = Tag.from_bytes(content, f"{place}, {reference}").digest
-    fetched = 0
-    if registry.holds(digest):
-        verify_package(registry.path_of(digest))
-    else:
-        fetched = _fetch(digest, source, place, registry, on_bytes)
+    fetched = 0 if _is_whole(digest, registry) else _fetch(digest, source, place, registry, on_bytes)
     if reference is not None:
         registry.put_tag(reference, digest)
     return Transferred(digest, reference, fetched)
+
+
+def _is_whole(digest: str, registry: Registry) -> bool:
+    try:
+        return verify_package(registry.path_of(digest)).digest == digest
+    except PackageError:
+        return False
 
 
 def _fetch(digest: str, source: Source, place: str, registry: Registry, on_bytes: OnBytes) -> int:
@@ -108,7 +112,7 @@ def _fetch(digest: str, source: Source, place: str, registry: Registry, on_bytes
     manifest = Manifest.from_bytes(content)
     fetched = 0
     with _partial(registry, digest) as partial:
-        if registry.holds(digest):  # by another pull, while this one waited
+        if _is_whole(digest, registry):  # by another pull, while this one waited
             return 0
         for stray in set(os.listdir(partial)) - manifest.files.keys():
             _remove(partial / stray)
@@ -127,9 +131,7 @@ def _fetch(digest: str, source: Source, place: str, registry: Registry, on_bytes
         (partial / MANIFEST).write_bytes(content)
         verify_package(partial)
         fsync_directory(partial)
-        registry.packages.mkdir(parents=True, exist_ok=True)
-        partial.rename(registry.path_of(digest))
-        fsync_directory(registry.packages)
+        registry.put(partial, digest)
     return fetched
 
 

@@ -5,6 +5,7 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (https://a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,7 +29,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         lora: which layers, and the adapters' size.
 
     Raises:
-        ConfigError: peft is not installed, or no linear layer is meant.
+        ConfigError: peft is not installed or refuses a layer, or no linear layer is meant.
     """
     layers = target_layers(module, lora)
     try:
@@ -39,10 +40,18 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
             f"--lora needs peft, which cannot be imported ({error}). Install it: pip install 'paceline[lora]'"
         ) from error
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=layers, bias="none"
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        # Of a list, peft takes a name also for the end of others, whatever layers they are.
+        target_modules="|".join(map(re.escape, layers)),
+        bias="none",
     )
-    with loggers_hushed(*_NOISY):
-        inject_adapter_in_model(config, module)
+    try:
+        with loggers_hushed(*_NOISY):
+            inject_adapter_in_model(config, module)
+    except ValueError as error:
+        raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
 
 
 def target_layers(module: nn.Module, lora: Lora) -> list[str]:

@@ -122,7 +122,7 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
             f"{observer.failure or 'Ray gave them up'}. Go on with: paceline tune --resume --run "
             f"{directory.path}"
         )
-    if done and journal.best(search.metric_name, search.mode) is None:
+    if (done or observer.spent) and journal.best(search.metric_name, search.mode) is None:
         return 1
     return 1 if any(trial.state == "failed" for trial in trials) else 0
 

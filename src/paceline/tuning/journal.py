@@ -1,4 +1,7 @@
-"""What came of each trial so far: a line for each result, in the order in which trials were compared."""
+"""What came of each trial so far: a line for each result, in the order in which trials were compared.
+
+Between them, now and then and at the end of each start, is a line of what the search had spent by then.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,20 @@ class Result:
         """The metric's value, where there is one."""
         found = self.metrics.get(metric)
         return found if found is not None and math.isfinite(found) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a search had spent at some moment, over all its starts.
+
+    Attributes:
+        clock_s: seconds that it had taken.
+        trial_s: seconds of all trials together, with those that no result says: of trials that were at work,
+            were interrupted, or were lost.
+    """
+
+    clock_s: float
+    trial_s: float
 
 
 @dataclass
@@ -119,14 +136,25 @@ class Trials:
     """What is known of all trials of a search.
 
     Args:
+        records: in their order.
+
+    Attributes:
+        trials: by their numbers.
         results: in their order.
+        unsaid_s: seconds of trials that no result says.
     """
 
-    def __init__(self, results: Iterable[Result]) -> None:
+    def __init__(self, records: Iterable[Result | Spent]) -> None:
         self.trials: dict[int, Trial] = {}
         self.results: list[Result] = []
-        for result in results:
-            self.take(result)
+        self.unsaid_s = 0.0
+        self._spent = Spent(clock_s=0.0, trial_s=0.0)
+        for record in records:
+            if isinstance(record, Spent):
+                self._spent = record
+            else:
+                self.take(record)
+        self.unsaid_s = max(0.0, self._spent.trial_s - self._trial_s)
 
     def take(self, result: Result) -> None:
         """Add a result."""
@@ -141,8 +169,8 @@ class Trials:
 
     @property
     def clock_s(self) -> float:
-        """Seconds that the search took until the last result."""
-        return max((result.clock_s for result in self.results), default=0.0)
+        """Seconds that the search had taken by the last record."""
+        return max((self._spent.clock_s, *(result.clock_s for result in self.results)))
 
     def cost(self, clock_s: float, gpus_per_trial: float) -> Cost:
         """What was spent.
@@ -151,9 +179,12 @@ class Trials:
             clock_s: seconds of the search.
             gpus_per_trial: that each trial held.
         """
-        trial_s = sum(trial.seconds for trial in self.trials.values())
         begun = sum(trial.state != "waiting" for trial in self.trials.values())
-        return Cost(clock_s, begun, trial_s / 3600 * gpus_per_trial)
+        return Cost(clock_s, begun, self._trial_s / 3600 * gpus_per_trial)
+
+    @property
+    def _trial_s(self) -> float:
+        return sum(trial.seconds for trial in self.trials.values()) + self.unsaid_s
 
     def best(self, metric: str, mode: str) -> Trial | None:
         """The trial with the best value; among equals the one with the lowest number.
@@ -183,7 +214,21 @@ class Journal(Trials):
     def add(self, result: Result) -> None:
         """Record a result: it is on its way to disk on return."""
         self.take(result)
-        self._file.write((json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n").encode())
+        self._write(result)
+
+    def add_spent(self, clock_s: float, running_s: float = 0.0) -> None:
+        """Record what was spent until now.
+
+        Args:
+            clock_s: seconds of the search.
+            running_s: seconds of the trials at work, since they began or gave their last results.
+        """
+        trial_s = self._trial_s + running_s
+        self._spent = Spent(clock_s=round(clock_s, 3), trial_s=round(trial_s, 3))
+        self._write(self._spent)
+
+    def _write(self, record: Result | Spent) -> None:
+        self._file.write((json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""
@@ -195,8 +240,10 @@ def read_trials(path: Path) -> Trials:
     return Trials(_read(path))
 
 
-def _read(path: Path) -> Iterator[Result]:
+def _read(path: Path) -> Iterator[Result | Spent]:
     names = {f.name for f in dataclasses.fields(Result)}
     for record in read_json_lines(path):
-        if record.keys() <= names and {"trial", "state", "iteration", "step", "metrics"} <= record.keys():
+        if record.keys() == {"clock_s", "trial_s"}:
+            yield Spent(**record)
+        elif record.keys() <= names and {"trial", "state", "iteration", "step", "metrics"} <= record.keys():
             yield Result(**record)

@@ -19,7 +19,7 @@ from paceline.tuning.search import Search, SearchDirectory
 from paceline.tuning.status import Standing, render
 
 _SHOW_S = 0.5
-_RECORD_S = 5.0
+_RECORD_S = 15.0  # what is forgotten of a search that is killed, at most
 
 
 class Observer:
@@ -49,6 +49,7 @@ class Observer:
         self._notes: list[str] = []
         self._warned = 0.0
         self._shown_at = 0.0
+        self._recorded_at = self._began
         self._estimated = bool(journal.results)
         self.scheduler: Any = None
         self.spent = False
@@ -65,6 +66,9 @@ class Observer:
 
     def __exit__(self, *error: object) -> None:
         self._live.stop()
+        for number in list(self._since):
+            self._journal.unsaid_s += self._taken(number)
+        self._journal.add_spent(self.clock_s)
 
     @property
     def clock_s(self) -> float:
@@ -75,9 +79,17 @@ class Observer:
     def cost(self) -> Cost:
         """What was spent until now, with what running trials have taken since their last result."""
         known = self._journal.cost(self.clock_s, self._search.gpus)
+        return replace(known, gpu_hours=known.gpu_hours + self._running_s / 3600 * self._search.gpus)
+
+    @property
+    def _running_s(self) -> float:
         now = time.monotonic()
-        running_s = sum(now - since for since in self._since.values())
-        return replace(known, gpu_hours=known.gpu_hours + running_s / 3600 * self._search.gpus)
+        return sum(now - since for since in self._since.values())
+
+    def _taken(self, number: int) -> float:
+        """Seconds since a trial began or gave its last result; it is not at work any more."""
+        now = time.monotonic()
+        return now - self._since.pop(number, now)
 
     @property
     def closed(self) -> bool:
@@ -85,8 +97,11 @@ class Observer:
         return self.spent or self._directory.stop.exists()
 
     def turn(self) -> None:
-        """Look at the budget, and show where the search stands."""
+        """Look at the budget, record what is spent, and show where the search stands."""
         self._watch_budget()
+        if time.monotonic() - self._recorded_at > _RECORD_S:
+            self._recorded_at = time.monotonic()
+            self._journal.add_spent(self.clock_s, self._running_s)
         if self._live.is_started and time.monotonic() - self._shown_at > _SHOW_S:
             self._shown_at = time.monotonic()
             self._live.update(render(self._search, self._journal, self.standing()), refresh=True)
@@ -125,10 +140,11 @@ class Observer:
         state = said["state"]
         if ended or state != "running":
             self._since.pop(number, None)
-        elif said["step"] > trial.step:
+        else:
             self._since[number] = time.monotonic()
         interrupted = state == "waiting"
         if interrupted or (state == "running" and said["step"] <= trial.step):
+            self._journal.unsaid_s += said["seconds"]
             return  # said before, or to be gone on with
         place = f"{said.get('node_ip', '')}:{said.get('pid', '')}"
         result = Result(
@@ -148,10 +164,14 @@ class Observer:
         if not self._estimated and result.iteration == 1:
             self._estimate_anew(max(0.0, result.seconds - said["start_s"]))
 
+    def lost(self, number: int) -> None:
+        """A trial's process or machine is; it begins again from its last checkpoint."""
+        self._journal.unsaid_s += self._taken(number)
+        self.say(f"trial {number:05d} was lost, and goes on from its last checkpoint.")
+
     def gave_up(self, number: int, why: str) -> None:
         """Tune has no more patience with a trial."""
         self.failure = why
-        self._since.pop(number, None)
         trial = self._journal.trial(number)
         self._journal.add(
             Result(
@@ -160,7 +180,7 @@ class Observer:
                 iteration=trial.iteration,
                 step=trial.step,
                 metrics={},
-                seconds=0.0,
+                seconds=round(self._taken(number), 3),
                 clock_s=round(self.clock_s, 3),
                 message=why,
             )
@@ -241,8 +261,7 @@ class _Events(Callback):  # type: ignore[misc]
         self._observer.result(trial.config["number"], result, ended=bool(result.get("done")))
 
     def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        number = trial.config["number"]
-        self._observer.say(f"trial {number:05d} was lost, and goes on from its last checkpoint.")
+        self._observer.lost(trial.config["number"])
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         self._observer.gave_up(trial.config["number"], "it was lost again and again")

@@ -3,7 +3,7 @@
 ::
 
     tune.json         everything resolved: the task, its options, the space, the scheduler, the budget
-    journal.jsonl     one record for each result, in the order in which they were compared
+    journal.jsonl     one record for each result, in the order in which they were compared; what was spent
     trials/00003/     trial 3: a run's directory, which paceline resume, runs and audit take
     tensorboard/      each trial's hyperparameters with its results
     parallel.svg  curves.svg
@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -113,10 +114,15 @@ class Search:
         """After which evaluations trials are compared, the first one first."""
         if self.scheduler == "none" or self.evaluations is None:
             return ()
-        found, rung = [], float(self.grace)
-        while rung < self.evaluations:
-            found.append(int(rung))
-            rung *= self.reduction_factor
+        left = [float(self.grace)]
+        while left[-1] < self.evaluations:
+            left.append(self.grace * self.reduction_factor ** len(left))
+        found = []
+        for evaluation in range(self.grace, self.evaluations):
+            # ASHA compares once an evaluation, at the highest rung not compared at yet.
+            if reached := bisect_right(left, evaluation):
+                left.pop(reached - 1)
+                found.append(evaluation)
         return tuple(found)
 
     def trial_options(self, number: int, directory: SearchDirectory) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def require_same(there: Search, asked: Search, directory: SearchDirectory, metri
 
 def _alike(one: object, other: object) -> bool:
     """Whether they are the same once they are read from JSON."""
-    return json.dumps(one, default=list) == json.dumps(other, default=list)
+    # A number compares as one, however it is written: 4 and 4.0.
+    return bool(json.loads(json.dumps(one, default=list)) == json.loads(json.dumps(other, default=list)))
 
 
 def describe(search: Search, expected: Estimate | None, *, here: bool) -> str:
