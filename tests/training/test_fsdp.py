@@ -19,6 +19,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "in-blocks": {"task": "Everything", "options": {"fsdp_wrap": "8", "max_steps": 8}},
     "two-optimizers": {"task": "TwoOptimizers", "options": {"precision": "bf16"}},
     "fp16": {"task": "Overflowing", "options": {"precision": "fp16"}},
+    "overflow-in-one-part": {"task": "OverflowingFirst", "options": {"precision": "fp16"}},
     "few-samples": {"task": "Overflowing", "fields": {"num": 8}, "options": {"precision": "fp16"}},
     "metrics": {"task": "ManyMetrics"},
     "uneven-stream": {"task": "Uneven"},

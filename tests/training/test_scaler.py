@@ -10,8 +10,8 @@ from torch.optim import SGD
 from paceline.training.scaler import PartScaler
 
 
-@pytest.mark.parametrize("overflowed", [None, 0, 1])
-def test_all_optimizers_apply_a_step_or_none(overflowed: int | None) -> None:
+@pytest.mark.parametrize("overflowed", [None, 0, 1, "elsewhere"])
+def test_all_optimizers_apply_a_step_or_none(overflowed: int | str | None) -> None:
     scaler = PartScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
@@ -19,11 +19,12 @@ def test_all_optimizers_apply_a_step_or_none(overflowed: int | None) -> None:
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full((2,), torch.inf if number == overflowed else 8.0)
 
-    scaler.unscale_all(optimizers)
+    applied = scaler.unscale_all(optimizers, finite=overflowed != "elsewhere")
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
 
+    assert applied == (overflowed is None)
     expected = 0.5 if overflowed is None else 1.0
     assert [parameter.tolist() for parameter in parameters] == [[expected] * 2] * 2
     assert scaler.get_scale() == (8.0 if overflowed is None else 4.0)

@@ -134,14 +134,15 @@ class Trainer(Participant):
 
         logged = callback.step_reduced(due=self.monitor.is_due(progress.step + 1))
         with self.replica.changing():
-            self._update()
+            self._update(finite=sums.finite)
             mark("optimizer")
             return self._commit(sums, row, logged)
 
-    def _update(self) -> None:
-        """Apply the gradients."""
+    def _update(self, *, finite: bool = True) -> None:
+        """Apply the gradients, where those of all ranks are finite."""
         clip_norm = self.run.config.clip_norm
-        self.state.update(None if clip_norm is None else partial(self.replica.clip_gradients, clip_norm))
+        clip = None if clip_norm is None else partial(self.replica.clip_gradients, clip_norm)
+        self.state.update(clip, finite=finite)
 
     def _commit(self, sums: StepSums, row: Sequence[float], logged: Mapping[str, float]) -> StepSums:
         """Make the step count: one transition of the state, one ledger entry, one report."""
