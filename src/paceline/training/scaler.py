@@ -47,7 +47,8 @@ class PartScaler(torch.amp.GradScaler):
         unscaled: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
             cast(Optimizer, held), inv_scale, found_inf, allow_fp16
         )
-        return unscaled
+        # torch's steps with no optimizer of which it has looked at nothing.
+        return unscaled or {found_inf.device: found_inf}
 
 
 def _parts(optimizer: Optimizer) -> list[torch.Tensor]:
