@@ -378,6 +378,15 @@ class OverflowingFirst(Overflowing):
 
 
 @dataclass
+class NaNGradient(Overflowing):
+    """A finite loss whose gradient is NaN, at whatever scale."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        scores = model(batch[0])
+        return functional.cross_entropy(scores, batch[1]) + (scores - scores).mean().sqrt()
+
+
+@dataclass
 class OverflowingLayers(Layered):
     """Layers that can be split and cut into stages, whose first gradients are more than a half can hold."""
 

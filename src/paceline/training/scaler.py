@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from paceline.distributed.sharded_state import ShardedOptimizer, local_part
 
+LEAST_SCALE = 2.0**-14
+"""The smallest normal number of a half: gradients that it does not bring into range are not finite at all."""
+
 
 class PartScaler(torch.amp.GradScaler):
     """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.

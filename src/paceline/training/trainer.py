@@ -21,6 +21,7 @@ from paceline.training.non_finite import describe_non_finite
 from paceline.training.participant import Participant
 from paceline.training.referee import Referee
 from paceline.training.run import Run
+from paceline.training.scaler import LEAST_SCALE
 from paceline.training.schedule import Schedule
 from paceline.training.step import SpareBatch
 from paceline.training.stopping import leave
@@ -127,16 +128,23 @@ class Trainer(Participant):
             sums = self.together.agreed(sums)
         mark("reduction")
         move("optimizer")
-        # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
-        overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
-        if not sums.finite and not overflowed:
-            raise NonFiniteLossError(describe_non_finite(run.directory, progress, run.data.order, sums))
+        if not sums.finite and not self._overflowed(sums):
+            scale = None if self.state.scaler is None else self.state.scaler.get_scale()
+            raise NonFiniteLossError(
+                describe_non_finite(run.directory, progress, run.data.order, sums, scale)
+            )
 
         logged = callback.step_reduced(due=self.monitor.is_due(progress.step + 1))
         with self.replica.changing():
             self._update(finite=sums.finite)
             mark("optimizer")
             return self._commit(sums, row, logged)
+
+    def _overflowed(self, sums: StepSums) -> bool:
+        """Whether gradients are no error: a scaler then skips the step, and tries a smaller scale."""
+        if self.state.scaler is None or sums.bad_shard is not None or not math.isfinite(sums.loss):
+            return False
+        return self.state.scaler.get_scale() > LEAST_SCALE
 
     def _update(self, *, finite: bool = True) -> None:
         """Apply the gradients, where those of all ranks are finite."""
