@@ -352,6 +352,40 @@ class OverflowingOnce(Overflowing):
         return functional.cross_entropy(model(batch[0]), batch[1]) * 100
 
 
+class Shift(nn.Module):
+    """Adds a row of parameters, of which the second of two ranks holds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.zeros(1, FEATURES))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features + self.row
+
+
+@dataclass
+class OverflowingFirst(Overflowing):
+    """Only the first class's gradients are too large, and with them those of the first parameter."""
+
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, shards=8, epochs=6)
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Shift(), nn.Linear(FEATURES, CLASSES))
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        scores = model(batch[0])
+        return functional.cross_entropy(scores, batch[1]) / 10 + 30 * scores[:, 0].mean()
+
+
+@dataclass
+class NaNGradient(Overflowing):
+    """A finite loss whose gradient is NaN, at whatever scale."""
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        scores = model(batch[0])
+        return functional.cross_entropy(scores, batch[1]) + (scores - scores).mean().sqrt()
+
+
 @dataclass
 class OverflowingLayers(Layered):
     """Layers that can be split and cut into stages, whose first gradients are more than a half can hold."""

@@ -11,7 +11,7 @@ from tests.training.states import newest
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.strategies.blocks import blocks
+from paceline.strategies.blocks import blocks, untied
 
 EXACT: dict[str, dict[str, Any]] = {
     # Carved validation, plateau schedule, early stop; dropout, batch norm, AdamW; a short last batch.
@@ -19,6 +19,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "in-blocks": {"task": "Everything", "options": {"fsdp_wrap": "8", "max_steps": 8}},
     "two-optimizers": {"task": "TwoOptimizers", "options": {"precision": "bf16"}},
     "fp16": {"task": "Overflowing", "options": {"precision": "fp16"}},
+    "overflow-in-one-part": {"task": "OverflowingFirst", "options": {"precision": "fp16"}},
     "few-samples": {"task": "Overflowing", "fields": {"num": 8}, "options": {"precision": "fp16"}},
     "metrics": {"task": "ManyMetrics"},
     "uneven-stream": {"task": "Uneven"},
@@ -37,6 +38,20 @@ EXACT: dict[str, dict[str, Any]] = {
     "freed": {"task": "Everything", "options": {"fsdp_wrap": "8", "fsdp_reshard": "always", "max_steps": 6}},
     "offloaded": {"task": "TwoOptimizers", "options": {"fsdp_offload": True}},
     "low-precision": {"task": "Noisy", "options": {"precision": "bf16", "fsdp_mixed_precision": True}},
+    "own-in-low-precision": {
+        "task": "Skipping",
+        "options": {"precision": "bf16", "fsdp_mixed_precision": True, "max_steps": 3},
+    },
+    "tied": {
+        "task": "Text",
+        "fields": {"tied": True},
+        "options": {"fsdp_wrap": "Linear,Embedding", "max_steps": 3},
+    },
+    "tied-in-low-precision": {
+        "task": "Text",
+        "fields": {"tied": True},
+        "options": {"precision": "bf16", "fsdp_mixed_precision": True, "max_steps": 3},
+    },
     "best": {
         "task": "Points",
         "fields": {"num_val": 40, "num_test": 20},
@@ -158,6 +173,24 @@ def test_which_modules_are_blocks() -> None:
         ConfigError, match=r"has no module of class Conv2d\. It has: Linear, ReLU, Sequential"
     ):
         blocks(model, "Conv2d")
+
+
+def test_what_shares_a_parameter_is_gathered_together() -> None:
+    model = nn.Sequential(
+        nn.Embedding(10, 4), nn.Sequential(nn.Linear(4, 10), nn.Linear(4, 10)), nn.Linear(4, 10)
+    )
+    model[2].weight = model[0].weight
+    assert untied(model, blocks(model, "40")) == [model[1][0], model[1][1]]
+    model[1][1].weight = model[1][0].weight  # both are in one block
+    assert untied(model, blocks(model, "Linear,Sequential")) == [model[1]]
+
+
+def test_what_shares_a_module_is_gathered_around_it() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
+    assert untied(model, [shared]) == [shared]
+    assert untied(model, [shared, *model]) == [shared, *model]
+    assert untied(model, model) == []
 
 
 @pytest.mark.parametrize(

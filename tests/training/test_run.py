@@ -94,6 +94,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "ConfigError",
         ["--val-fraction needs a dataset with a length"],
     ),
+    "gradient-that-no-scale-makes-finite": (
+        {"task": "NaNGradient", "options": {"precision": "fp16", "epochs": 20}},
+        "NonFiniteLossError",
+        [
+            "the gradient of step 28 (epoch 14, step 2 in it) is NaN or infinite, though its loss is",
+            "at each scale of --precision fp16 down to 6.10352e-05",
+            "start a new run",
+        ],
+    ),
     "empty-stream": ({"task": "Iterable", "fields": {"num": 0}}, "DataError", ["must not be empty"]),
     "small-batch": (
         {"task": "Points", "options": {"global_batch_size": 7}},

@@ -21,7 +21,7 @@ from paceline.planning.anatomy import Anatomy
 from paceline.planning.live_bytes import LiveBytes
 from paceline.planning.parts import Part, Piece, Precision, Trace, Watched, activations, find_pieces, nbytes
 from paceline.planning.split import Splitting, splitting
-from paceline.strategies.blocks import blocks
+from paceline.strategies.blocks import blocks, untied
 from paceline.strategies.fsdp import AUTO_WRAP
 from paceline.task import Loss, Task
 
@@ -130,7 +130,8 @@ def _measure(
         found = splitting(task, module)
         if found is None:
             return measured
-        inner = blocks(module, AUTO_WRAP)  # of the whole: fsdp counts what layers have on all ranks
+        # Of the whole: fsdp counts what layers have on all ranks.
+        inner = untied(module, blocks(module, AUTO_WRAP))
         try:
             with found.applied(module):
                 halved = _halved(task, module, batch, microbatch, anatomy, found, inner)
@@ -176,7 +177,7 @@ def _dissect(
         for optimizer in optimizers:
             optimizer.step()
     state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
-    root, block_bytes = _gathered(module, blocks(module, AUTO_WRAP))
+    root, block_bytes = _gathered(module, untied(module, blocks(module, AUTO_WRAP)))
     whole = Part(
         parameter_bytes=nbytes(parameters),
         gradient_bytes=nbytes(trained),

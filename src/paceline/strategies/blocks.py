@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -57,6 +59,33 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
         else:
             found += inside
     return found
+
+
+def untied(module: nn.Module, found: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that share no parameter with what lies outside of them.
+
+    A parameter that two modules share, each sharded by itself, would become two. What is dropped here is
+    gathered with the smallest module around it that is not: its parameters are all there.
+
+    Args:
+        module: the model.
+        found: modules below it, inner ones first.
+    """
+    everywhere = _places(module)
+    times = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
+    kept: list[nn.Module] = []
+    taken: set[int] = set()
+    for child in found:
+        own = {key: number for key, number in _places(child).items() if key not in taken}
+        if all(times[id(child)] * number == everywhere[key] for key, number in own.items()):
+            kept.append(child)
+            taken |= own.keys()
+    return kept
+
+
+def _places(module: nn.Module) -> Counter[int]:
+    """How often each parameter, by its identity, is in the tree of modules."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _by_size(module: nn.Module, least: int) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from paceline.distributed.tree_reduce_scatter import ReduceScatterOverCopies, Tr
 from paceline.distributed.world import lost_peers_reported
 from paceline.errors import ConfigError
 from paceline.strategies.base import AMP_DTYPES, StrategyOptions
-from paceline.strategies.blocks import blocks
+from paceline.strategies.blocks import blocks, untied
 from paceline.strategies.shard_by_shard import SummedElsewhere
 
 AUTO_WRAP = "1M"
@@ -67,17 +67,23 @@ class FullyShard:
         }
         if config.fsdp_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if config.fsdp_mixed_precision:
+        for unit in [*self._units(module), module]:
             # What autocast computes in float32 is gathered in float32.
-            for child in reversed(list(module.modules())):
-                if child is not module and not isinstance(child, _CAST) and _holds_parameters(child):
-                    fully_shard(child, **options)
-            options["mp_policy"] = self._precision()
-        for block in blocks(module, self._wrap):
-            if not isinstance(block, FSDPModule):
-                fully_shard(block, **options)
-        fully_shard(module, **options)
+            lowered = config.fsdp_mixed_precision and _is_cast(unit)
+            fully_shard(unit, mp_policy=self._precision() if lowered else MixedPrecisionPolicy(), **options)
         return module
+
+    def _units(self, module: nn.Module) -> list[nn.Module]:
+        """What is gathered by itself, inner ones first; the rest is gathered with the model."""
+        chosen = {id(block) for block in blocks(module, self._wrap)}
+        if self._config.fsdp_mixed_precision:
+            chosen |= {
+                id(child)
+                for child in module.modules()
+                if not isinstance(child, _CAST) and _holds_parameters(child)
+            }
+        below = [child for child in module.modules() if child is not module and id(child) in chosen]
+        return untied(module, reversed(below))
 
     def _precision(self) -> MixedPrecisionPolicy:
         # Inputs are left alone: autocast casts them where it should, and integers must stay.
@@ -191,6 +197,16 @@ class FSDP(SummedElsewhere):
         super().close()
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _is_cast(unit: nn.Module) -> bool:
+    """Whether autocast casts all parameters that are to be gathered with ``unit``."""
+    own = {id(parameter) for parameter in _own_parameters(unit)}
+    return all(
+        isinstance(owner, _CAST)
+        for owner in unit.modules()
+        if any(id(parameter) in own for parameter in owner.parameters(recurse=False))
+    )
 
 
 def _own_parameters(unit: nn.Module) -> Sequence[nn.Parameter]:

@@ -89,7 +89,7 @@ class ShardByShard:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def finish_step(self, row: Sequence[float]) -> StepSums:
-        return agreed(self.reducer.finish(row), row, self._mesh, self.module)
+        return agreed(self.reducer.finish(row), row, self._mesh)
 
     def abandon(self) -> None:
         self.reducer.abandon()
@@ -137,7 +137,7 @@ class SummedElsewhere(ShardByShard):
             self._take_mean(gradients, sums.weight)
             finite = sums.finite and all(bool(torch.isfinite(gradient.sum())) for gradient in gradients)
             sums = replace(sums, finite=finite)
-        return agreed(sums, row, self._mesh, self.module)
+        return agreed(sums, row, self._mesh)
 
     def _count_rounds(self, present: Sequence[int]) -> int:
         """How many forwards and backwards all ranks need of this one."""
@@ -153,18 +153,12 @@ class SummedElsewhere(ShardByShard):
             super()._begin_shard()
 
 
-def agreed(sums: StepSums, row: Sequence[float], mesh: Mesh, module: nn.Module) -> StepSums:
-    """The sums with every rank's row, and finite only where every rank's part of the gradients is.
-
-    A gradient scaler looks at its own rank's part alone, and all ranks must skip the step: where another
-    rank's part is not finite, one of ours is made so.
-    """
+def agreed(sums: StepSums, row: Sequence[float], mesh: Mesh) -> StepSums:
+    """The sums with every rank's row, and finite only where every rank's part of the gradients is."""
     if mesh.device_mesh is None:
         return sums
     told = mesh.gather_rows([*row, float(sums.finite)])
     finite = all(of_rank[-1] for of_rank in told)
-    if sums.finite and not finite:
-        next(iter(local_gradients(module.parameters()))).fill_(torch.nan)
     return replace(sums, rows=[of_rank[:-1] for of_rank in told], finite=finite)
 
 

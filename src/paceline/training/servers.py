@@ -32,10 +32,10 @@ class ServerTrainer(Trainer):
         drop_others_state(self.state, self._on_servers, mesh.world.rank)
         super().attach(mesh)
 
-    def _update(self) -> None:
+    def _update(self, *, finite: bool = True) -> None:
         if self.world.rank < self._on_servers.servers:
             self._on_servers.keep_gradients_of(self.world.rank)
-            super()._update()
+            super()._update(finite=finite)
         self._on_servers.publish(self.world)
 
     def _whole_state(self) -> dict[str, Any]:

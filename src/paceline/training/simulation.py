@@ -144,11 +144,11 @@ def _step(run: Run, states: Sequence[TrainingState], shards: Sequence[range], lo
             bool(torch.isfinite(p.grad).all()) for p in _trained(state.module) if p.grad is not None
         )
     for state in states:
-        if not finite:  # a gradient scaler skips the step on all ranks, or on none
-            _trained(state.module)[0].grad = torch.full_like(_trained(state.module)[0], torch.nan)
         clip_norm = run.config.clip_norm
         parameters = state.module.parameters()
-        state.update(None if clip_norm is None else partial(_clip, parameters, clip_norm))
+        # A gradient scaler skips the step on all ranks, or on none.
+        clip = None if clip_norm is None else partial(_clip, parameters, clip_norm)
+        state.update(clip, finite=finite)
         state.progress.step += 1
         state.progress.step_in_epoch += 1
 

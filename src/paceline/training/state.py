@@ -125,18 +125,19 @@ class TrainingState:
         """The loss as backward gets it."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def update(self, clip: Callable[[], object] | None) -> None:
+    def update(self, clip: Callable[[], object] | None, *, finite: bool = True) -> None:
         """Apply the gradients: unscale, clip, step, and move schedules and average along.
 
         Args:
             clip: clips them; None where nothing does.
+            finite: whether the gradients of all ranks are; a scaler sees only this rank's part of them.
         """
+        applied = True
         if self.scaler is not None:
-            self.scaler.unscale_all(self.optimizers.values())
+            applied = self.scaler.unscale_all(self.optimizers.values(), finite=finite)
         self.callback.gradients_ready()
         if clip is not None:
             clip()
-        skipped = False
         with scaled(self.optimizers):
             for optimizer in self.optimizers.values():
                 if self.scaler is None:
@@ -144,10 +145,8 @@ class TrainingState:
                 else:
                     self.scaler.step(optimizer)
         if self.scaler is not None:
-            scale = self.scaler.get_scale()
             self.scaler.update()
-            skipped = self.scaler.get_scale() < scale
-        if skipped:
+        if not applied:
             return
         for scheduler in self.schedulers.values():
             if not isinstance(scheduler, ReduceLROnPlateau):

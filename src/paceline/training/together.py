@@ -70,8 +70,6 @@ class Together:
         if self._state.scaler is None or self._mesh.world.world_size == 1:
             return sums
         finite = all(told[0] for told in self._mesh.gather_rows([float(sums.finite)]))
-        if sums.finite and not finite:
-            next(p.grad for p in self._state.module.parameters() if p.grad is not None).fill_(torch.nan)
         return dataclasses.replace(sums, finite=finite)
 
     def step_done(

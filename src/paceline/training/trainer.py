@@ -21,6 +21,7 @@ from paceline.training.non_finite import describe_non_finite
 from paceline.training.participant import Participant
 from paceline.training.referee import Referee
 from paceline.training.run import Run
+from paceline.training.scaler import LEAST_SCALE
 from paceline.training.schedule import Schedule
 from paceline.training.step import SpareBatch
 from paceline.training.stopping import leave
@@ -127,21 +128,29 @@ class Trainer(Participant):
             sums = self.together.agreed(sums)
         mark("reduction")
         move("optimizer")
-        # Overflowed gradients are no error where a scaler then skips the step and tries a smaller scale.
-        overflowed = self.state.scaler is not None and sums.bad_shard is None and math.isfinite(sums.loss)
-        if not sums.finite and not overflowed:
-            raise NonFiniteLossError(describe_non_finite(run.directory, progress, run.data.order, sums))
+        if not sums.finite and not self._overflowed(sums):
+            scale = None if self.state.scaler is None else self.state.scaler.get_scale()
+            raise NonFiniteLossError(
+                describe_non_finite(run.directory, progress, run.data.order, sums, scale)
+            )
 
         logged = callback.step_reduced(due=self.monitor.is_due(progress.step + 1))
         with self.replica.changing():
-            self._update()
+            self._update(finite=sums.finite)
             mark("optimizer")
             return self._commit(sums, row, logged)
 
-    def _update(self) -> None:
-        """Apply the gradients."""
+    def _overflowed(self, sums: StepSums) -> bool:
+        """Whether gradients are no error: a scaler then skips the step, and tries a smaller scale."""
+        if self.state.scaler is None or sums.bad_shard is not None or not math.isfinite(sums.loss):
+            return False
+        return self.state.scaler.get_scale() > LEAST_SCALE
+
+    def _update(self, *, finite: bool = True) -> None:
+        """Apply the gradients, where those of all ranks are finite."""
         clip_norm = self.run.config.clip_norm
-        self.state.update(None if clip_norm is None else partial(self.replica.clip_gradients, clip_norm))
+        clip = None if clip_norm is None else partial(self.replica.clip_gradients, clip_norm)
+        self.state.update(clip, finite=finite)
 
     def _commit(self, sums: StepSums, row: Sequence[float], logged: Mapping[str, float]) -> StepSums:
         """Make the step count: one transition of the state, one ledger entry, one report."""

@@ -65,10 +65,7 @@ class DeepSpeed(SummedElsewhere):
             torch._foreach_mul_(gradients, self._world.world_size / sums.weight)
             finite = sums.finite and all(bool(torch.isfinite(part.sum())) for part in gradients)
             sums = replace(sums, finite=finite)
-        # The scaler looks at this rank's part alone, and all ranks must skip the step.
         finite = all(told for (told,) in self._mesh.gather_rows([float(sums.finite)]))
-        if sums.finite and not finite:
-            gradients[0].fill_(torch.nan)
         return replace(sums, finite=finite)
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ class Pipeline:
         first, *others = self._reducers.values()
         sums = first.finish(row)
         finite = all([sums.finite, *(reducer.finish(()).finite for reducer in others)])
-        return agreed(replace(sums, finite=finite), row, self._mesh, self.module)
+        return agreed(replace(sums, finite=finite), row, self._mesh)
 
     def _record(self) -> None:
         """Keep what was done in the 2nd, 4th, 8th, ... step for ``paceline runs pipeline``."""
