@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from paceline.intervals import Difference, holm, mcnemar, paired
 from paceline.reporting.analysis import Analysis
 
@@ -73,6 +75,11 @@ def _difference(first: Analysis, other: Analysis, metric: str) -> tuple[Differen
         return None, f"its {other.split} split holds other data"
     if metric not in first.per_sample or metric not in other.per_sample:
         return None, f"{metric} has no value for each sample"
+    for analysis in (first, other):
+        values = analysis.per_sample[metric]
+        if strange := int((~np.isfinite(values)).sum()):
+            of_all = f"{strange:,} of {analysis.record.name}'s {len(values):,} samples"
+            return None, f"{metric} is NaN or infinite for {of_all}"
     before, after = first.per_sample[metric], other.per_sample[metric]
     if all(bool(((values == 0) | (values == 1)).all()) for values in (before, after)):
         return mcnemar(before == 1, after == 1), ""
