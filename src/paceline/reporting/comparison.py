@@ -72,7 +72,7 @@ def _difference(first: Analysis, other: Analysis, metric: str) -> tuple[Differen
     if metric not in other.metrics:
         return None, f"it has no {metric}"
     if first.data.sha256 != other.data.sha256:
-        return None, f"its {other.split} split holds other data"
+        return None, f"its {other.split} split holds other data, or the same but padded otherwise"
     if metric not in first.per_sample or metric not in other.per_sample:
         return None, f"{metric} has no value for each sample"
     for analysis in (first, other):
