@@ -56,7 +56,8 @@ def gc(
     older_than
         What is younger stays: 30d, 12h.
     keep_best
-        Of each task's runs and each name's packages, the best stays, by the metric of --best or the loss.
+        Of each task's runs and each name's packages, the best stays, by the metric of --best or the loss;
+        where runs were told another --best, the best by each.
     only
         What to look at: runs, checkpoints, packages. Default: all three.
     yes
