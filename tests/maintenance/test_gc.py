@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from tests.conftest import Processes
+from tests.dashboard.made import make_run
 from tests.exporting.conftest import TASKS
 
 from paceline.cli.gc import gc
 from paceline.errors import ConfigError, PackageError, RunDirectoryError
-from paceline.maintenance.items import Item
-from paceline.maintenance.policy import Policy, decide
+from paceline.maintenance.items import Item, runs_in
+from paceline.maintenance.policy import Policy, checkpoints_to_remove, decide
 from paceline.maintenance.removal import remove
 from paceline.monitoring.overview import find_runs
 from paceline.packages.manifest import MANIFEST
@@ -238,6 +239,23 @@ def test_killed_in_the_middle(
     (place / "runs" / f".gc-{0:016x}").mkdir()
     found(older_than="30d", only=("runs",), yes=True)
     assert not list((place / "runs").glob(".gc-*")), "although nothing else went"
+
+
+@pytest.mark.usefixtures("plain_user")
+def test_a_run_of_somebody_else_hides_no_other() -> None:
+    for name in ("own", "closed"):
+        make_run(Path("runs") / name, [{"event": "finished"}])
+    Path("runs/own/checkpoints").mkdir()
+    shut = (Path("runs/closed"), Path("runs/own/checkpoints"))
+    for path in shut:
+        path.chmod(0)
+    try:
+        (own,) = runs_in(Path("runs"))
+        assert (own.name, own.kept_because) == ("own", None)
+        assert checkpoints_to_remove(own, Policy(keep_last=1), [own], lambda done, total: None) == ([], [])
+    finally:
+        for path in shut:
+            path.chmod(0o700)
 
 
 def test_what_cannot_work(place: Path) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from paceline.config import parse_duration_s
-from paceline.errors import RunDirectoryError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -68,6 +67,7 @@ def gc(
     from paceline.maintenance.items import packages_in, runs_in
     from paceline.maintenance.policy import Policy, decide
     from paceline.maintenance.removal import remove
+    from paceline.monitoring.overview import check_folder
     from paceline.packages.registry import Registry
 
     policy = Policy(
@@ -75,8 +75,8 @@ def gc(
         older_than_s=None if older_than is None else parse_duration_s(older_than, "older_than"),
         keep_best=keep_best,
     )
-    if not root.is_dir() and root != _DEFAULT_ROOT:
-        raise RunDirectoryError(f"there is no folder {root}. Name the folder that holds the runs.")
+    if root != _DEFAULT_ROOT:
+        check_folder(root)
     registry = Registry.of_user()
     with _progress(json) as progress:
         # All of both, whatever is asked for: one may have come from the other.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from paceline.config import parse_best
 from paceline.errors import ConfigError, PackageError, RunDirectoryError
 from paceline.monitoring.heartbeat import read_beats
-from paceline.monitoring.overview import looks_like_run, summarise
+from paceline.monitoring.overview import run_directories, summarise
 from paceline.packages.package import read_manifest
 from paceline.packages.registry import Registry
 from paceline.run_directory import RunDirectory
@@ -67,13 +67,7 @@ def runs_in(root: Path) -> list[Item]:
     Raises:
         RunDirectoryError: the folder cannot be read.
     """
-    try:
-        paths = [path for path in root.iterdir() if not path.name.startswith(".") and path.is_dir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
-    found = [_run(RunDirectory(path)) for path in paths if looks_like_run(RunDirectory(path))]
+    found = [_run(directory) for directory in run_directories(root)]
     return sorted(found, key=lambda item: (-item.time, item.name))
 
 

@@ -137,7 +137,11 @@ def checkpoints_to_remove(
     keep = policy.keep_last
     if keep is None:
         keep = int(directory.read_complete_manifest()["config"].get("keep", 1))
-    if len(candidates(directory.checkpoints)) <= keep:
+    try:
+        number = len(candidates(directory.checkpoints))
+    except PermissionError:  # another user's
+        return [], []
+    if number <= keep:
         return [], []
     chosen = choose(directory.checkpoints, max(1, keep), damaged=False, on_read=on_read)
     wanted = {version for item in stays for identity, version in item.versions if identity == run.identity}
