@@ -206,6 +206,21 @@ def wait_until() -> Callable[..., None]:
     return wait
 
 
+@pytest.fixture
+def plain_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be somebody whom permissions stop, as root is not; files in ``tmp_path`` are named from there."""
+    monkeypatch.chdir(tmp_path)
+    if os.geteuid() != 0:
+        yield
+        return
+    tmp_path.chmod(0o777)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 # pytest's own, and what torch sets when an optimizer is first stepped.
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 

@@ -147,7 +147,7 @@ def mcnemar(first_right: npt.NDArray[np.bool_], second_right: npt.NDArray[np.boo
 
 
 def paired(first: Floats, second: Floats) -> Difference:
-    """Whether the mean of the second differs from that of the first; both (N,), by sample."""
+    """Whether the mean of the second differs from that of the first; both (N,), by sample, and finite."""
     change = second - first
     estimate = ratio(change, np.ones_like(change), "paired bootstrap over samples")
     if not bool(change.any()):

@@ -143,6 +143,23 @@ def test_damaged_directories_get_a_row(tmp_path: Path) -> None:
     assert all(run.problem for run in found.values())
 
 
+@pytest.mark.usefixtures("plain_user")
+def test_a_run_of_somebody_else_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path("elsewhere")
+    make_run(root, "own", started(), {"event": "finished"})
+    closed = make_run(root, "closed", started())
+    closed.path.chmod(0)
+    try:
+        assert runs(root, json=True) == 0
+        assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["own"]
+        with pytest.raises(RunDirectoryError, match=r"closed cannot be read: Permission denied"):
+            runs(closed.path)
+        with pytest.raises(RunDirectoryError, match=r"inside cannot be read: Permission denied\. Name the"):
+            runs(closed.path / "inside")
+    finally:
+        closed.path.chmod(0o700)
+
+
 def test_the_table_and_the_json_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "younger", started(), {"event": "finished"}, created=2000.0)
     make_run(

@@ -192,6 +192,12 @@ def test_only_what_changed_is_told_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert index.rows("00000000-7")[1]["part"] is False
 
 
+def test_what_is_being_removed_is_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    make_run(tmp_path / ".gc-0123456789abcdef")
+    assert [row["name"] for row in Index([tmp_path]).rows()[1]["runs"]] == ["run"]
+
+
 def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.dashboard.index.REFRESH_S", 0.0)
     make_run(tmp_path / "run", [{"event": "finished"}], steps=2)
@@ -212,6 +218,45 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None
     detail = Views().detail("0", directory, row)
     assert detail["config"] is None
     assert [problem.partition(":")[0] for problem in detail["problems"]] == ["config", "history"]
+
+
+@pytest.mark.usefixtures("plain_user")
+def test_what_may_not_be_read_hides_no_other_run() -> None:
+    root = Path("runs")
+    make_run(root / "good", [{"event": "finished"}], steps=3)
+    closed, half_open = make_run(root / "closed"), make_run(root / "half-open", steps=3)
+    half_open.events.chmod(0)
+    closed.path.chmod(0)
+    try:
+        index = Index([root, root / "closed", root / "closed" / "inside"])
+        rows = {row["name"]: row for row in index.rows()[1]["runs"]}
+    finally:
+        closed.path.chmod(0o700)
+    assert {name: row["state"] for name, row in rows.items()} == {"good": "finished", "half-open": "damaged"}
+    assert "Permission denied" in rows["half-open"]["alerts"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "state"),
+    [
+        ("events.jsonl", b"\xff\xfe\n", "damaged"),
+        ("events.jsonl", b'{"event": "view", "time": null}\n', "damaged"),
+        ("events.jsonl", b'{"event": "view", "time": "noon"}\n', "damaged"),
+        ("metrics.jsonl", b"\xff\xfe\n", "running"),
+        ("metrics.jsonl", b'7\n[]\n{"kind": "train", "epoch": 0, "loss": null}\n', "running"),
+        ("metrics.jsonl", b'{"kind": "train", "epoch": 0, "step": "last"}\n', "damaged"),
+    ],
+)
+def test_a_damaged_file_hides_no_other_run(tmp_path: Path, file: str, line: bytes, state: str) -> None:
+    make_run(tmp_path / "good", [{"event": "finished"}], steps=3)
+    bad = make_run(tmp_path / "bad", steps=0)
+    beat(bad, 0)
+    with (bad.path / file).open("ab") as appended:
+        appended.write(line)
+    with bad.locked():
+        rows = {row["name"]: row for row in Index([tmp_path]).rows()[1]["runs"]}
+    assert {name: row["state"] for name, row in rows.items()} == {"good": "finished", "bad": state}
+    assert bool(rows["bad"]["alerts"]) == (state == "damaged")
 
 
 def test_the_end_of_a_log(tmp_path: Path) -> None:

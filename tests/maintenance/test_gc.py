@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from tests.conftest import Processes
+from tests.dashboard.made import make_run
 from tests.exporting.conftest import TASKS
 
 from paceline.cli.gc import gc
 from paceline.errors import ConfigError, PackageError, RunDirectoryError
-from paceline.maintenance.items import Item
-from paceline.maintenance.policy import Policy, decide
+from paceline.maintenance.items import Item, runs_in
+from paceline.maintenance.policy import Policy, checkpoints_to_remove, decide
 from paceline.maintenance.removal import remove
 from paceline.monitoring.overview import find_runs
 from paceline.packages.manifest import MANIFEST
@@ -166,7 +167,7 @@ def test_the_newest_and_the_best_stay(place: Path, found: Callable[..., dict[str
     plan = found(keep_last=1, keep_best=True, only=("runs",))
     reasons = {entry["name"]: entry["reason"] for entry in plan["stays"] if entry["kind"] == "run"}
     assert reasons["second"] == "the newest"
-    assert reasons["first"] == "the best"
+    assert reasons["first"] == "the best by val accuracy:max"
 
 
 def test_a_run_at_work_stays_and_one_that_was_taken_up_meanwhile(
@@ -240,6 +241,23 @@ def test_killed_in_the_middle(
     assert not list((place / "runs").glob(".gc-*")), "although nothing else went"
 
 
+@pytest.mark.usefixtures("plain_user")
+def test_a_run_of_somebody_else_hides_no_other() -> None:
+    for name in ("own", "closed"):
+        make_run(Path("runs") / name, [{"event": "finished"}])
+    Path("runs/own/checkpoints").mkdir()
+    shut = (Path("runs/closed"), Path("runs/own/checkpoints"))
+    for path in shut:
+        path.chmod(0)
+    try:
+        (own,) = runs_in(Path("runs"))
+        assert (own.name, own.kept_because) == ("own", None)
+        assert checkpoints_to_remove(own, Policy(keep_last=1), [own], lambda done, total: None) == ([], [])
+    finally:
+        for path in shut:
+            path.chmod(0o700)
+
+
 def test_what_cannot_work(place: Path) -> None:
     with pytest.raises(ConfigError, match="say what may go: --keep-last N"):
         gc()
@@ -283,3 +301,31 @@ def test_the_policy() -> None:
     assert kept(runs, older_than_s=2.5 * DAY_S, keep_last=1) == {"a", "b", "d"}
     chain = [item("a", 1, parents=frozenset({"b"})), item("b", 2, parents=frozenset({"c"})), item("c", 3)]
     assert kept(chain, keep_last=1) == {"a", "b", "c"}
+
+
+def test_the_best_by_each_criterion_stays() -> None:
+    def scored(name: str, criterion: str, *scores: float) -> list[Item]:
+        return [item(f"{name}{n}", 40 + n, score=s, criterion=criterion) for n, s in enumerate(scores)]
+
+    runs = [
+        *scored("loss", "val loss:min", -0.3, -0.05),
+        *scored("accuracy", "val accuracy:max", 0.5, 0.4),
+        *scored("tested", "test accuracy:max", 0.8, 0.9),
+        *scored("unknown", "", None),
+    ]
+    assert kept(runs, older_than_s=30 * DAY_S, keep_best=True) == {"loss1", "accuracy0", "tested1"}
+    assert kept(runs, older_than_s=30 * DAY_S) == set()
+
+
+def test_runs_and_packages_that_watched_another_metric_are_not_held_against_each_other(
+    place: Path, found: Callable[..., dict[str, Any]]
+) -> None:
+    Registry.of_user().remove_tag(Reference("shapes", "latest"))
+    recorded = (place / "runs/first/run.toml").read_text()
+    assert 'best = "accuracy:max"' in recorded
+    (place / "runs/first/run.toml").write_text(recorded.replace('best = "accuracy:max"', 'best = "loss:min"'))
+    plan = found(older_than="10d", keep_best=True)
+    reasons = {entry["name"]: entry["reason"] for entry in plan["stays"]}
+    assert reasons["first"] == "the best by val loss:min"
+    assert list(reasons.values()).count("the best by val accuracy:max") == 1
+    assert "the best by test accuracy:max" in reasons.values(), "the package"

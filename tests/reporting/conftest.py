@@ -14,7 +14,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture(scope="session")
 def reported_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs: ``good``, ``HOSTILE`` (trained too slowly), ``seed`` and ``line``."""
+    """A folder of runs: ``good``, ``HOSTILE`` (trained too slowly), ``seed``, ``line``, ``small-batches``."""
     import subprocess
 
     folder = tmp_path_factory.mktemp("reported")

@@ -119,3 +119,4 @@ if __name__ == "__main__":
     paceline.fit(Pictures(lr=0.01), run=f"{sys.argv[1]}/<img src=x onerror=alert(1)>", **options)
     paceline.fit(Pictures(lr=0.5), run=f"{sys.argv[1]}/seed", seed=1, ema=0.5, **options)
     paceline.fit(Line(), run=f"{sys.argv[1]}/line", **options)
+    paceline.fit(Line(), run=f"{sys.argv[1]}/small-batches", global_batch_size=4, **options)

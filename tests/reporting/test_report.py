@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -10,15 +11,24 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.reporting.conftest import HOSTILE
 
 from paceline.cli.report import report
+from paceline.data.microbatch import MicroBatch
 from paceline.errors import CheckpointError, ConfigError, DataError, RunDirectoryError
+from paceline.intervals import Estimate, Floats
 from paceline.reporting.classification import ClassScore
+from paceline.reporting.comparison import compare
+from paceline.reporting.observation import Observer
 from paceline.reporting.page import _weakest_first
+from paceline.reporting.verdict import verdict
+from paceline.task import Task
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "col", "use", "path", "rect", "line", "circle"}
 
@@ -180,6 +190,65 @@ def test_runs_on_other_data_are_not_compared(reported_runs: Path, tmp_path: Path
     figures = said(runs, output=tmp_path / "both.html", split="val")
     assert figures["verdict"] == "These runs cannot be compared"
     assert figures["comparisons"][0]["why_not"] == "it has no accuracy"
+
+
+def test_runs_with_other_batch_sizes_are_compared(reported_runs: Path, tmp_path: Path) -> None:
+    runs = [reported_runs / "line", reported_runs / "small-batches"]
+    figures = said(runs, output=tmp_path / "both.html", split="val")
+    assert figures["differing_settings"]["global_batch_size"] == [16, 4]
+    (comparison,) = figures["comparisons"]
+    assert (comparison["why_not"], comparison["better"]) == ("", True)
+
+
+def digest(*columns: torch.Tensor, block: int) -> str:
+    """Of the columns of some data, evaluated in blocks of so many samples."""
+    observer = Observer(Task(), None)
+    for number, parts in enumerate(zip(*(column.split(block) for column in columns), strict=True)):
+        observer(MicroBatch(number, parts, len(parts[0]), 0), {})
+    return observer.data_sha256
+
+
+def test_the_digest_is_the_datas_and_not_that_of_its_blocks() -> None:
+    tokens, labels = torch.arange(120).reshape(20, 6), torch.arange(20)
+    own = digest(tokens, labels, block=20)
+    assert {digest(tokens, labels, block=block) for block in (1, 7, 19, 64)} == {own}
+    others = [
+        (tokens.flip(0), labels),
+        (tokens, labels.flip(0)),
+        (tokens[:-1], labels[:-1]),
+        (tokens.reshape(40, 3), labels),
+        (tokens.reshape(20, 3, 2), labels),
+        (tokens.int(), labels),
+    ]
+    assert len({own, *(digest(*columns, block=64) for columns in others)}) == 1 + len(others)
+
+
+def analysis(name: str, losses: Floats) -> Any:
+    """What a comparison reads of a run whose metric is its loss."""
+    return SimpleNamespace(
+        record=SimpleNamespace(name=name),
+        main_metric="loss",
+        more_is_better=False,
+        metrics={"loss": Estimate(float(losses.mean()))},
+        per_sample={"loss": losses},
+        split="test",
+        data=SimpleNamespace(sha256="0"),
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_run_that_diverged_is_not_called_better(value: float, both: bool) -> None:
+    diverged, healthy = np.full(50, 0.5), np.linspace(0.1, 0.9, 50)
+    diverged[7] = value
+    if both:
+        healthy[7] = value
+    runs = [analysis("diverged", diverged), analysis("healthy", healthy)]
+    for first, other in (runs, runs[::-1]):
+        (found,) = comparisons = compare([first, other])
+        assert (found.difference, found.better) == (None, None)
+        assert re.search(r"loss is NaN or infinite for 1 of (diverged|healthy)'s 50 samples", found.why_not)
+        assert verdict([first, other], comparisons).headline == "These runs cannot be compared"
 
 
 def test_classes_without_samples_come_last() -> None:

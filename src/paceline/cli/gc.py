@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from paceline.config import parse_duration_s
-from paceline.errors import RunDirectoryError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -56,7 +55,8 @@ def gc(
     older_than
         What is younger stays: 30d, 12h.
     keep_best
-        Of each task's runs and each name's packages, the best stays, by the metric of --best or the loss.
+        Of each task's runs and each name's packages, the best stays, by the metric of --best or the loss;
+        where runs were told another --best, the best by each.
     only
         What to look at: runs, checkpoints, packages. Default: all three.
     yes
@@ -67,6 +67,7 @@ def gc(
     from paceline.maintenance.items import packages_in, runs_in
     from paceline.maintenance.policy import Policy, decide
     from paceline.maintenance.removal import remove
+    from paceline.monitoring.overview import check_folder
     from paceline.packages.registry import Registry
 
     policy = Policy(
@@ -74,8 +75,8 @@ def gc(
         older_than_s=None if older_than is None else parse_duration_s(older_than, "older_than"),
         keep_best=keep_best,
     )
-    if not root.is_dir() and root != _DEFAULT_ROOT:
-        raise RunDirectoryError(f"there is no folder {root}. Name the folder that holds the runs.")
+    if root != _DEFAULT_ROOT:
+        check_folder(root)
     registry = Registry.of_user()
     with _progress(json) as progress:
         # All of both, whatever is asked for: one may have come from the other.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from paceline.errors import RunDirectoryError
-from paceline.monitoring.overview import RunSummary, find_runs
+from paceline.monitoring.overview import RunSummary, check_folder, find_runs
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,8 +33,8 @@ def runs(
     json: Annotated[bool, Parameter(negative="", help="Print a JSON array instead of a table.")] = False,
 ) -> int:
     """List runs: state, progress, processes and shards, result, age and time at work."""
-    if not root.is_dir() and root != _DEFAULT_ROOT:
-        raise RunDirectoryError(f"there is no folder {root}. Name the folder that holds the runs.")
+    if root != _DEFAULT_ROOT:
+        check_folder(root)
     found = find_runs(root)
     if json:
         print(json_module.dumps([asdict(run) for run in found], indent=2))

@@ -12,9 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.dashboard.alerts import SILENT_S, Alert, Facts, alerts
+from paceline.dashboard.alerts import SILENT_S, Facts, alerts
+from paceline.errors import RunDirectoryError
 from paceline.monitoring.heartbeat import Beat, read_beats
-from paceline.monitoring.overview import RunSummary, last_records, looks_like_run, summarise
+from paceline.monitoring.overview import (
+    FOREIGN,
+    RunSummary,
+    damaged,
+    last_records,
+    run_directories,
+    summarise,
+)
 from paceline.run_directory import RunDirectory
 
 REFRESH_S = 1.0
@@ -110,13 +118,13 @@ class Index:
     def _directories(self) -> list[RunDirectory]:
         found: dict[Path, RunDirectory] = {}
         for root in self._roots:
+            itself = RunDirectory(root)
             try:
-                paths = [root] if RunDirectory(root).exists() else [p for p in root.iterdir() if p.is_dir()]
-            except OSError:
-                continue  # removed, or not there yet
-            for path in paths:
-                if looks_like_run(RunDirectory(path)):
-                    found.setdefault(path.absolute(), RunDirectory(path))
+                directories = [itself] if itself.exists() else run_directories(root)
+            except (RunDirectoryError, OSError):
+                continue  # it cannot be read now
+            for directory in directories:
+                found.setdefault(directory.path.absolute(), directory)
         return list(found.values())
 
 
@@ -136,21 +144,51 @@ def _signature(directory: RunDirectory) -> _Signature:
 
 
 def _row(directory: RunDirectory) -> dict[str, Any]:
+    """What is told of a run; of one that cannot be read, what is wrong with it."""
     summary = summarise(directory)
-    events = last_records(directory.events)
-    beats = read_beats(directory)
+    try:
+        events, records = last_records(directory.events), last_records(directory.metrics)
+        return _row_of(directory, summary, events, records, read_beats(directory))
+    except FOREIGN as error:
+        if summary.state != "damaged":
+            summary = damaged(directory, error)
+        return _row_of(directory, summary, [], [], [])
+
+
+def _row_of(
+    directory: RunDirectory,
+    summary: RunSummary,
+    events: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
+    beats: Sequence[Beat],
+) -> dict[str, Any]:
     now = time.time()
     state = state_of(summary, events, beats, now)
+    at_work = state in _AT_WORK
     row = asdict(summary)
     del row["path"]
-    world: dict[str, Any] = next((e for e in reversed(events) if e.get("event") in ("view", "started")), {})
+    worlds = (event for event in reversed(events) if event.get("event") in ("view", "started"))
+    world: Mapping[str, Any] = next(worlds, {})
     row["world_size"] = world.get("computing", world.get("world_size", summary.world_size))
     row["state"] = state
     row["folder"] = directory.path.parent.name
-    row["alerts"] = [asdict(alert) for alert in run_alerts(directory, summary, state, events, beats)]
+    facts = Facts(
+        state=state,
+        problem=summary.problem,
+        events=events,
+        beats=beats,
+        nonfinite=[
+            r["step"]
+            for r in records
+            if r.get("kind") == "train" and r.get("loss", 0.0) is None and "step" in r
+        ],
+        disk=_disk(directory) if at_work else None,
+        now=now,
+    )
+    row["alerts"] = [asdict(alert) for alert in alerts(facts)]
     moving = [beat.steps_per_s for beat in beats if beat.steps_per_s is not None and not beat.left]
-    row["steps_per_s"] = max(moving, default=None) if state in _AT_WORK else None
-    if state in _AT_WORK and beats:
+    row["steps_per_s"] = max(moving, default=None) if at_work else None
+    if at_work and beats:
         row["step"] = max([row["step"] or 0, *(beat.step for beat in beats)])
     return row
 
@@ -173,29 +211,6 @@ def state_of(
     if state == "running" and last.get("event") == "paused":
         return "waiting"
     return state
-
-
-def run_alerts(
-    directory: RunDirectory,
-    summary: RunSummary,
-    state: str,
-    events: Sequence[Mapping[str, Any]],
-    beats: Sequence[Beat],
-) -> list[Alert]:
-    """What to look at in a run."""
-    records = last_records(directory.metrics)
-    nonfinite = [r["step"] for r in records if r.get("kind") == "train" and r.get("loss", 0.0) is None]
-    return alerts(
-        Facts(
-            state=state,
-            problem=summary.problem,
-            events=events,
-            beats=beats,
-            nonfinite=nonfinite,
-            disk=_disk(directory) if state in _AT_WORK else None,
-            now=time.time(),
-        )
-    )
 
 
 def _disk(directory: RunDirectory) -> tuple[int, int] | None:

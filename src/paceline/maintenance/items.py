@@ -14,7 +14,7 @@ from typing import Any, Literal
 from paceline.config import parse_best
 from paceline.errors import ConfigError, PackageError, RunDirectoryError
 from paceline.monitoring.heartbeat import read_beats
-from paceline.monitoring.overview import looks_like_run, summarise
+from paceline.monitoring.overview import run_directories, summarise
 from paceline.packages.package import read_manifest
 from paceline.packages.registry import Registry
 from paceline.run_directory import RunDirectory
@@ -41,6 +41,7 @@ class Item:
         size_bytes: of its files, not of what links lead to.
         time: Unix time of the last sign of life.
         score: the higher, the better; None where that is unknown.
+        criterion: what the score is of, such as "val accuracy:max": only scores of the same can be compared.
         parents: identities of what it came from: runs and packages.
         versions: run's id -> a state version of it that this one came from.
         kept_because: it may not be removed, whatever the policy says; None where it may.
@@ -54,6 +55,7 @@ class Item:
     size_bytes: int
     time: float
     score: float | None = None
+    criterion: str = ""
     parents: frozenset[str] = frozenset()
     versions: tuple[tuple[str, int], ...] = ()
     kept_because: str | None = None
@@ -65,13 +67,7 @@ def runs_in(root: Path) -> list[Item]:
     Raises:
         RunDirectoryError: the folder cannot be read.
     """
-    try:
-        paths = [path for path in root.iterdir() if not path.name.startswith(".") and path.is_dir()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
-    found = [_run(RunDirectory(path)) for path in paths if looks_like_run(RunDirectory(path))]
+    found = [_run(directory) for directory in run_directories(root)]
     return sorted(found, key=lambda item: (-item.time, item.name))
 
 
@@ -104,7 +100,8 @@ def _run(directory: RunDirectory) -> Item:
         parent, because = {}, "damaged"
     parents = {str(parent[name]) for name in ("run", "package") if parent.get(name)}
     version = parent.get("version")
-    config = manifest.get("config", {})
+    split, metrics = _metrics_of(directory)
+    score, criterion = _score(manifest.get("config", {}).get("best"), split, metrics)
     return Item(
         kind="run",
         name=path.name,
@@ -113,7 +110,8 @@ def _run(directory: RunDirectory) -> Item:
         identity=str(manifest.get("id", "")),
         size_bytes=size_of(path),
         time=_last_sign(directory, summary.created),
-        score=_score(config.get("best"), _metrics_of(directory)),
+        score=score,
+        criterion=criterion,
         parents=frozenset(parents),
         versions=((str(parent["run"]), version),) if "run" in parent and isinstance(version, int) else (),
         kept_because=because,
@@ -155,7 +153,7 @@ def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Item:
         because = "a link"
     elif because is None and time.time() - written < FRESH_S:
         because = "just made"
-    name, group, score = short, "", None
+    name, group, score, criterion = short, "", None, ""
     parents: frozenset[str] = frozenset()
     versions: tuple[tuple[str, int], ...] = ()
     try:
@@ -167,7 +165,7 @@ def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Item:
         name, group = f"{manifest.name} {short}", manifest.name
         evaluation = origin.data.get("evaluation")
         best = evaluation.get("best") if isinstance(evaluation, dict) else None
-        score = _score(best, manifest.metrics)
+        score, criterion = _score(best, str(origin.data.get("compared_split", "test")), manifest.metrics)
         parents = frozenset({origin.run})
         versions = ((origin.run, origin.state_version),)
     return Item(
@@ -179,6 +177,7 @@ def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Item:
         size_bytes=0 if path.is_symlink() else size_of(path),
         time=written,
         score=score,
+        criterion=criterion,
         parents=parents,
         versions=versions,
         kept_because=because,
@@ -199,28 +198,28 @@ def size_of(path: Path) -> int:
     return total
 
 
-def _score(best: object, metrics: Mapping[str, Any]) -> float | None:
-    """The metric that ``--best`` names, turned so that more is better; without one, the loss."""
+def _score(best: object, split: str, metrics: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The metric that ``--best`` names, or the loss, turned so that more is better; and which that is."""
     try:
         name, mode = parse_best(str(best)) if best else ("loss", "min")
     except ConfigError:
-        return None
+        return None, ""
     value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        return None
-    return -float(value) if mode == "min" else float(value)
+        return None, ""
+    return -float(value) if mode == "min" else float(value), f"{split} {name}:{mode}"
 
 
-def _metrics_of(directory: RunDirectory) -> Mapping[str, Any]:
+def _metrics_of(directory: RunDirectory) -> tuple[str, Mapping[str, Any]]:
     """Of the validation split, by which models are chosen; of the test split where there is none."""
     try:
         metrics = (directory.read_result() or {}).get("metrics", {})
     except (RunDirectoryError, OSError, TypeError):
-        return {}
+        return "", {}
     for split in ("val", "test"):
         if isinstance(metrics, dict) and isinstance(found := metrics.get(split), dict):
-            return found
-    return {}
+            return split, found
+    return "", {}
 
 
 def _last_sign(directory: RunDirectory, created: float | None) -> float:

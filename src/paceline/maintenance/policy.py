@@ -23,7 +23,7 @@ class Policy:
         keep_last: of each task's runs, each name's packages and each run's checkpoints, so many of the newest
             stay; None: their number is no reason to stay.
         older_than_s: what is younger stays; None: age is no reason to stay.
-        keep_best: of each task's runs and each name's packages the best stays.
+        keep_best: of each task's runs and each name's packages the best stays, by each criterion there is.
 
     Raises:
         ConfigError: it says nothing, or a number cannot work.
@@ -86,10 +86,14 @@ def _keep_of_group(members: Sequence[Item], policy: Policy, now: float, reasons:
         for item in members:
             if now - item.time < policy.older_than_s:
                 reasons.setdefault(item.path, "too young")
-    scored = [(item.score, item) for item in newest if item.score is not None]
-    if policy.keep_best and scored:
-        _, best = max(scored, key=lambda pair: pair[0])
-        reasons.setdefault(best.path, "the best")
+    if policy.keep_best:
+        best: dict[str, tuple[float, Item]] = {}
+        for item in newest:
+            known = best.get(item.criterion)
+            if item.score is not None and (known is None or item.score > known[0]):
+                best[item.criterion] = item.score, item
+        for criterion, (_, item) in best.items():
+            reasons.setdefault(item.path, f"the best by {criterion}")
 
 
 def _keep_parents(items: Sequence[Item], reasons: dict[Path, str]) -> None:
@@ -133,7 +137,11 @@ def checkpoints_to_remove(
     keep = policy.keep_last
     if keep is None:
         keep = int(directory.read_complete_manifest()["config"].get("keep", 1))
-    if len(candidates(directory.checkpoints)) <= keep:
+    try:
+        number = len(candidates(directory.checkpoints))
+    except PermissionError:  # another user's
+        return [], []
+    if number <= keep:
         return [], []
     chosen = choose(directory.checkpoints, max(1, keep), damaged=False, on_read=on_read)
     wanted = {version for item in stays for identity, version in item.versions if identity == run.identity}

@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 from paceline.config import parse_best
 from paceline.errors import ConfigError, RunDirectoryError
-from paceline.run_directory import RunDirectory, read_json_lines
+from paceline.run_directory import RunDirectory
 
 State = Literal["running", "finished", "stopped", "failed", "crashed", "damaged"]
 
 _TAIL_BYTES = 64 * 1024
 _SPLITS = ("test", "val", "train")
+
+FOREIGN = (RunDirectoryError, OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What reading a run may raise: its files can be wrong in every way that a reader can trip over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,40 +52,72 @@ class RunSummary:
     problem: str | None = None
 
 
+def check_folder(root: Path) -> None:
+    """See that a folder that a user named is there.
+
+    Raises:
+        RunDirectoryError: it is not, or may not be looked at.
+    """
+    try:
+        problem = None if root.is_dir() else f"there is no folder {root}"
+    except OSError as error:
+        problem = f"{root} cannot be read: {error.strerror}"
+    if problem is not None:
+        raise RunDirectoryError(f"{problem}. Name the folder that holds the runs.")
+
+
 def find_runs(root: Path) -> list[RunSummary]:
-    """All runs directly under ``root``, oldest first; an unreadable one is reported, not skipped."""
-    if not root.is_dir():
-        return []
-    # What begins with a dot is on its way out (paceline gc).
-    paths = [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    directories = [RunDirectory(path) for path in paths]
-    found = [summarise(d) for d in directories if looks_like_run(d)]
+    """All runs directly under ``root``, oldest first; a damaged one is reported, not skipped.
+
+    Raises:
+        RunDirectoryError: the folder cannot be read.
+    """
+    found = [summarise(directory) for directory in run_directories(root)]
     return sorted(found, key=lambda run: (run.created or 0.0, run.name))
+
+
+def run_directories(root: Path) -> list[RunDirectory]:
+    """The directories of the runs directly in a folder; none where there is no folder.
+
+    Raises:
+        RunDirectoryError: the folder cannot be read.
+    """
+    try:
+        # What begins with a dot is on its way out (paceline gc).
+        found = [RunDirectory(path) for path in root.iterdir() if not path.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
+    return [directory for directory in found if _looks_like_run(directory)]
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
     """Read one run's directory; whatever is wrong with it becomes its ``problem``."""
-    name, path = directory.path.name, str(directory.path)
-    if not directory.exists():
-        return RunSummary(name=name, path=path, state="damaged", problem="has no run.toml")
     try:
         return _summarise(directory)
-    except (RunDirectoryError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # Foreign or damaged files can be wrong in every way that a reader can trip over.
-        message = (
-            str(error)
-            if isinstance(error, RunDirectoryError | OSError)
-            else f"unexpected contents: {error!r}"
-        )
-        return RunSummary(name=name, path=path, state="damaged", problem=message)
+    except FOREIGN as error:
+        return damaged(directory, error)
 
 
-def looks_like_run(directory: RunDirectory) -> bool:
+def damaged(directory: RunDirectory, error: Exception) -> RunSummary:
+    """What is known of a run whose reading raised this."""
+    known = isinstance(error, RunDirectoryError | OSError)
+    problem = str(error) if known else f"unexpected contents: {error!r}"
+    return RunSummary(name=directory.path.name, path=str(directory.path), state="damaged", problem=problem)
+
+
+def _looks_like_run(directory: RunDirectory) -> bool:
     """Whether a run was begun here, be it that its files are damaged by now."""
-    return directory.exists() or directory.events.exists() or directory.checkpoints.is_dir()
+    try:
+        return directory.exists() or directory.events.exists() or directory.checkpoints.is_dir()
+    except OSError:  # another user's, or on a disk that does not answer
+        return False
 
 
 def _summarise(directory: RunDirectory) -> RunSummary:
+    if not directory.exists():
+        raise RunDirectoryError("has no run.toml")
     manifest = directory.read_manifest()
     config, task = manifest.get("config", {}), manifest.get("task", {})
     events = directory.read_events()
@@ -104,7 +139,7 @@ def _summarise(directory: RunDirectory) -> RunSummary:
         shards=started.get("shards"),
         metric=metric,
         value=value,
-        created=events[0]["time"] if events else directory.manifest.stat().st_mtime,
+        created=float(events[0]["time"]) if events else directory.manifest.stat().st_mtime,
         seconds=_seconds_at_work(directory, events, state),
         problem=_failure(events[-1]) if state == "failed" else None,
     )
@@ -158,20 +193,20 @@ def _main_metric(
 
 
 def last_records(path: Path) -> list[dict[str, Any]]:
-    """The records at the end of ``metrics.jsonl``, which may be large."""
+    """The records at the end of a JSONL file, which may be large; what is none is left out."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            if size <= _TAIL_BYTES:
-                return read_json_lines(path)
-            file.seek(size - _TAIL_BYTES)
-            lines = file.read().decode(errors="replace").splitlines()[1:]
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     records = []
-    for line in lines:
+    for line in lines[1:] if size > _TAIL_BYTES else lines:  # the first one may be cut
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict):
+            records.append(record)
     return records

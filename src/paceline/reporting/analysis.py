@@ -32,7 +32,7 @@ class Data:
 
     Attributes:
         samples: how many the split has.
-        sha256: of all its batches' tensors.
+        sha256: of its tensors, in blocks of whatever size.
         train_samples, val_samples: of the run's own, where they have a length.
         inputs: name -> "uint8, 1 x 28 x 28" and so on, as the model's :class:`Inference` says.
         preprocessing: the source of what stands between inputs and outputs, which is part of the model that

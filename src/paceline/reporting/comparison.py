@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from paceline.intervals import Difference, holm, mcnemar, paired
 from paceline.reporting.analysis import Analysis
 
@@ -70,9 +72,14 @@ def _difference(first: Analysis, other: Analysis, metric: str) -> tuple[Differen
     if metric not in other.metrics:
         return None, f"it has no {metric}"
     if first.data.sha256 != other.data.sha256:
-        return None, f"its {other.split} split holds other data"
+        return None, f"its {other.split} split holds other data, or the same but padded otherwise"
     if metric not in first.per_sample or metric not in other.per_sample:
         return None, f"{metric} has no value for each sample"
+    for analysis in (first, other):
+        values = analysis.per_sample[metric]
+        if strange := int((~np.isfinite(values)).sum()):
+            of_all = f"{strange:,} of {analysis.record.name}'s {len(values):,} samples"
+            return None, f"{metric} is NaN or infinite for {of_all}"
     before, after = first.per_sample[metric], other.per_sample[metric]
     if all(bool(((values == 0) | (values == 1)).all()) for values in (before, after)):
         return mcnemar(before == 1, after == 1), ""

@@ -88,7 +88,7 @@ class Observer:
         self._task = task
         self._inference = inference
         self.estimates = Estimates()
-        self._digest = hashlib.sha256()
+        self._digests: list[hashlib._Hash] = []  # of each tensor of a batch, through all blocks
         self._said: list[tuple[Any, ...]] = []
         self._worst: list[tuple[float, int, Mistake]] = []
         self._samples = 0
@@ -96,10 +96,12 @@ class Observer:
     def __call__(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
         """Take in a block and what the task's ``metrics`` said of it."""
         self.estimates(microbatch, values)
-        for leaf in tree_leaves(microbatch.batch):
-            if isinstance(leaf, torch.Tensor):
-                flat = leaf.detach().cpu().contiguous().reshape(-1)
-                self._digest.update(flat.view(torch.uint8).numpy().tobytes())
+        tensors = [leaf for leaf in tree_leaves(microbatch.batch) if isinstance(leaf, torch.Tensor)]
+        for place, tensor in enumerate(tensors):
+            if place == len(self._digests):
+                self._digests.append(hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape[1:])} ".encode()))
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            self._digests[place].update(flat.view(torch.uint8).numpy().tobytes())
         inference = self._inference
         if inference is not None and inference.probabilities is not None:
             self._classify(inference, microbatch.batch)
@@ -107,8 +109,13 @@ class Observer:
 
     @property
     def data_sha256(self) -> str:
-        """Of the tensors of all batches: two evaluations with the same have seen the same data."""
-        return self._digest.hexdigest()
+        """Of the tensors of all batches: two evaluations with the same have seen the same data.
+
+        The size of the blocks does not matter, unless what a sample looks like depends on the others in its
+        block, as with padding.
+        """
+        parts = [str(self._samples), *(digest.hexdigest() for digest in self._digests)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def predictions(self) -> Predictions | None:
         """What the model said; None where it is no classifier."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import platform
 import time
 from collections.abc import Sequence
@@ -154,7 +153,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "run": comparison.name,
         "metric": comparison.metric,
         "difference": None if difference is None else difference.estimate.as_json(),
-        "p_value": None if difference is None or math.isnan(difference.p_value) else difference.p_value,
+        "p_value": None if difference is None else difference.p_value,
         "test": None if difference is None else difference.test,
         "better": comparison.better,
         "why_not": comparison.why_not,
