@@ -15,7 +15,7 @@
     │       └── UnwritableError   ... whose disk is full, read-only or broken
     ├── CheckpointError           a checkpoint that does not verify, or none that does
     │   └── NotSavedError         one that the disk did not take; earlier ones are untouched
-    ├── NonFiniteLossError        the loss became NaN or infinite
+    ├── NonFiniteLossError        the loss or a gradient became NaN or infinite
     ├── CorruptionError           this rank computes something else than the others (--verify-every)
     ├── IrreproducibleStepError   ranks compute different things, and nobody can say who is right
     ├── PeerLostError             another rank went away: a victim's error, never the cause
