@@ -202,6 +202,7 @@ def test_the_strategy_stays_unless_another_is_asked_for(paceline: Paceline, stop
         ('strategy = "fsdp"\nfsdp_wrap = "Block"', "--mesh dp=1,fsdp=2", {"fsdp_wrap": "Block"}),
         ('strategy = "ps"\nps_mode = "ssp"\nstaleness = 1', "--strategy ddp", {}),
         ('strategy = "tp"\nsequence_parallel = true', "--strategy ddp", {}),
+        ('strategy = "pp"\npp_schedule = "gpipe"\npp_split = "1,1"', "--strategy mp", {"pp_split": "1,1"}),
         ('strategy = "dp"\ndp_devices = 2', "--strategy ddp", {}),
         (
             'verify_every = 2\ncheckpoint_activations = "block"\ncheckpoint_blocks = "Linear"',

@@ -112,12 +112,14 @@ class ParallelOptions(ServerOptions):
         "zero-bubble: gradients of weights fill the gaps; pipedream: no stage waits at a step's end, "
         "and some shards meet weights that are one update old.",
         group="Parallelism",
+        of=("pp",),
     )
     pp_split: str = option(
         "balanced",
         "With --strategy pp or mp, how the model is cut. balanced: by the measured time and memory of its "
         "blocks; equal: by their number; or a number of blocks for each stage, such as 3,5.",
         group="Parallelism",
+        of=("pp", "mp"),
     )
     reduction: Literal["exact", "fast", "torch"] = option(
         "exact",
@@ -230,8 +232,9 @@ class ParallelOptions(ServerOptions):
         for field in dataclasses.fields(self):
             of = field.metadata["of"]
             if of and not set(of) & set(self.methods):
-                axes = "".join(f", or {axis} among the axes of --mesh" for axis in OF_AXIS if axis in of)
-                found[field.name] = f"needs --strategy {' or '.join(of)}{axes}. Leave it out."
+                named = " or ".join(of)
+                axes = f", or {named} among the axes of --mesh" if set(of) <= set(OF_AXIS) else ""
+                found[field.name] = f"needs --strategy {named}{axes}. Leave it out."
         return found
 
     @property
