@@ -29,6 +29,8 @@ JOBS: dict[str, dict[str, Any]] = {
     # Values that go past a stage, randomness before the model, the best model of several.
     "skips": {"task": "Skipping", "options": {"best": "loss:min"}, "fields": {"num_val": 20, "num_test": 9}},
     "deep": {"task": "Deep"},
+    # The last batch has one shard: one of two copies has nothing to compute.
+    "one-shard": {"task": "Deep", "fields": {"num": 32}, "network": True},
 }
 ON_TWO: dict[str, list[dict[str, Any]]] = {
     "everything": [PP, GPIPE, ZERO_BUBBLE, ONE_BY_ONE],
@@ -46,6 +48,7 @@ ON_FOUR: dict[str, list[dict[str, Any]]] = {
     "fp16": [BOTH],
     "clipped": [BOTH],
     "skips": [{**PP, "pp_split": "2,1,1,1"}],
+    "one-shard": [{**BOTH, "pp_schedule": "interleaved"}],
 }
 
 
