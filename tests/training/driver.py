@@ -83,9 +83,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             restless(job["computing"]) if "computing" in job else nullcontext(),
             order if "arrival" in job else nullcontext(),
             simulated(task, job["pipedream"]) if "pipedream" in job else nullcontext(),
-            mock.patch.object(reducer, "supported", return_value=False)
-            if "network" in job
-            else nullcontext(),
+            network if "network" in job else nullcontext(),
         ):
             return dict(paceline.fit(task, quiet=True, **job["options"]).record)
     except paceline.PacelineError as error:
