@@ -59,6 +59,16 @@ from paceline.errors import ConfigError
         ({"val_fraction": 1}, "--val-fraction must be between 0 and 1, but is 1"),
         ({"epochs": 1, "max_steps": 2}, "give --epochs or --max-steps, not both"),
         ({"reduction": "torch", "strategy": "single"}, "needs --strategy ddp"),
+        (
+            {"pp_schedule": "gpipe"},
+            "--pp-schedule needs --strategy pp, or pp among the axes of --mesh. Leave it out.",
+        ),
+        ({"pp_schedule": "gpipe", "strategy": "mp"}, "--pp-schedule needs --strategy pp"),
+        (
+            {"pp_split": "equal", "mesh": "dp=2,tp=2"},
+            "--pp-split needs --strategy pp or mp, or pp or mp among the axes of --mesh. Leave it out.",
+        ),
+        ({"ps_mode": "async"}, "--ps-mode needs --strategy ps. Leave it out."),
         ({"nodes": 2, "on": "spawn"}, "--nodes above 1 needs --rdzv-endpoint HOST:PORT"),
         (
             {"nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tomllib
@@ -181,3 +182,52 @@ def test_the_strategy_stays_unless_another_is_asked_for(paceline: Paceline, stop
     other = config("--strategy", "zero1")
     assert other["strategy"] == "zero1"
     assert "mesh" not in other
+
+
+@pytest.mark.parametrize(
+    ("created", "asked", "kept"),
+    [
+        ('strategy = "deepspeed"\nzero_stage = 3', "--strategy zero1", {}),
+        ('strategy = "fsdp"\nfsdp_wrap = "Block"\nfsdp_offload = true', "--strategy ddp", {}),
+        (
+            'strategy = "fsdp"\nprecision = "bf16"\nfsdp_mixed_precision = true',
+            "--strategy fsdp",
+            {"precision": "bf16", "fsdp_mixed_precision": True},
+        ),
+        (
+            'strategy = "fsdp"\nprecision = "bf16"\nfsdp_mixed_precision = true',
+            "--strategy ddp",
+            {"precision": "bf16"},
+        ),
+        ('strategy = "fsdp"\nfsdp_wrap = "Block"', "--mesh dp=1,fsdp=2", {"fsdp_wrap": "Block"}),
+        ('strategy = "ps"\nps_mode = "ssp"\nstaleness = 1', "--strategy ddp", {}),
+        ('strategy = "tp"\nsequence_parallel = true', "--strategy ddp", {}),
+        ('strategy = "pp"\npp_schedule = "gpipe"\npp_split = "1,1"', "--strategy mp", {"pp_split": "1,1"}),
+        ('strategy = "dp"\ndp_devices = 2', "--strategy ddp", {}),
+        (
+            'verify_every = 2\ncheckpoint_activations = "block"\ncheckpoint_blocks = "Linear"',
+            "--strategy pp",
+            {},
+        ),
+        (
+            'strategy = "fsdp"\ncheckpoint_activations = "block"',
+            "--strategy ddp",
+            {"checkpoint_activations": "block"},
+        ),
+    ],
+)
+def test_another_strategy_drops_what_belongs_to_the_one_before(
+    paceline: Paceline, stopped: Path, created: str, asked: str, kept: dict[str, Any]
+) -> None:
+    manifest = stopped / "run.toml"
+    text = manifest.read_text()
+    for line in created.splitlines():
+        name = line.partition(" = ")[0]
+        text = re.sub(rf"(?m)^{name} = .*\n", "", text)
+    manifest.write_text(text.replace("[config]\n", f"[config]\n{created}\n"))
+    code, out, err = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json", *asked.split())
+    assert code == 0, err
+    (job,) = json.loads(out)["files"].values()
+    config = tomllib.loads(job)["config"]
+    names = {line.partition(" = ")[0] for line in created.splitlines()} - {"strategy"}
+    assert {name: value for name, value in config.items() if name in names} == kept

@@ -1,10 +1,11 @@
 """Trains one job after another in this process, as a rank where the environment says so.
 
 ``python driver.py JOBS.json``, where a job is ``{"task", "fields", "options", "stop_at", "computing",
-"arrival", "pipedream"}``. With ``computing``, only so many ranks compute, and they share the shards anew,
-at random, after every step. With ``arrival``, parameter servers apply the workers' gradients in this order.
-With ``pipedream``, how many blocks each stage has, one process computes what that pipeline does. Prints one
-JSON line a job: the ``result.json``, or ``{"error", "message"}``.
+"arrival", "pipedream", "network"}``. With ``computing``, only so many ranks compute, and they share the
+shards anew, at random, after every step. With ``arrival``, parameter servers apply the workers' gradients in
+this order. With ``pipedream``, how many blocks each stage has, one process computes what that pipeline does.
+With ``network``, gradients go from rank to rank as between machines. Prints one JSON line a job: the
+``result.json``, or ``{"error", "message"}``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from unittest import mock
 import tasks  # beside this file
 
 import paceline
-from paceline.distributed import shares, world
+from paceline.distributed import reducer, shares, world
 from paceline.strategies.pipeline.blocks import find_blocks
 from paceline.strategies.pipeline.pipedream.reference import Reference
 from paceline.strategies.pipeline.staged import cut
@@ -77,10 +78,12 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     task = getattr(tasks, job["task"])(**job.get("fields", {}))
     try:
         order = mock.patch.object(arrivals.ArrivalTrainer, "order", iter(job.get("arrival", ())))
+        network = mock.patch.object(reducer, "supported", return_value=False)
         with (
             restless(job["computing"]) if "computing" in job else nullcontext(),
             order if "arrival" in job else nullcontext(),
             simulated(task, job["pipedream"]) if "pipedream" in job else nullcontext(),
+            network if "network" in job else nullcontext(),
         ):
             return dict(paceline.fit(task, quiet=True, **job["options"]).record)
     except paceline.PacelineError as error:

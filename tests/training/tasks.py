@@ -315,6 +315,51 @@ class Skipping(Points):
 
 
 @dataclass
+class Described:
+    """What a model returns, in parts."""
+
+    name: str
+    kept: dict[str, Any]
+    layers: list[torch.Tensor]
+
+
+class Describing(nn.Module):
+    """A model whose parts the task names, and whose result is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Described:
+        return self.describe(self.first(x))
+
+    def describe(self, hidden: torch.Tensor) -> Described:
+        out = self.last(hidden.relu())
+        return Described("all", {"logits": out, "scale": 1.0, "cache": None}, [hidden] * 20)
+
+
+@dataclass
+class Describes(Points):
+    """A model that returns a dict, a list, a text, a number and 21 tensors in a dataclass."""
+
+    def build_model(self) -> nn.Module:
+        return Describing()
+
+    def pipeline_blocks(self, model: nn.Module) -> list[Any]:
+        assert isinstance(model, Describing)
+        return [model.first, (model.describe, [model.last])]
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        found = model(batch[0])
+        return functional.cross_entropy(found.kept["logits"] * found.kept["scale"], batch[1])
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> Mapping[str, Any]:
+        found = model(batch[0])
+        right = (found.kept["logits"].argmax(dim=1) == batch[1]).float()
+        return {"accuracy": right * (found.name == "all"), "hidden": found.layers[19].mean(dim=1)}
+
+
+@dataclass
 class Deep(Points):
     """Eight layers, seven shards."""
 

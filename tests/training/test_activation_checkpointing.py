@@ -155,7 +155,7 @@ def test_a_model_without_blocks_is_refused() -> None:
         (("--checkpoint-activations", "all"), "none"),
         (
             ("--checkpoint-activations", "block", "--strategy", "dp"),
-            "does not work with --strategy dp. Use ddp",
+            "does not work with --strategy dp. Use --strategy ddp",
         ),
     ],
 )

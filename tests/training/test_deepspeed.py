@@ -104,7 +104,7 @@ def test_what_cannot_be_sharded_is_refused(worlds: dict[int, Any], name: str, me
     ("options", "message"),
     [
         (("--nproc", "1", "--strategy", "deepspeed"), "shards states over processes, but there is one"),
-        (("--nproc", "2", "--zero-stage", "2"), "--zero-stage 2 needs --strategy deepspeed"),
+        (("--nproc", "2", "--zero-stage", "2"), "--zero-stage needs --strategy deepspeed"),
         (
             ("--nproc", "2", "--strategy", "deepspeed", "--zero-stage", "3", "--ema", "0.9"),
             "--ema does not work with --zero-stage 3",

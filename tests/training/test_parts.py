@@ -102,6 +102,16 @@ def test_a_continued_run_keeps_its_options_and_takes_over_what_decides_no_bits()
     assert (config.nproc, config.workers, config.run, config.threads) == (2, 0, "a", 1)
 
 
+def test_another_strategy_continues_a_run_whose_parameters_were_gathered_in_low_precision() -> None:
+    recorded = RunConfig(shards=4, strategy="fsdp", precision="bf16", fsdp_mixed_precision=True)
+    config = continued(RunConfig(strategy="ddp", run="a"), {"strategy"}, recorded)
+    assert (config.strategy, config.precision, config.fsdp_mixed_precision) == ("ddp", "bf16", False)
+    again = continued(
+        RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded
+    )
+    assert not again.fsdp_mixed_precision
+
+
 def test_a_continued_run_refuses_what_decides_bits() -> None:
     recorded = RunConfig(shards=4, seed=7, epochs=3)
     with pytest.raises(ConfigError) as caught:

@@ -29,6 +29,9 @@ JOBS: dict[str, dict[str, Any]] = {
     # Values that go past a stage, randomness before the model, the best model of several.
     "skips": {"task": "Skipping", "options": {"best": "loss:min"}, "fields": {"num_val": 20, "num_test": 9}},
     "deep": {"task": "Deep"},
+    "describes": {"task": "Describes", "fields": {"num_val": 20}},
+    # The last batch has one shard: one of two copies has nothing to compute.
+    "one-shard": {"task": "Deep", "fields": {"num": 32}, "network": True},
 }
 ON_TWO: dict[str, list[dict[str, Any]]] = {
     "everything": [PP, GPIPE, ZERO_BUBBLE, ONE_BY_ONE],
@@ -39,6 +42,7 @@ ON_TWO: dict[str, list[dict[str, Any]]] = {
     "uneven-stream": [PP, ZERO_BUBBLE],
     "skips": [GPIPE, ZERO_BUBBLE],
     "deep": [INTERLEAVED],
+    "describes": [PP],
 }
 ON_FOUR: dict[str, list[dict[str, Any]]] = {
     "everything": [BOTH],
@@ -46,6 +50,7 @@ ON_FOUR: dict[str, list[dict[str, Any]]] = {
     "fp16": [BOTH],
     "clipped": [BOTH],
     "skips": [{**PP, "pp_split": "2,1,1,1"}],
+    "one-shard": [{**BOTH, "pp_schedule": "interleaved"}],
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from paceline.errors import ConfigError, RunDirectoryError, TaskError
 from paceline.recipes.transformer import Transformer
 from paceline.strategies.pipeline import trace
 from paceline.strategies.pipeline.blocks import absent_arguments, find_blocks
+from paceline.strategies.pipeline.results import num_leaves, pack, unpack
 from paceline.strategies.pipeline.schedule import (
     CHUNKS,
     Action,
@@ -179,6 +182,47 @@ def test_what_cannot_be_cut_says_why() -> None:
         find_blocks(model, [3])
     with pytest.raises(TaskError, match="uses a parameter that is not one of the model's"):
         find_blocks(model, [nn.Linear(2, 2)])
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: str
+
+
+@dataclass
+class Named(OrderedDict[str, Any]):
+    """As Hugging Face's ModelOutput: its items are the fields that are not None."""
+
+    logits: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
+def test_a_result_goes_to_other_ranks_as_what_it_is() -> None:
+    one, two = torch.arange(3), torch.ones(2)
+    result = {"a": [one, None, 2], 3: Pair(two, "text"), "b": Named(hidden=(one, two)), "c": (True, 1.5)}
+    description, *leaves = pack(result)
+    assert num_leaves(description) == len(leaves) == 8
+    found = unpack(description, iter(leaves))
+    assert list(found) == ["a", 3, "b", "c"]
+    assert found["a"] == [one, None, 2]
+    assert isinstance(found[3], Pair)
+    assert (found[3].left is two, found[3].right) == (True, "text")
+    assert isinstance(found["b"], Named)
+    assert (found["b"].logits, list(found["b"])) == (None, ["hidden"])
+    assert found["b"].hidden == (one, two)
+    assert found["c"] == (True, 1.5)
+
+
+def test_what_is_no_plain_result_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"the model returns a set, .* Have the model return those\."):
+        pack({"a": {1, 2}})
+    for name in ("builtins:eval", "os:system", "subprocess:Popen", "nowhere:Pair"):
+        content = json.dumps([0, [name, []]]).encode()
+        with pytest.raises(TaskError, match="not every rank of the pipeline has imported"):
+            unpack(torch.frombuffer(bytearray(content), dtype=torch.uint8), iter(()))
 
 
 def test_a_backward_in_two_halves_is_the_whole() -> None:

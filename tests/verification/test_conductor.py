@@ -85,7 +85,7 @@ def test_methods_on_numbers_of_processes() -> None:
 
 
 def step(number: int, loss: float, gradient: tuple[str, float], weight: tuple[str, float]) -> Step:
-    return Step(number, loss, (0.1,), {"gradient": {"a.w": gradient}, "weight": {"a.w": weight}}, None)
+    return Step(number, loss, (0.1,), {"gradient": {"a.w": gradient}, "weight": {"a.w": weight}}, {})
 
 
 def test_what_differs_first_is_named() -> None:
@@ -98,12 +98,21 @@ def test_what_differs_first_is_named() -> None:
     short = first_difference(alone[:1], alone)
     assert short is not None
     assert str(short) == "step 2: step: it was not done"
-    rates = first_difference([Step(1, 1.0, (0.2,), alone[0].tensors, None)], alone)
+    rates = first_difference([Step(1, 1.0, (0.2,), alone[0].tensors, {})], alone)
     assert rates is not None
     assert str(rates) == "step 1: learning rate: 0.2, but 0.1 on one process"
-    copies = first_difference([Step(1, 1.0, (0.1,), alone[0].tensors, ("weight", "a.w"))], alone)
+    copies = first_difference([Step(1, 1.0, (0.1,), alone[0].tensors, {"weight": "a.w"})], alone)
     assert copies is not None
     assert str(copies) == "step 1: weight of a.w: two ranks hold different copies"
+
+
+def test_clipping_sharded_gradients_promises_a_tolerance() -> None:
+    def promises(**options: Any) -> dict[str, str]:
+        return {method.name: method.beside(options).promises for method in METHODS}
+
+    changed = {n for n, promised in promises(clip_norm=1.0).items() if promised != promises(seed=1)[n]}
+    assert changed == {"fsdp", "dp-fsdp"}
+    assert promises(clip_norm=1.0)["fsdp"] == "tolerance"
 
 
 def test_what_converges() -> None:
@@ -126,6 +135,13 @@ def test_a_tolerance_follows_from_one_process() -> None:
     near = measure([step(1, 1.0, ("x", FACTOR * 0.9e-5), ("y", 0.0)), alone[1]], margins)
     assert near.divergence is None
     assert near.distance == pytest.approx(0.9 * near.tolerance)
+    apart = [alone[0], Step(2, 0.5, (0.1,), alone[1].tensors, {"gradient": "a.w", "weight": "a.w"})]
+    copies = measure(apart, margins).divergence
+    assert str(copies) == "step 2: weight of a.w: two ranks hold different copies"
+    assert (
+        measure([Step(1, 1.0, (0.1,), alone[0].tensors, {"gradient": "a.w"}), alone[1]], margins).divergence
+        is None
+    )
     far = measure([step(1, 1.0, ("x", FACTOR * 1.1e-5), ("y", 0.0)), alone[1]], margins)
     assert far.divergence is not None
     assert (far.divergence.step, far.divergence.what, far.divergence.tensor) == (1, "gradient", "a.w")

@@ -113,16 +113,20 @@ def resume(
     asked = given(options)
     kept = {name: recorded[name] for name in _KEPT if name in recorded}
     if asked.keys() & {"strategy", "mesh"} or recorded.get("strategy") == "single":
-        kept = {name: value for name, value in kept.items() if name not in ("strategy", "mesh")}
+        now = RunConfig(**{name: asked[name] for name in ("strategy", "mesh") if name in asked})
+        others = {"strategy", "mesh", *now.misplaced}
+        kept = {name: value for name, value in kept.items() if name not in others}
     values = {**kept, **asked, "run": run, "resume": "must"}
     return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
-# Options that decide no bit of the model but that a continued run is expected to keep.
+# Options that decide no bit of the model but that a continued run is expected to keep; and precision,
+# without which one of them is refused.
 _KEPT: tuple[str, ...] = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
     *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split", "zero_stage"),
-    *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "checkpoint_activations", "checkpoint_blocks"),
+    *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision", "precision"),
+    *("checkpoint_activations", "checkpoint_blocks"),
     *("ps_mode", "staleness", "servers"),
     *("checkpoint_every", "keep", "backup_to", "log_every", "log_to"),
     *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),

@@ -64,10 +64,11 @@ def verify(
     from paceline.verification.request import Request
     from paceline.verification.run import verify as run_verification
 
+    asked = given(options)
     request = Request(
         task=task,
-        options=given(options),
-        methods=chosen(strategies),
+        options=asked,
+        methods=[method.beside(asked) for method in chosen(strategies)],
         worlds=parse_worlds(worlds),
         steps=steps,
     )

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.communication import CommunicationOptions
-from paceline.config.options import flag, option
+from paceline.config.options import option
 from paceline.errors import ConfigError
-
-FSDP_OPTIONS = ("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision")
-
-_NOT_AGAIN = ("dp", "pp", "mp", "deepspeed")
-"""Where backward cannot compute activations again: blocks are copied, cut, or watched by another engine."""
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -24,29 +19,34 @@ class MemoryOptions(CommunicationOptions):
         "With --strategy fsdp, which modules are gathered as one: class names with commas, a least number of "
         "parameters such as 1M (auto), or whole.",
         group="Parallelism",
+        of=("fsdp",),
     )
     fsdp_reshard: Literal["auto", "always", "never"] = option(
         "auto",
         "With --strategy fsdp, when gathered parameters are freed: auto: after each block's forward, the "
         "outermost's after backward; always: after every forward; never: once a step, as ZeRO-2 does.",
         group="Parallelism",
+        of=("fsdp",),
     )
     fsdp_offload: bool = option(
         False,
         "With --strategy fsdp, keep parameters, gradients and optimizer state in the CPU's memory.",
         group="Parallelism",
+        of=("fsdp",),
     )
     fsdp_mixed_precision: bool = option(
         False,
         "With --strategy fsdp, gather the parameters of linear and convolutional layers in the type of "
         "--precision: half the traffic and memory.",
         group="Parallelism",
+        of=("fsdp",),
     )
     zero_stage: Literal[1, 2, 3] = option(
         1,
         "With --strategy deepspeed, what is sharded. 1: the optimizer's state; 2: gradients, too; "
         "3: parameters, too.",
         group="Parallelism",
+        of=("deepspeed",),
     )
     checkpoint_activations: Literal["none", "block", "selective"] = option(
         "none",
@@ -61,27 +61,16 @@ class MemoryOptions(CommunicationOptions):
         group="Parallelism",
     )
 
-    def check_memory(self, methods: tuple[str, ...], precision: str, *, compiles: bool) -> None:
+    def check_memory(self, precision: str, *, compiles: bool) -> None:
         """Refuse what has no effect or does not work together.
 
         Args:
-            methods: the strategies at work.
             precision: the value of ``--precision``.
             compiles: ``--compile`` is given.
 
         Raises:
             ConfigError: says what to change.
         """
-        for name in FSDP_OPTIONS:
-            if "fsdp" not in methods and getattr(self, name) not in (False, "auto"):
-                raise ConfigError(
-                    f"{flag(name)} needs --strategy fsdp, or fsdp among the axes of --mesh. Leave it out."
-                )
-        if "deepspeed" not in methods and self.zero_stage != 1:
-            raise ConfigError(
-                f"--zero-stage {self.zero_stage} needs --strategy deepspeed. Leave it out, or use --strategy "
-                "fsdp, which shards as stage 3 does."
-            )
         if self.zero_stage == 3 and getattr(self, "ema", None) is not None:
             raise ConfigError(
                 "--ema does not work with --zero-stage 3, where no rank holds a parameter whole. "
@@ -98,11 +87,6 @@ class MemoryOptions(CommunicationOptions):
             if self.checkpoint_blocks != "auto":
                 raise ConfigError("--checkpoint-blocks needs --checkpoint-activations block or selective.")
             return
-        for name in _NOT_AGAIN:
-            if name in methods:
-                raise ConfigError(
-                    f"--checkpoint-activations does not work with --strategy {name}. Use ddp, fsdp or tp."
-                )
         if compiles:
             raise ConfigError(
                 "--checkpoint-activations does not work with --compile, which decides itself what backward "

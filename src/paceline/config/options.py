@@ -10,15 +10,16 @@ from typing import Any, Literal
 from paceline.errors import ConfigError
 
 
-def option(default: Any, help: str, *, group: str) -> Any:
+def option(default: Any, help: str, *, group: str, of: tuple[str, ...] = ()) -> Any:
     """A field of an options class.
 
     Args:
         default: its value where it is not given.
         help: what ``--help`` says of it.
         group: the heading that it stands under there.
+        of: the strategies that it belongs to, where it has no meaning beside others.
     """
-    return field(default=default, metadata={"help": help, "group": group})
+    return field(default=default, metadata={"help": help, "group": group, "of": of})
 
 
 def flag(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -35,20 +36,23 @@ class Traits:
     refuses: tuple[str, ...] = ()
 
 
+# Refused where backward cannot compute again: blocks are copied, cut, or watched by another engine.
+_AGAIN = ("checkpoint_activations", "checkpoint_blocks")
+
 STRATEGIES = {
     "single": Traits(flexible=True),
-    "dp": Traits(refuses=("compile", "verify_every", "spares")),
+    "dp": Traits(refuses=("compile", "verify_every", "spares", *_AGAIN)),
     "ddp": Traits(reductions=("exact", "fast", "torch"), flexible=True),
     "zero1": Traits(shards_state=True, refuses=("spares",)),
     "fsdp": Traits(shards_state=True, refuses=("verify_every", "compile", "spares")),
     "tp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
-    "pp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
-    "mp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
+    "pp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares", *_AGAIN)),
+    "mp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares", *_AGAIN)),
     "deepspeed": Traits(
         reductions=("exact",),
         sums_itself="deepspeed",
         shards_state=True,
-        refuses=("verify_every", "compile", "spares"),
+        refuses=("verify_every", "compile", "spares", *_AGAIN),
     ),
     "horovod": Traits(reductions=("exact",), sums_itself="horovod"),
     "hogwild": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
@@ -87,6 +91,7 @@ class ParallelOptions(ServerOptions):
         "auto",
         "With --strategy dp, how many GPUs compute, or threads on a CPU. auto: all GPUs, else one a core.",
         group="Parallelism",
+        of=("dp",),
     )
     mesh: str | None = option(
         None,
@@ -99,6 +104,7 @@ class ParallelOptions(ServerOptions):
         "With --strategy tp, also split what lies between the split layers (norms, dropouts), along the "
         "sequence, as the task's sequence_parallel_plan says.",
         group="Parallelism",
+        of=("tp",),
     )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = option(
         "1f1b",
@@ -106,12 +112,14 @@ class ParallelOptions(ServerOptions):
         "zero-bubble: gradients of weights fill the gaps; pipedream: no stage waits at a step's end, "
         "and some shards meet weights that are one update old.",
         group="Parallelism",
+        of=("pp",),
     )
     pp_split: str = option(
         "balanced",
         "With --strategy pp or mp, how the model is cut. balanced: by the measured time and memory of its "
         "blocks; equal: by their number; or a number of blocks for each stage, such as 3,5.",
         group="Parallelism",
+        of=("pp", "mp"),
     )
     reduction: Literal["exact", "fast", "torch"] = option(
         "exact",
@@ -141,19 +149,18 @@ class ParallelOptions(ServerOptions):
                 f"--mesh {self.mesh} is laid out for {named}, not for --strategy {self.strategy}. "
                 "Leave one of them out."
             )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, why in self.misplaced.items():
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{flag(name)} {why}")
         for name in self.methods:
-            self._check_works_with(name)
+            self._check_reduction(name)
         staged = next((name for name in self.methods if name in ("pp", "mp")), None)
         beside = [axis for axis in axes if OF_AXIS[axis] not in (staged, "ddp", "tp")]
         if staged is not None and beside:
             raise ConfigError(
                 f"--mesh {self.mesh}: stages ({staged}) work with dp and tp beside them, not with "
                 f"{beside[0]}. Use --mesh {staged}=...,dp=...,tp=...."
-            )
-        if self.sequence_parallel and "tp" not in self.methods:
-            raise ConfigError(
-                "--sequence-parallel splits what lies between layers that tensor parallelism splits. "
-                "Add --strategy tp, or an axis tp to --mesh."
             )
         if self.pp_split not in ("balanced", "equal") and not re.fullmatch(r"\d+(,\d+)*", self.pp_split):
             raise ConfigError(
@@ -162,10 +169,6 @@ class ParallelOptions(ServerOptions):
             )
         if isinstance(self.dp_devices, int):
             at_least("dp_devices", self.dp_devices, 1)
-            if "dp" not in self.methods:
-                raise ConfigError(
-                    "--dp-devices needs --strategy dp. With ddp, --nproc says how many compute."
-                )
         if "pp" in self.methods and self.pp_schedule == "pipedream":
             self._check_works_with_pipedream()
         if self.summed_by not in ("exact", "fast") and self.verify_every:
@@ -191,13 +194,8 @@ class ParallelOptions(ServerOptions):
                     f"--pp-schedule pipedream does not wait for them. Use --pp-schedule 1f1b{advice}."
                 )
 
-    def _check_works_with(self, name: str) -> None:
+    def _check_reduction(self, name: str) -> None:
         traits = STRATEGIES[name]
-        for option_name in traits.refuses:
-            if getattr(self, option_name):
-                raise ConfigError(
-                    f"{flag(option_name)} does not work with --strategy {name}. Use --strategy ddp."
-                )
         if self.reduction in traits.reductions:
             return
         if traits.sums_itself is not None:
@@ -222,6 +220,22 @@ class ParallelOptions(ServerOptions):
         if axes:
             return tuple(OF_AXIS[axis] for axis in axes)
         return ("ddp" if self.strategy == "auto" else self.strategy,)
+
+    @property
+    def misplaced(self) -> dict[str, str]:
+        """The options that must keep their defaults beside the strategies at work, and why, for a message."""
+        found = {
+            option_name: f"does not work with --strategy {name}. Use --strategy ddp."
+            for name in self.methods
+            for option_name in STRATEGIES[name].refuses
+        }
+        for field in dataclasses.fields(self):
+            of = field.metadata["of"]
+            if of and not set(of) & set(self.methods):
+                named = " or ".join(of)
+                axes = f", or {named} among the axes of --mesh" if set(of) <= set(OF_AXIS) else ""
+                found[field.name] = f"needs --strategy {named}{axes}. Leave it out."
+        return found
 
     @property
     def shards_state(self) -> bool:

@@ -106,7 +106,7 @@ class RunConfig(FineTuningOptions):
             raise ConfigError("give --epochs or --max-steps, not both.")
         super().__post_init__()
         self.check_communication(self.methods, self.reduction, self.precision)
-        self.check_memory(self.methods, self.precision, compiles=self.compile)
+        self.check_memory(self.precision, compiles=self.compile)
         self.check_servers(self.methods, self.precision, self.clip_norm)
         parse_shuffle(self.shuffle)
         parse_interval(self.eval_every, "eval_every", allow_time=False)

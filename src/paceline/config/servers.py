@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.memory import MemoryOptions
-from paceline.config.options import at_least, flag, option
+from paceline.config.options import at_least, option
 from paceline.errors import ConfigError
 
 
@@ -20,16 +20,19 @@ class ServerOptions(MemoryOptions):
         "bits of ddp; async: as they arrive, each a whole step's; ssp: the same, but no worker gets more "
         "than --staleness steps ahead of the slowest.",
         group="Parallelism",
+        of=("ps",),
     )
     staleness: int | None = option(
         None,
         "With --ps-mode ssp, how many steps a worker may be ahead of the slowest; 0: all do equally many.",
         group="Parallelism",
+        of=("ps",),
     )
     servers: int = option(
         1,
         "With --strategy ps, how many processes are servers, each with a part of the parameters.",
         group="Parallelism",
+        of=("ps",),
     )
 
     def check_servers(self, methods: tuple[str, ...], precision: str, clip_norm: float | None) -> None:
@@ -52,9 +55,6 @@ class ServerOptions(MemoryOptions):
                 "would need one scale. Use --precision bf16."
             )
         if "ps" not in methods:
-            for name, default in (("ps_mode", "sync"), ("staleness", None), ("servers", 1)):
-                if getattr(self, name) != default:
-                    raise ConfigError(f"{flag(name)} needs --strategy ps.")
             return
         if self.ps_mode == "ssp" and self.staleness is None:
             raise ConfigError("--ps-mode ssp needs --staleness, such as --staleness 2.")

@@ -161,9 +161,6 @@ def open_evaluated(
     Raises:
         UserError: the task or its data cannot be built.
     """
-    # It belongs to a strategy, and one process has none; autocast does what it does, in the same precision.
-    options = {**manifest["config"], "fsdp_mixed_precision": False}
-    manifest = {**manifest, "config": options}
     alone = Environment()
     with (
         numerics_kept(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.config.values import parse_mesh
@@ -45,6 +45,13 @@ class Method:
     needs: str | None = None
     simulation: str | None = None
     takes_callbacks: bool = True
+
+    def beside(self, options: Mapping[str, Any]) -> Method:
+        """The method, with what it promises where all runs have these options."""
+        sharded = self.options.get("strategy") == "fsdp" or "fsdp" in self.options.get("mesh", "")
+        if self.promises == "bits" and sharded and options.get("clip_norm") is not None:
+            return replace(self, promises="tolerance")  # the norm is added up from the ranks' parts
+        return self
 
     def options_on(self, world_size: int) -> dict[str, Any] | None:
         """The options for so many processes; None where it is not for so many."""

@@ -20,6 +20,8 @@ FACTOR = 16.0
 _DEVIATIONS = 4.0
 """Of a projection on random signs, whose standard deviation is the norm of what is projected."""
 
+_COPIES = "two ranks hold different copies"
+
 _LEAST = 2.0**-21
 """A tolerance is never below a few roundings of float32: one process may be nearer to float64 by luck."""
 
@@ -33,14 +35,14 @@ class Step:
         loss: the mean over the step's samples.
         rates: the learning rates.
         tensors: kind -> name -> digest and distance from the float64 run.
-        apart: a tensor of which two ranks hold different copies.
+        apart: kind -> the first tensor of which two ranks hold different copies.
     """
 
     number: int
     loss: float
     rates: tuple[float, ...]
     tensors: Mapping[Kind, Mapping[str, tuple[str, float | None]]]
-    apart: tuple[Kind, str] | None
+    apart: Mapping[Kind, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +94,14 @@ def read_steps(root: Path, training: Training, *, together: bool = True) -> list
 def recorded_steps(metrics: Path) -> list[Step]:
     """The losses that a run recorded by itself in its ``metrics.jsonl``."""
     lines = [line for line in _lines(metrics) if line["kind"] == "train"]
-    return [Step(line["step"], line["loss"], (), {kind: {} for kind in KINDS}, None) for line in lines]
+    return [Step(line["step"], line["loss"], (), {kind: {} for kind in KINDS}, {}) for line in lines]
 
 
 def first_difference(steps: Sequence[Step], alone: Sequence[Step]) -> Divergence | None:
     """Where a run first leaves the bits of another."""
     for step, other in zip(steps, alone, strict=False):
-        if step.apart is not None:
-            kind, name = step.apart
-            return _of_tensor(step.number, kind, name, "two ranks hold different copies")
+        for kind, name in step.apart.items():
+            return _of_tensor(step.number, kind, name, _COPIES)
         if step.rates != other.rates:
             detail = f"{_numbers(step.rates)}, but {_numbers(other.rates)} on one process"
             return Divergence(step=step.number, what="learning rate", detail=detail)
@@ -169,7 +170,10 @@ class Measured:
 
 
 def measure(steps: Sequence[Step], margins: Margins) -> Measured:
-    """Compare a run with the one in float64, within what one process in float32 makes likely."""
+    """Compare a run with the one in float64, within what one process in float32 makes likely.
+
+    Weights of which ranks hold copies must be equal all the same: apart, they only grow farther so.
+    """
     worst, first = (0.0, math.inf), None
     for step, exact, alone in zip(steps, margins.double, margins.steps, strict=False):
         if step.rates != alone.rates and first is None:
@@ -195,6 +199,8 @@ def measure(steps: Sequence[Step], margins: Margins) -> Measured:
                 worst = distance, allowed
             if distance > allowed and first is None:
                 first = divergence
+        if "weight" in step.apart and first is None:
+            first = _of_tensor(step.number, "weight", step.apart["weight"], _COPIES)
     if first is None and len(steps) < len(margins.steps):
         first = Divergence(step=len(steps) + 1, what="step", detail="it was not done")
     return Measured(worst[0], worst[1], first)
@@ -288,13 +294,13 @@ def _calls(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str, int], Map
 
 def _together(lines: Sequence[Mapping[str, Any]]) -> Step:
     tensors: dict[Kind, dict[str, tuple[str, float | None]]] = {kind: {} for kind in KINDS}
-    apart: tuple[Kind, str] | None = None
+    apart: dict[Kind, str] = {}
     for kind in KINDS:
         for line in lines:
             for name, (digest, distance) in line[kind].items():
                 known = tensors[kind].setdefault(name, (digest, distance))
                 if known[0] != digest:
-                    apart = apart or (kind, name)
+                    apart.setdefault(kind, name)
                 if distance is not None and known[1] is not None and distance > known[1]:
                     tensors[kind][name] = (digest, distance)
     first = lines[0]

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_map_only
 from paceline.errors import TaskError
 from paceline.strategies.pipeline.blocks import Block, Blocks
 from paceline.strategies.pipeline.link import EVALUATION, Address, Link
+from paceline.strategies.pipeline.results import num_leaves, pack, unpack
+
+_AT_ONCE = 12  # values of a result in a message, which can describe so many tensors of any usual rank
 
 
 @dataclass(frozen=True)
@@ -163,12 +166,18 @@ class StagedForward:
                     self.link.send(
                         left, self.rank_of(stage.number + 1), Address(stage.number + 1, EVALUATION)
                     )
+            address = Address(last + 1, EVALUATION)
             if rank == self.rank_of(last):
+                values = pack(result)
                 for other in range(ranks):
                     if other != rank:
-                        self.link.send([result], other, Address(last + 1, EVALUATION))
+                        for first in range(0, len(values), _AT_ONCE):
+                            self.link.send(values[first : first + _AT_ONCE], other, address)
             else:
-                (result,) = self.link.receive(self.rank_of(last), Address(last + 1, EVALUATION))
+                description, *leaves = self.link.receive(self.rank_of(last), address)
+                while len(leaves) < num_leaves(description):
+                    leaves += self.link.receive(self.rank_of(last), address)
+                result = unpack(description, iter(leaves))
         self.link.finish()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 

@@ -117,7 +117,8 @@ class Pipeline:
         raise AssertionError("steps do not overlap here")
 
     def begin_step(self, present: Sequence[int]) -> None:
-        for reducer in self._reducers.values():
+        # A copy without shards sends here what others send in backward: their last stage's gradients first.
+        for _, reducer in sorted(self._reducers.items(), reverse=True):
             reducer.begin(present)
 
     def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
