@@ -99,7 +99,7 @@ def mean(values: Floats) -> Estimate:
 def ratio(sums: Floats, weights: Floats, method: str = "bootstrap over batches") -> Estimate:
     """The sum of ``sums`` over that of ``weights``, resampled together; both (N,), one entry a unit."""
     total = math.fsum(weights)
-    value = math.fsum(sums) / total if total else math.nan
+    value = _total(sums) / total if total else math.nan
     if len(sums) < 10 or not math.isfinite(value):
         return Estimate(value)
     if len(sums) > _LARGE:
@@ -109,6 +109,13 @@ def ratio(sums: Floats, weights: Floats, method: str = "bootstrap over batches")
         return Estimate(value, value - half, value + half, "normal")
     drawn = _resampled_ratios(sums, weights)
     return _between(value, drawn, method)
+
+
+def _total(values: Floats) -> float:
+    if np.isfinite(values).all():
+        return math.fsum(values)
+    with np.errstate(invalid="ignore"):  # math.fsum raises where both infinities are among them
+        return float(values.sum())
 
 
 def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
@@ -157,7 +164,8 @@ def paired(first: Floats, second: Floats) -> Difference:
     # Shifted to a mean of 0, as it would be were there no difference (Efron and Tibshirani, chapter 16).
     centred = change - change.mean()
     if len(change) > _LARGE:
-        z = abs(float(change.mean())) / (float(change.std()) / math.sqrt(len(change)))
+        error = float(change.std()) / math.sqrt(len(change))
+        z = abs(float(change.mean())) / error if error else math.inf
         return Difference(estimate, 2 * NormalDist().cdf(-z), "normal test of paired differences")
     drawn = _resampled_ratios(centred, np.ones_like(centred))
     extreme = int((np.abs(drawn) >= abs(float(change.mean()))).sum())

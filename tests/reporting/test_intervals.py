@@ -66,6 +66,8 @@ def test_large_samples_have_the_normal_interval_which_agrees() -> None:
 def test_a_ratio_of_few_batches_has_no_interval() -> None:
     assert ratio(np.array([1.0, 2.0]), np.array([2.0, 2.0])) == Estimate(0.75)
     assert np.isnan(ratio(np.zeros(3), np.zeros(3)).value)
+    assert ratio(np.array([1.0, np.inf]), np.ones(2)).value == np.inf
+    assert np.isnan(ratio(np.array([-np.inf, np.inf]), np.ones(2)).value)
 
 
 def test_resampling_cells_is_resampling_samples() -> None:
@@ -98,6 +100,8 @@ def test_a_paired_difference_is_seen_where_unpaired_numbers_hide_it() -> None:
     assert paired(first, first).p_value == 1.0
     shuffled = paired(first, first + generator.permutation(np.repeat([-0.3, 0.3], 250)))
     assert shuffled.p_value > 0.9
+    many = np.zeros(200_001)
+    assert paired(many, many + 0.5).p_value == 0.0
 
 
 def test_holms_correction_is_the_published_one() -> None:
