@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -594,6 +594,14 @@ class Normed(Points):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+
+@dataclass
+class Factored(Points):
+    """Adafactor, which keeps rows and columns of a matrix's squares."""
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Adafactor(model.parameters(), lr=self.lr)
 
 
 class NoisyBlock(nn.Module):

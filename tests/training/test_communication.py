@@ -8,11 +8,13 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.training.states import newest
+from torch.optim import Adafactor, NAdam
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
@@ -23,6 +25,7 @@ from paceline.training.preparation import Request, prepare
 from paceline.training.rounds import Rounds
 from paceline.training.simulation import simulated_compression, simulated_model
 from paceline.training.state import Progress
+from paceline.training.together import averaged
 
 HERE = Path(__file__).parent
 APART: dict[str, dict[str, Any]] = {
@@ -36,6 +39,7 @@ APART: dict[str, dict[str, Any]] = {
         "task": "TwoOptimizers",
         "options": {"sync_every": 2, "outer_optimizer": "nesterov", "precision": "bf16"},
     },
+    "factored": {"task": "Factored", "options": {"sync_every": 3, "max_steps": 8}},
     # The scaler skips the first steps; in the last batch of an epoch some ranks have no shard.
     "fp16": {
         "task": "Overflowing",
@@ -121,6 +125,21 @@ def test_ranks_that_train_apart_are_as_simulated(
     expected = simulated(APART[name], tmp_path, ranks)
     for parameter, value in weights(worlds[ranks].run(name)).items():
         assert torch.equal(value, expected[parameter]), parameter
+
+
+def test_all_of_an_optimizers_state_is_averaged_but_for_what_counts_steps() -> None:
+    module = torch.nn.ParameterDict({"matrix": torch.ones(4, 3), "scalar": torch.ones(())})
+    for kind, of_both in ((Adafactor, 3), (NAdam, 6)):
+        optimizer = kind(module.parameters(), lr=0.1)
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        state: Any = SimpleNamespace(module=module, optimizers={"": optimizer})
+        found = {id(tensor) for tensor in averaged(state)}
+        states = optimizer.state.values()
+        left = {name for values in states for name, value in values.items() if id(value) not in found}
+        assert left == {"step"}
+        assert len(found) == 2 + of_both
 
 
 @pytest.mark.parametrize("name", ["half", "brain", "halves", "brains"])

@@ -188,7 +188,10 @@ class Noted(nn.Module):
             "--strategy tp splits layers over processes, but there is one",
         ),
         (("--nproc", "2", "--strategy", "tp", "--ema", "0.9"), "--ema does not work with --strategy tp"),
-        (("--nproc", "2", "--sequence-parallel"), "Add --strategy tp, or an axis tp to --mesh"),
+        (
+            ("--nproc", "2", "--sequence-parallel"),
+            "--sequence-parallel needs --strategy tp, or tp among the axes of --mesh",
+        ),
     ],
 )
 def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...], message: str) -> None:

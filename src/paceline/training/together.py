@@ -112,7 +112,10 @@ class Together:
 
 
 def averaged(state: TrainingState) -> list[torch.Tensor]:
-    """What becomes the mean over the ranks: parameters, buffers, optimizer states of a parameter's shape."""
+    """What becomes the mean over the ranks: parameters, buffers, and what optimizers keep in tensors.
+
+    Whatever their shapes: Adafactor keeps a matrix's rows and columns, NAdam a number.
+    """
     tensors: list[torch.Tensor] = [p for p in state.module.parameters() if p.requires_grad]
     tensors += state.module.buffers()
     for optimizer in state.optimizers.values():
@@ -121,7 +124,9 @@ def averaged(state: TrainingState) -> list[torch.Tensor]:
                 value
                 for name, value in values.items()
                 # Steps are counted alike everywhere.
-                if isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
+                if isinstance(value, torch.Tensor)
+                and name != "step"
+                and (value.shape == parameter.shape or value.is_floating_point())
             ]
     return tensors
 
