@@ -42,7 +42,8 @@ class Searched:
 def searched(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """A search that was killed with -9 in the middle, and went on."""
     path = tmp_path_factory.mktemp("search") / "search"
-    space = ("--search", "lr=log:1e-4:0.3", "--search", "width=int:2:8")
+    # Of these, the first two are good and the third is bad: whoever comes first, one is stopped.
+    space = ("--search", "lr=log:1e-4:0.3", "--search", "width=int:2:8", "--seed", "8")
     words = tune(TASK, *space, *LENGTH, "--trials", "6", "--reduction-factor", "2", "--run", path)
     first = module_processes.start(words, cwd=path.parent)
     journal = path / "journal.jsonl"
