@@ -54,7 +54,7 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         memory = PowerSGD(nn.ParameterDict(parameters), world, rank=1, scale=1.0)
         memory.load({"steps": POWERSGD_WARMUP, "errors": {}, "factors": {}})
-        for buckets in ("a", "bc"), ("a", "c", "b"), ("ac", "b"):
+        for buckets in ("a", "bc"), *[("a", "c", "b")] * 50, ("ac", "b"):
             answers = []
             for number, names in enumerate(buckets):
                 gradients = torch.randn(SIZE * len(names), generator=generator)

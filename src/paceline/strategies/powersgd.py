@@ -43,6 +43,7 @@ class PowerSGD:
         self._layout: dict[int, list[torch.Tensor]] = {}  # each bucket's parameters
         self._errors: dict[int, torch.Tensor] = {}  # by the id of the parameter, while in no bucket
         self._factors: dict[int, torch.Tensor] = {}
+        self._last: torch.futures.Future[torch.Tensor] | None = None
         self._state = powerSGD_hook.PowerSGDState(
             world.group,
             matrix_approximation_rank=rank,
@@ -53,13 +54,19 @@ class PowerSGD:
 
     def hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """What ``DistributedDataParallel`` calls for each bucket."""
+        if self._last is not None:
+            self._last.wait()
         parameters = bucket.parameters()
         known = self._layout.get(bucket.index(), [])
         if len(known) != len(parameters) or any(a is not b for a, b in zip(known, parameters, strict=True)):
             if known:
                 self._take_out(bucket.index())
             self._put_in(bucket.index(), parameters)
-        return powerSGD_hook.powerSGD_hook(self._state, bucket)
+        answer = powerSGD_hook.powerSGD_hook(self._state, bucket)
+        # torch's hook waits for its later sums in a thread of gloo's, of which there are two: with a bucket
+        # in each of them, all wait for ever. So there is one at a time.
+        self._last = answer if self._world.backend == "gloo" and not bucket.is_last() else None
+        return answer
 
     def gathered(self) -> dict[str, Any]:
         """All ranks' memory, on the first rank; all of them call this together.
