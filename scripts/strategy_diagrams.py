@@ -35,6 +35,11 @@ class Diagram:
     below: str
 
 
+def _halves(first: str, second: str) -> tuple[Rank, Rank]:
+    """Two processes with a half of everything each, and what data they see."""
+    return Rank("rank 0", first, (0.0, 0.5), rows=True), Rank("rank 1", second, (0.5, 1.0), rows=True)
+
+
 DIAGRAMS = {
     "ddp": Diagram(
         "ddp: each process has the whole model",
@@ -50,28 +55,19 @@ DIAGRAMS = {
     ),
     "fsdp": Diagram(
         "fsdp: each process has a part of every block",
-        (
-            Rank("rank 0", "shards 0, 2", (0.0, 0.5), rows=True),
-            Rank("rank 1", "shards 1, 3", (0.5, 1.0), rows=True),
-        ),
+        _halves("shards 0, 2", "shards 1, 3"),
         "blocks; gradients",
         "a block is gathered for its forward and again for its backward",
     ),
     "deepspeed": Diagram(
         "deepspeed, stage 3: each process has a part of every parameter",
-        (
-            Rank("rank 0", "shards 0, 1", (0.0, 0.5), rows=True),
-            Rank("rank 1", "shards 2, 3", (0.5, 1.0), rows=True),
-        ),
+        _halves("shards 0, 1", "shards 2, 3"),
         "modules; gradients",
         "stages 1 and 2: as zero1; from 2 on, each process keeps a part of the gradients",
     ),
     "tp": Diagram(
         "tp: each process has a part of every layer, and all see the same data",
-        (
-            Rank("rank 0", "shards 0 to 3", (0.0, 0.5), rows=True),
-            Rank("rank 1", "shards 0 to 3", (0.5, 1.0), rows=True),
-        ),
+        _halves("shards 0 to 3", "shards 0 to 3"),
         "activations",
         "added up in every block, forward and backward",
     ),

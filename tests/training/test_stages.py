@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, RunDirectoryError, TaskError
 from paceline.recipes.transformer import Transformer
 from paceline.strategies.pipeline import trace
 from paceline.strategies.pipeline.blocks import absent_arguments, find_blocks
-from paceline.strategies.pipeline.results import num_leaves, pack, unpack
+from paceline.strategies.pipeline.results import pack, unpack
 from paceline.strategies.pipeline.schedule import (
     CHUNKS,
     Action,
@@ -203,9 +203,11 @@ class Named(OrderedDict[str, Any]):
 def test_a_result_goes_to_other_ranks_as_what_it_is() -> None:
     one, two = torch.arange(3), torch.ones(2)
     result = {"a": [one, None, 2], 3: Pair(two, "text"), "b": Named(hidden=(one, two)), "c": (True, 1.5)}
-    description, *leaves = pack(result)
-    assert num_leaves(description) == len(leaves) == 8
-    found = unpack(description, iter(leaves))
+    values = pack(result)
+    assert len(values) == 1 + 8
+    rest = iter([*values, "of the next result"])
+    found = unpack(rest)
+    assert list(rest) == ["of the next result"]
     assert list(found) == ["a", 3, "b", "c"]
     assert found["a"] == [one, None, 2]
     assert isinstance(found[3], Pair)
@@ -220,9 +222,9 @@ def test_what_is_no_plain_result_is_refused() -> None:
     with pytest.raises(TaskError, match=r"the model returns a set, .* Have the model return those\."):
         pack({"a": {1, 2}})
     for name in ("builtins:eval", "os:system", "subprocess:Popen", "nowhere:Pair"):
-        content = json.dumps([0, [name, []]]).encode()
+        content = json.dumps([name, []]).encode()
         with pytest.raises(TaskError, match="not every rank of the pipeline has imported"):
-            unpack(torch.frombuffer(bytearray(content), dtype=torch.uint8), iter(()))
+            unpack(iter([torch.frombuffer(bytearray(content), dtype=torch.uint8)]))
 
 
 def test_a_backward_in_two_halves_is_the_whole() -> None:

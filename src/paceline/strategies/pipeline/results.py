@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,28 +23,20 @@ def pack(result: Any) -> list[Any]:
         TaskError: there is something else in it.
     """
     leaves: list[Any] = []
-    shape = _describe(result, leaves)
-    content = json.dumps([len(leaves), shape]).encode()
+    content = json.dumps(_describe(result, leaves)).encode()
     return [torch.frombuffer(bytearray(content), dtype=torch.uint8), *leaves]
 
 
-def unpack(description: torch.Tensor, leaves: Iterator[Any]) -> Any:
-    """The result again; classes are those of that name that are imported here.
+def unpack(values: Iterator[Any]) -> Any:
+    """The result again.
+
+    Args:
+        values: what :func:`pack` gave; nothing that comes after it is taken.
 
     Raises:
-        TaskError: one is not.
+        TaskError: a class that it names is not imported here.
     """
-    return _rebuild(_read(description)[1], leaves)
-
-
-def num_leaves(description: torch.Tensor) -> int:
-    """How many values come with it."""
-    return int(_read(description)[0])
-
-
-def _read(description: torch.Tensor) -> Sequence[Any]:
-    found: Sequence[Any] = json.loads(bytes(description.cpu().numpy()))
-    return found
+    return _rebuild(json.loads(bytes(next(values).cpu().numpy())), values)
 
 
 def _describe(value: Any, leaves: list[Any]) -> Any:

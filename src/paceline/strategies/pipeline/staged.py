@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from paceline.errors import TaskError
 from paceline.strategies.pipeline.blocks import Block, Blocks
 from paceline.strategies.pipeline.link import EVALUATION, Address, Link
-from paceline.strategies.pipeline.results import num_leaves, pack, unpack
+from paceline.strategies.pipeline.results import pack, unpack
 
 _AT_ONCE = 12  # values of a result in a message, which can describe so many tensors of any usual rank
 
@@ -174,10 +175,8 @@ class StagedForward:
                         for first in range(0, len(values), _AT_ONCE):
                             self.link.send(values[first : first + _AT_ONCE], other, address)
             else:
-                description, *leaves = self.link.receive(self.rank_of(last), address)
-                while len(leaves) < num_leaves(description):
-                    leaves += self.link.receive(self.rank_of(last), address)
-                result = unpack(description, iter(leaves))
+                messages = (self.link.receive(self.rank_of(last), address) for _ in itertools.count())
+                result = unpack(itertools.chain.from_iterable(messages))
         self.link.finish()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
