@@ -34,13 +34,13 @@ def main() -> None:
     options = parser.parse_args()
 
     set_seed(1)
-    model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+    network = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
     # Before the processes connect: what the first optimizer imports would hold on to their group, whose
     # threads then abort the interpreter at its end now and then.
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
     accelerator = Accelerator()
     loader = DataLoader(points(512), batch_size=32, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(network, optimizer, loader)
 
     loss = torch.zeros(())
     for _ in range(options.epochs):
@@ -50,8 +50,8 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
 
-    weights = nn.utils.parameters_to_vector(accelerator.unwrap_model(model).parameters())
-    digest = hashlib.sha256(weights.detach().cpu().numpy().tobytes()).hexdigest()[:16]
+    weights = nn.utils.parameters_to_vector(network.parameters()).detach().cpu()
+    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
     print(
         f"rank {accelerator.process_index} of {accelerator.num_processes}: "
         f"{len(loader)} batches an epoch, weights {digest}",

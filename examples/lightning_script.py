@@ -14,7 +14,7 @@ import hashlib
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,6 +71,9 @@ def main() -> None:
         f"{trainer.num_training_batches} batches an epoch, weights {digest}",
         flush=True,
     )
+    # Lightning leaves the process group to the interpreter's end, which gloo's threads abort now and then.
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,22 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import Interval
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_EACH_EPOCH = Interval(epochs=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Horizon:
-    """How long a run goes on.
+    """How long a run goes on, and how often it is evaluated.
 
     Attributes:
         total_steps: of the whole run; None for a stream trained by epochs.
         steps_per_epoch: None for streams.
+        eval_every: steps or epochs between two evaluations.
     """
 
     total_steps: int | None
     steps_per_epoch: int | None
+    eval_every: Interval = _EACH_EPOCH
 
 
 @dataclass(frozen=True, kw_only=True)

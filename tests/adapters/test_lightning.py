@@ -13,13 +13,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import paceline
+from paceline.adapters import lightning as paceline_lightning
 from paceline.adapters.lightning import LightningTask
 from paceline.adapters.lightning.logged import Entry, StepLog
+from paceline.callback import Horizon
 from paceline.task import build_task, load_task_class, task_fields
 
 LIT = Path(__file__).parent / "lit.py"
@@ -172,6 +174,28 @@ def fit(task: paceline.Task, directory: Path, **options: Any) -> paceline.Result
     return paceline.fit(task, run=str(directory / "run"), quiet=True, threads=1, **options)
 
 
+@pytest.mark.parametrize(("eval_every", "steps"), [("2epochs", 20), ("2steps", 4)])
+def test_early_stopping_looks_after_each_evaluation(
+    lit: Any, tmp_path: Path, eval_every: str, steps: int
+) -> None:
+    class Plain(lit.Classifier):  # type: ignore[name-defined, misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Stopped(LightningTask):
+        def build_module(self) -> Any:
+            return Plain()
+
+        def build_datamodule(self) -> Any:
+            return lit.Points()
+
+        def build_callbacks(self) -> Any:
+            return [EarlyStopping("val_loss", patience=1, min_delta=10.0)]  # nothing is that much better
+
+    result = fit(Stopped(), tmp_path, epochs=8, shards=1, eval_every=eval_every)
+    assert result.steps == steps
+
+
 @pytest.mark.slow
 def test_loaders_of_the_module_with_workers_and_two_schedules(
     run_processes: Any, tmp_path: Path, lit: Any
@@ -268,6 +292,25 @@ def test_a_sampler_is_refused(lit: Any) -> None:
         variant(lit, data=Weighted).build_dataset("train")
 
 
+def test_a_sampler_of_some_samples_is_refused(lit: Any) -> None:
+    class Some(lit.Points):  # type: ignore[name-defined, misc]
+        def train_dataloader(self) -> DataLoader[Any]:
+            sampler = RandomSampler(self.splits["train"], replacement=True, num_samples=30)
+            return DataLoader(self.splits["train"], sampler=sampler)
+
+    with pytest.raises(paceline.DataError, match="RandomSampler that draws 30 samples with replacement"):
+        variant(lit, data=Some).build_dataset("train")
+
+
+def test_an_argument_that_would_hide_what_a_task_has_is_refused() -> None:
+    class Chosen(pl.LightningModule):
+        def __init__(self, loss: str = "ce") -> None:
+            super().__init__()
+
+    with pytest.raises(paceline.TaskError, match=r"Chosen\.__init__: 'loss' is also something that every"):
+        paceline_lightning.task(Chosen, name="Hidden")
+
+
 def test_what_ranks_keep_for_themselves_is_noticed() -> None:
     from paceline.adapters.lightning.session import Session
 
@@ -277,6 +320,24 @@ def test_what_ranks_keep_for_themselves_is_noticed() -> None:
     with pytest.raises(paceline.TaskError, match=r"on_validation_epoch_end logged another 'f1' on rank 1"):
         session._agreed({"f1": 0.5}, "on_validation_epoch_end")
     assert session.should_stop  # one rank's wish is all ranks'
+
+
+def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) -> None:
+    class Sparing(lit.Classifier):  # type: ignore[name-defined, misc]
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"].pop("model.0.weight")
+            checkpoint["kept"] = [checkpoint["epoch"], checkpoint["global_step"]]
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.loaded = (checkpoint["kept"], sorted(checkpoint["state_dict"]))
+
+    task = variant(lit, module=Sparing)
+    module = task.build_model()
+    session = task.build_callback(module, Horizon(total_steps=4, steps_per_epoch=2))
+    state = session.state_dict()
+    assert state["checkpoint"] == {"kept": [0, 0]}
+    session.load_state_dict(state)
+    assert module.loaded == ([0, 0], sorted(module.state_dict()))
 
 
 def test_means_do_not_depend_on_who_computed_them() -> None:

@@ -18,7 +18,7 @@ TASKS = HERE / "tasks.py"
 
 class Runner(Protocol):
     def start(
-        self, argv: list[str | Path], *, env: Mapping[str, str], cwd: Path
+        self, argv: list[str | Path], *, env: Mapping[str, str], cwd: Path, shared: bool
     ) -> subprocess.Popen[str]: ...
 
     def finish(
@@ -43,7 +43,10 @@ class Trainings:
         ]
         (directory / "jobs.json").write_text(json.dumps(listed))
         command = [sys.executable, HERE / "driver.py", directory / "jobs.json"]
-        self._started = [processes.start([*command], env=env, cwd=directory) for env in _environments(ranks)]
+        # Several are started at once, and a test may wait for one of them alone.
+        self._started = [
+            processes.start([*command], env=env, cwd=directory, shared=True) for env in _environments(ranks)
+        ]
 
     def results(self) -> dict[str, dict[str, Any]]:
         """What each job ended with, by name."""

@@ -10,6 +10,7 @@ With ``network``, gradients go from rank to rank as between machines. Prints one
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
 import json
@@ -90,7 +91,16 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         return {"error": type(error).__name__, "message": str(error)}
 
 
+def no_group_is_left() -> None:
+    """Gloo's threads can abort the interpreter once it finalizes."""
+    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    if left := [name for name in names if "gloo" in name]:
+        print(f"left at exit: {left}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 if __name__ == "__main__":
+    atexit.register(no_group_is_left)
     for number, job in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         result = train(job)
         if os.environ.get("RANK", "0") == "0":

@@ -42,6 +42,8 @@ class Mesh:
             self.device_mesh = init_device_mesh(
                 world.device.type, tuple(axes.values()), mesh_dim_names=self._axes
             )
+        # DTensor's caches keep every mesh for ever, and it the groups, though it finds them by their names.
+        world.ending.callback(self.device_mesh._pg_registry.clear)
         if not set(axes) <= set(DATA_AXES):
             self.data = self.part(DATA_AXES)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +66,7 @@ class World:
             same state at every step. None: all compute.
         subgroup: what finds the group where these ranks are only some of all; None: they are all.
         activity: what this rank is doing; every exchange between the ranks is entered there.
+        ending: closed just before the group is destroyed, for what would keep a group otherwise.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class World:
     computing: int | None = None
     subgroup: Callable[[], dist.ProcessGroup] | None = None
     activity: Activity = field(default_factory=Activity)
+    ending: ExitStack = field(default_factory=ExitStack)
 
     @property
     def num_computing(self) -> int:
@@ -214,6 +218,7 @@ def open_world(
         return
     if interface is not None:
         interface_address(interface)
+    collect_at_exit()
     member = {"host": _host_identity(), "gpu": _gpu_identity(chosen)}
     with met(
         environment, member, generation=generation, interface=interface, timeout_s=init_timeout_s
@@ -234,8 +239,19 @@ def open_world(
                 yield replace(world, generation=meeting.generation, one_host=one_host)
             finally:
                 # Also after an error, and at once: the neighbours' pending waits end with it.
+                world.ending.close()
                 if dist.is_initialized():
                     dist.destroy_process_group()
+
+
+def collect_at_exit() -> None:
+    """Have groups that only cycles hold (those of FSDP's modules) end before the interpreter does.
+
+    Gloo's threads let go of the last tensors some time after an exchange, and abort a process that no longer
+    runs Python then.
+    """
+    atexit.unregister(gc.collect)
+    atexit.register(gc.collect)
 
 
 def _choose_device(environment: Environment, wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:

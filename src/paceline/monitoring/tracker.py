@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from paceline.run_directory import RunDirectory
 
+RUN_ID = "paceline.run_id"
+"""The tag that holds a run's own id."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.callback import Horizon
 from paceline.data.ledger import LedgerEntry
 from paceline.data.microbatch import Loader
 from paceline.data.stream import StreamLoader
@@ -82,11 +81,10 @@ class Replica:
         run = self._run
         seed_model(run.config.seed)
         module = self._placement.place(self._built_model(), run.device)
-        horizon = Horizon(total_steps=run.data.total_steps, steps_per_epoch=run.data.steps_per_epoch)
         twin = None
         if run.config.ema is not None:
             twin = self._placement.twin(self._built_model, module, run.device)
-        state = TrainingState(run.task, run.config, module, run.device, horizon, twin)
+        state = TrainingState(run.task, run.config, module, run.device, run.horizon, twin)
         state.optimizers = dict(self._placement.take_optimizers(state.optimizers))
         return state
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.config import RunConfig
+from paceline.callback import Horizon
+from paceline.config import RunConfig, parse_interval
 from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
@@ -20,7 +21,7 @@ from paceline.data.stream import StreamLoader
 from paceline.distributed.mesh import Mesh
 from paceline.distributed.world import World
 from paceline.monitoring.monitor import Monitor
-from paceline.monitoring.tracker import Tracked
+from paceline.monitoring.tracker import RUN_ID, Tracked
 from paceline.monitoring.tracking import TrackerWriter, make_tracker
 from paceline.run_directory import RunDirectory, backup_path
 from paceline.strategies.base import AMP_DTYPES, Strategy, StrategyOptions
@@ -95,6 +96,15 @@ class Run:
     def rounds(self) -> Rounds:
         """When ranks that train apart come together."""
         return Rounds(self.config.sync_every or 1, self.data.steps_per_epoch, self.data.total_steps)
+
+    @property
+    def horizon(self) -> Horizon:
+        """What a task's callback is told of the run."""
+        return Horizon(
+            total_steps=self.data.total_steps,
+            steps_per_epoch=self.data.steps_per_epoch,
+            eval_every=parse_interval(self.config.eval_every, "eval_every"),
+        )
 
     @property
     def shares_by_speed(self) -> bool:
@@ -257,7 +267,7 @@ class Run:
                 **{k: v for k, v in manifest["config"].items() if k not in _NOT_TRACKED},
                 **{f"task.{name}": value for name, value in manifest["task"]["fields"].items()},
             },
-            tags={"paceline.run_id": self.run_id, "paceline.run": str(self.directory.path.absolute())},
+            tags={RUN_ID: self.run_id, "paceline.run": str(self.directory.path.absolute())},
         )
         names = dict.fromkeys(self.config.log_to)
         return [TrackerWriter(name, make_tracker(name), tracked, earlier) for name in names]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.callback import Callback, Group, Horizon
+from paceline.callback import Callback, Group
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.choice import choose
 from paceline.checkpoint.identity import differences
@@ -180,8 +180,7 @@ def open_evaluated(
         )
         seed_model(run.config.seed)
         module = built_model(run.task).to(run.device)
-        horizon = Horizon(total_steps=run.data.total_steps, steps_per_epoch=run.data.steps_per_epoch)
-        callback = run.task.build_callback(module, horizon)
+        callback = run.task.build_callback(module, run.horizon)
         with closing(callback):
             step, epoch = fill(run, module, callback)
             callback.attach(_alone(run, Path(scratch)), step=step, epoch=epoch)

@@ -97,6 +97,15 @@ def _check(loader: DataLoader[Any], where: str) -> None:
                 "decide, so that it is the same for any number of processes. Leave it out (--shuffle none "
                 "keeps the dataset's own order)."
             )
+    drawn = loader.sampler
+    if not isinstance(drawn, RandomSampler):
+        return
+    if drawn.replacement or drawn.num_samples != len(drawn.data_source):
+        raise DataError(
+            f"{where} has a RandomSampler that draws {drawn.num_samples} samples"
+            f"{' with replacement' if drawn.replacement else ''}; an epoch has every sample of the dataset "
+            "once. Leave it out, or return a dataset of what an epoch is to have (torch's Subset)."
+        )
 
 
 @contextmanager

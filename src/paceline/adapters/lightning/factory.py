@@ -98,5 +98,10 @@ def _arguments(kind: type[Any]) -> dict[str, tuple[Any, Any]]:
                     "tells it. Annotate it, or write a LightningTask."
                 )
             hint = type(default)
+        if hasattr(LightningTask, parameter.name):
+            raise TaskError(
+                f"{kind.__name__}.__init__: {parameter.name!r} is also something that every task has. "
+                "Rename the argument, or write a LightningTask with a field of another name."
+            )
         found[parameter.name] = (hint, default)
     return found

@@ -87,7 +87,8 @@ class Schedulers:
             elif config.strict:
                 raise TaskError(
                     f"a scheduler monitors {config.monitor!r}, which is not logged. There is: "
-                    f"{', '.join(metrics) or 'nothing'}."
+                    f"{', '.join(metrics) or 'nothing'}. Where not every epoch is evaluated, give the "
+                    "scheduler's frequency the epochs between two evaluations."
                 )
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
@@ -78,6 +79,12 @@ class Session(Callback):
         self._closed = False
         self._rank_before = rank_zero_only.rank
         self._adopt(module)
+        # At setup they decide after what they look at the metric, of a trainer that has no plan yet.
+        self._undecided = [
+            callback
+            for callback in self.trainer.callbacks
+            if isinstance(callback, EarlyStopping) and callback._check_on_train_epoch_end is None
+        ]
         self._hook("setup", "fit")
         module.configure_model()
         self.taps = MetricTaps(module)
@@ -96,8 +103,10 @@ class Session(Callback):
         return optimizer
 
     def plan(self, horizon: Horizon) -> None:
-        """The run goes on so long."""
-        self.trainer.horizon = horizon
+        """The run goes on so long, and is evaluated so often."""
+        self.trainer.plan(horizon)
+        for callback in self._undecided:
+            callback._check_on_train_epoch_end = self.trainer.validates_each_epoch
 
     # --- batches
 
@@ -279,7 +288,8 @@ class Session(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         callbacks = {each.state_key: each.state_dict() for each in self.trainer.callbacks}
-        checkpoint: dict[str, Any] = {}
+        kept_anyway = self._checkpoint()
+        checkpoint = dict(kept_anyway)
         self.module.on_save_checkpoint(checkpoint)
         for callback in self.trainer.callbacks:
             callback.on_save_checkpoint(self.trainer, self.module, checkpoint)
@@ -287,17 +297,26 @@ class Session(Callback):
             "log": self._log.state_dict(),
             "metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "callbacks": {key: state for key, state in callbacks.items() if state},
-            "checkpoint": checkpoint,
+            "checkpoint": {key: value for key, value in checkpoint.items() if key not in kept_anyway},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        checkpoint = {**self._checkpoint(), **state["checkpoint"]}
         self._log.load_state_dict(state["log"])
         self.trainer.note(state["metrics"], to_loggers={}, step=0)
         for callback in self.trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
-            callback.on_load_checkpoint(self.trainer, self.module, state["checkpoint"])
-        self.module.on_load_checkpoint(state["checkpoint"])
+            callback.on_load_checkpoint(self.trainer, self.module, checkpoint)
+        self.module.on_load_checkpoint(checkpoint)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """What hooks expect to find; changing it changes nothing, for Paceline saves the model."""
+        return {
+            "state_dict": self.module.state_dict(),
+            "epoch": self.trainer.epochs_done,
+            "global_step": self.trainer.steps_done,
+        }
 
     # --- hooks
 

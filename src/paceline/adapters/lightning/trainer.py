@@ -51,6 +51,20 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
         self._metrics: dict[str, torch.Tensor] = {}
         self._logged: dict[str, torch.Tensor] = {}
 
+    def plan(self, horizon: Horizon) -> None:
+        """The run goes on so long, and is evaluated so often."""
+        self.horizon = horizon
+        steps, epochs = horizon.eval_every.steps, horizon.eval_every.epochs
+        if steps is not None:
+            self.val_check_interval, self.check_val_every_n_epoch = steps, None
+        elif epochs is not None:
+            self.check_val_every_n_epoch = epochs
+
+    @property
+    def validates_each_epoch(self) -> bool:
+        """Whether each epoch has one evaluation, at its end."""
+        return bool(self.val_check_interval == 1.0 and self.check_val_every_n_epoch == 1)
+
     def take_place(self, group: Group) -> None:
         """Be a rank of a group; loggers write on rank 0 only."""
         self._group = group

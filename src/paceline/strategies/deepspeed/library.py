@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from contextlib import ExitStack
+from functools import _lru_cache_wrapper
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -40,6 +44,12 @@ def imported(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # On the CPU it would build a reduction through shared memory, with a compiler; gloo does as well.
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    # Defaults of its methods are the group that there was when it was imported; None is that of the call.
+    for method in vars(import_module("deepspeed.comm.torch").TorchBackend).values():
+        if isinstance(method, FunctionType) and method.__defaults__:
+            method.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in method.__defaults__
+            )
     return deepspeed
 
 
@@ -92,3 +102,8 @@ def forget_world() -> None:
     groups = import_module("deepspeed.utils.groups")
     for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "mesh_device"):
         setattr(groups, name, None)
+    # The modules, with the groups that their parameters know, would stay in a stack and in caches of methods.
+    import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+    for cache in gc.get_objects():
+        if type(cache) is _lru_cache_wrapper and cache.__module__.startswith("deepspeed.runtime.zero"):
+            cache.cache_clear()
