@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -161,6 +162,33 @@ def test_processes_of_the_command_and_of_threads_in_them(run_processes: Processe
     assert done.returncode == 0, done.stderr
     assert "**all_reduce**: gloo, 4 ranks, threads-per-device" in done.stdout
     assert "| size | time (us) | algbw (GB/s) | busbw (GB/s) | wrong |" in done.stdout
+
+
+INTERRUPTED = """
+import sys
+from paceline.bench.communication import run
+from paceline.cli import main
+
+measure = run.measure
+
+def told(*arguments, **options):
+    print("measuring", flush=True)
+    yield from measure(*arguments, **options)
+
+run.measure = told
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_ends_threads(run_processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    words = ("bench", "comm", "--mode", "threads-per-device", "--sizes", "1KiB", "--iterations", "10000000")
+    popen = run_processes.start([sys.executable, "interrupted.py", *words])
+    assert popen.stdout is not None
+    assert [popen.stdout.readline() for _ in range(2)] == ["measuring\n"] * 2
+    popen.send_signal(signal.SIGINT)
+    done = run_processes.finish(popen, timeout_s=20)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.mpi

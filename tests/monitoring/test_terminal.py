@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline.monitoring import terminal
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.rank_log import capture_rank_output, plain
+from paceline.monitoring.summary import summary
 from paceline.monitoring.telemetry import RankStatus
 from paceline.monitoring.terminal import duration, number
 from paceline.run_directory import RunDirectory
@@ -177,6 +179,15 @@ def test_the_log_gets_the_lines_but_neither_bar_nor_codes(
     assert log.count("val accuracy") == 2
     assert "\x1b" not in log
     assert "━" not in log
+
+
+def test_the_summary_names_metrics_as_they_are(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Console(width=100).print(summary({"metrics": {"[/val]": {"accuracy[top]": 0.5}}}, directory))
+    out = capsys.readouterr().out
+    assert "[/val]" in out
+    assert "accuracy[top]" in out
 
 
 def test_a_pipe_gets_a_line_an_epoch_and_evaluation_and_the_summary(

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,39 @@ print(json.dumps([run.info.status, run.data.params, run.data.tags, history]))
     assert tags["paceline.model_sha256"] == result["model_sha256"]
     assert Path(tags["paceline.checkpoint"]).is_dir()
     assert not {"token_file", "rdzv_endpoint"} & params.keys()
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from paceline.monitoring.mlflow_tracker import MlflowTracker
+from paceline.monitoring.tracker import RUN_ID, Tracked
+from paceline.run_directory import RunDirectory
+
+directory, tags = RunDirectory(Path("run")), {RUN_ID: sys.argv[1]}
+run = Tracked(id=sys.argv[1], name="run", task="t.py:T", directory=directory, options={}, tags=tags)
+tracker = MlflowTracker()
+print(tracker.open(run, None))
+tracker.log(1, 1.0, {"train/loss": 0.5})
+tracker.close()
+"""
+
+
+def test_a_new_database_of_mlflow_is_whole_or_not_there(
+    run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    command = [sys.executable, "-c", OPEN]
+    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/new/mlflow.db"}
+    first = run_processes.start([*command, "abc"], env=store)
+    wait_until(lambda: any(file.stat().st_size for file in tmp_path.rglob("*mlflow.db")), "the first tables")
+    first.kill()
+    first.communicate()
+    both = [run_processes.start([*command, run_id], env=store) for run_id in ("abc", "def")]
+    abc, other = [run_processes.finish(popen) for popen in both]
+    assert (abc.returncode, other.returncode) == (0, 0), abc.stderr + other.stderr
+    # Whoever could not note which run it had begun finds it again.
+    again = run_processes.run([*command, "abc"], env=store)
+    assert again.stdout == abc.stdout != other.stdout
 
 
 def test_wandb_has_each_step_once_under_one_id(resumed: Path, run_processes: Processes) -> None:

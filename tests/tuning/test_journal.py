@@ -129,6 +129,17 @@ def test_the_status_shows_states_parameters_and_the_best() -> None:
     ]
 
 
+def test_the_status_names_the_metric_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(
+        render(
+            replace(SEARCH, metric="accuracy[top]:max"), read_trials(Path("/nowhere")), Standing(clock_s=1)
+        )
+    )
+    assert isinstance(console.file, io.StringIO)
+    assert "accuracy[top]" in console.file.getvalue()
+
+
 def test_the_result_names_the_best_and_its_command(tmp_path: Path) -> None:
     journal = read_trials(tmp_path / "none")
     for each in (

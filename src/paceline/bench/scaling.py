@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.bench.chart import line_chart
@@ -73,10 +74,10 @@ def sized_config(
 
 
 def read_result(run: Path, processes: int, exit_code: int, *, warmup: int) -> SizeResult:
-    """What a run has measured, without its first ``warmup`` steps."""
+    """What a run has measured, without its first ``warmup`` steps; nothing where it left no result."""
     result: Mapping[str, Any] = {}
     speeds: list[float] = []
-    if exit_code == 0:
+    if exit_code == 0 and (run / "result.json").exists():
         result = json.loads((run / "result.json").read_bytes())
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         # Each record is of as many samples, so the times add up as the inverses do.
@@ -145,7 +146,7 @@ class ScalingReport:
 
     def as_table(self) -> Table:
         """For the terminal."""
-        table = Table(title=self._title(), title_justify="left")
+        table = Table(title=escape(self._title()), title_justify="left")
         for name in _COLUMNS:
             table.add_column(name, justify="right")
         for result in self.results:
@@ -176,7 +177,8 @@ class ScalingReport:
 
     def _cells(self, result: SizeResult) -> list[str]:
         if result.samples_per_s is None or result.global_batch_size is None:
-            return [str(result.processes), *["-"] * (len(_COLUMNS) - 2), f"exit code {result.exit_code}"]
+            why = f"exit code {result.exit_code}" if result.exit_code else "no result"
+            return [str(result.processes), *["-"] * (len(_COLUMNS) - 2), why]
         speedup, efficiency = self.speedup(result), self.efficiency(result)
         return [
             str(result.processes),

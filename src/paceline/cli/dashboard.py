@@ -15,6 +15,7 @@ from paceline.errors import ConfigError, RunDirectoryError
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
 _PORT = 8899
+_TURN_S = 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -66,7 +67,8 @@ def dashboard(
                 import webbrowser
 
                 webbrowser.open(server.url)
-            ended.wait()
+            while not ended.wait(_TURN_S):
+                pass  # a signal that comes just before a wait is heard only after it
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

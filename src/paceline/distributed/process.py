@@ -33,6 +33,8 @@ WORKER_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ECHO_S = 1.0
 """Within this time a second SIGINT is the first one, on another way: from a terminal and a launcher."""
 
+_TURN_S = 0.5
+
 
 class StopRequests:
     """Tells the first request to stop from those that change nothing and from the one that ends all.
@@ -231,6 +233,36 @@ def signals_handled(
             signal.signal(number, earlier)
 
 
+@contextmanager
+def interrupted_afterwards() -> Iterator[None]:
+    """Ctrl-C is raised where the block ends, if it ends well: by then it is known what was done.
+
+    A second one is raised at once.
+    """
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    with signals_handled((signal.SIGINT,), on_signal):
+        yield
+    if asked:
+        raise KeyboardInterrupt
+
+
+def join_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait in the main thread until these have ended, or until a signal's handler raises.
+
+    In turns: Python looks for signals before it begins a wait, and one that comes just then would be heard
+    only when the wait is over.
+    """
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_TURN_S)
+
+
 def dump_stacks_on_signal() -> None:
     """Print all threads' Python stacks to stderr on SIGUSR2, and on a crash such as SIGSEGV.
 
@@ -244,15 +276,9 @@ def dump_stacks_on_signal() -> None:
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends a command as Ctrl-C does, so that what it has started is ended too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def interrupt(signum: int, frame: Any) -> Any:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with signals_handled((signal.SIGTERM,), interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -31,9 +31,9 @@ def _metrics_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     table.add_column("split")
     for name in names:
-        table.add_column(name, justify="right", style="cyan")
+        table.add_column(Text(name), justify="right", style="cyan")
     for split, values in metrics.items():
-        table.add_row(split, *(number(values[name]) if name in values else "" for name in names))
+        table.add_row(Text(split), *(number(values[name]) if name in values else "" for name in names))
     return table
 
 

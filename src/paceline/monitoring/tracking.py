@@ -27,6 +27,7 @@ from paceline.monitoring.writers import scalars
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 10_000  # records
 _CLOSE_S = 5.0  # while the run goes on elsewhere, or is being stopped
+_LAST_S = 1.0  # for what is being sent to be noted as sent
 _FINISH_S = 60.0
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")
 
@@ -76,6 +77,7 @@ class TrackerWriter:
         self._result: Mapping[str, Any] | None = None
         self._lost = 0
         self._abandoned = False
+        self._told = False
         self._sent: dict[str, int] = {}
         self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
         self._thread.start()
@@ -106,6 +108,7 @@ class TrackerWriter:
         if self._thread.is_alive():
             self._abandoned = True
             self._warn(f"did not take all records within {with_patience:.0f} s; a resume sends the others")
+            self._thread.join(_LAST_S)
         elif self._lost:
             self._warn(f"was too slow for {self._lost} records")
 
@@ -124,7 +127,8 @@ class TrackerWriter:
                 self._tracker.conclude(self._final_tags(self._result), _final_values(self._result))
             self._tracker.close()
         except Exception as error:  # a library of others, and a network
-            self._warn(f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            if not self._told:
+                self._warn(f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _send(self, record: Mapping[str, Any]) -> bool:
         """Send a record, unless it was; whether it was sent now."""
@@ -159,6 +163,7 @@ class TrackerWriter:
         return tags
 
     def _warn(self, what: str) -> None:
+        self._told = True
         _log.warning(
             "--log-to %s %s. Training goes on; metrics.jsonl and TensorBoard have all records.",
             *(self._name, _CREDENTIALS.sub("//", what)),

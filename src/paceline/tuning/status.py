@@ -95,7 +95,8 @@ def _most_interesting(search: Search, trials: Sequence[Trial]) -> list[Trial]:
 
 def _table(search: Search, trials: Sequence[Trial]) -> Table:
     names = [dimension.field for dimension in search.parsed_space.dimensions]
-    table = Table("trial", "status", "loc", *names, search.metric_name, "iter", "step", "total time")
+    measured = escape(search.metric_name)
+    table = Table("trial", "status", "loc", *names, measured, "iter", "step", "total time")
     for column in table.columns[3:]:
         column.justify = "right"
     for trial in trials:

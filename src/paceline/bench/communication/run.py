@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from paceline.bench.communication.engines import Engine, GroupEngine, MpiEngine,
 from paceline.bench.communication.measure import Measured, measure
 from paceline.bench.communication.plan import CommunicationPlan
 from paceline.distributed.environment import Environment
+from paceline.distributed.process import join_all
 from paceline.distributed.rendezvous import met
 from paceline.errors import ConfigError
 
@@ -59,7 +61,7 @@ def _drive(engine: Engine, plan: CommunicationPlan, report: Callable[[Measured],
 def _drive_threads(
     plan: CommunicationPlan, place: Environment, store: Store, report: Callable[[Measured], None]
 ) -> tuple[str, int]:
-    """A thread for each of this process's ranks."""
+    """A thread for each of this process's ranks; Ctrl-C ends the process."""
     titles: list[tuple[str, int]] = []
     errors: list[BaseException] = []
     whole = replace(place, world_size=place.world_size * plan.nproc)
@@ -76,10 +78,12 @@ def _drive_threads(
             errors.append(error)
 
     threads = [threading.Thread(target=drive, args=(n,), name=f"rank-{n}") for n in range(plan.nproc)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        join_all(threads)
+    except KeyboardInterrupt:
+        os._exit(130)  # nothing else ends a thread that waits for its peers
     if errors:
         raise errors[0]
     return titles[0]
