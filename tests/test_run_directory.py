@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.run_directory import RunDirectory, read_json_lines, write_atomically
+from paceline.run_directory import RunDirectory, RunLock, read_json_lines, write_atomically
 
 
 @pytest.fixture
@@ -91,6 +92,20 @@ def test_only_one_may_hold_the_lock(run: RunDirectory) -> None:
     assert not run.is_running()
     with run.locked():
         pass
+
+
+def test_who_inherits_the_lock_holds_it_too_whenever_it_is_taken(run: RunDirectory) -> None:
+    lock = RunLock(run)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock.fileno(),)) as heir:
+        with run.locked():
+            assert not lock.try_to_take()
+        assert not run.is_running()
+        assert lock.try_to_take()
+        lock.close()
+        assert run.is_running()
+        assert heir.stdin is not None
+        heir.stdin.close()
+    assert not run.is_running()
 
 
 def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from paceline.task import (
     build_task,
     load_task_class,
     parse_assignments,
+    task_assignments,
     task_fields,
 )
 
@@ -48,6 +50,7 @@ class Kinds(Task):
     sizes: list[int] = field(default_factory=lambda: [1])
     pair: tuple[float, str] = (1.0, "b")
     limit: float | None = None
+    note: str | None = None
     anything: Any = None
 
 
@@ -181,6 +184,20 @@ def test_assignments() -> None:
     for wrong in ("lr", "=3"):
         with pytest.raises(TaskError, match="write it as field=value"):
             parse_assignments([wrong])
+
+
+def test_a_tasks_fields_as_assignments_build_it_again() -> None:
+    task = Kinds(number=0.1, name="b=c", mode=3, sizes=[4], pair=(2.0, " d "), note="none so", anything=[0])
+    assert build_task(Kinds, parse_assignments(task_assignments(task))) == task
+    assert task_assignments(Kinds(count=3)) == ("sizes=[1]",), "what is the default is left out"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("name", " a"), ("name", "a\n"), ("note", "None"), ("anything", "3")]
+)
+def test_a_text_that_would_be_read_as_another_value_is_refused(name: str, value: str) -> None:
+    with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which the job would"):
+        task_assignments(Kinds(**{name: value}))
 
 
 def test_fields_must_be_recordable() -> None:

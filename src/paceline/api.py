@@ -23,7 +23,7 @@ from paceline.launchers.submission import submit as submit_job
 from paceline.launchers.submitit.functions import FunctionJob, submit_functions
 from paceline.launchers.training import launch, require_recovery
 from paceline.run_directory import RunDirectory
-from paceline.task import RECIPES, Task, check_spec, task_fields
+from paceline.task import RECIPES, Task, check_spec, task_assignments, task_fields
 from paceline.worker import run
 
 
@@ -260,6 +260,7 @@ def submit(
 
     Raises:
         ConfigError: an option is unknown or wrong, or the folder is open to others.
+        TaskError: a field of the task cannot be given to a job.
         LaunchError: the job was refused.
     """
     if isinstance(work, Task):
@@ -336,7 +337,7 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     }
     of_run = {name: value for name, value in options.items() if name not in {**of_launcher, **of_job}}
     config = config_from_mapping(
-        {**of_run, "task": task_spec(task), "set": _assignments(task), "on": "submitit"}, "submit()"
+        {**of_run, "task": task_spec(task), "set": task_assignments(task), "on": "submitit"}, "submit()"
     )
     check_spec(config.task)
     counts = parse_nproc(config.nproc)
@@ -352,9 +353,3 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     spec = task_job(config, fields, launcher, sys.executable)
     own = make_options(launcher, {"executor": on, **of_launcher})
     return TaskJob(*submit_job(launcher, launcher.render(spec, own)))
-
-
-def _assignments(task: Task) -> tuple[str, ...]:
-    """The fields that differ from their defaults, as ``--set`` takes them."""
-    defaults = {f.name: f.default for f in dataclasses.fields(task)}
-    return tuple(f"{name}={value}" for name, value in task_fields(task).items() if value != defaults[name])

@@ -27,7 +27,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,7 +123,7 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """``run.lock``, held by rank 0 while it runs."""
+        """``run.lock``, held while it runs: by rank 0, or by the agent that leads."""
         return self.path / "run.lock"
 
     @property
@@ -277,25 +277,62 @@ class RunDirectory:
         )
 
     @contextmanager
-    def locked(self) -> Iterator[int]:
-        """Hold the run's lock, so that no second run writes here; yields its descriptor.
-
-        A process that inherits the descriptor holds the lock too, until it ends.
+    def locked(self) -> Iterator[None]:
+        """Hold the run's lock, so that no second run writes here.
 
         Raises:
             RunInUseError: somebody else holds it.
         """
-        with self.lock.open("a+b") as file:
-            for attempts_left in (4, 3, 2, 1, 0):
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not attempts_left:
-                        raise self.in_use() from None
-                    # is_running() in another process holds it for an instant.
-                    time.sleep(0.02)
-            yield file.fileno()
+        with closing(RunLock(self)) as lock:
+            lock.take()
+            yield
+
+
+class RunLock:
+    """A run's lock, which is held only once it was taken, and until :meth:`close`.
+
+    A process that inherits the descriptor, before or after that, holds the lock too, until it ends.
+
+    Args:
+        directory: the run's.
+
+    Attributes:
+        held: whether it was taken.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._file = directory.lock.open("a+b")
+        self.held = False
+
+    def fileno(self) -> int:
+        """The descriptor, to be inherited."""
+        return self._file.fileno()
+
+    def take(self) -> None:
+        """Take it.
+
+        Raises:
+            RunInUseError: somebody else holds it.
+        """
+        for attempts_left in (4, 3, 2, 1, 0):
+            if self.try_to_take():
+                return
+            if attempts_left:
+                # is_running() in another process holds it for an instant.
+                time.sleep(0.02)
+        raise self._directory.in_use()
+
+    def try_to_take(self) -> bool:
+        """Take it, unless somebody else holds it; return whether it is held now."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.held = True
+        return self.held
+
+    def close(self) -> None:
+        """Hold it no longer, as far as this process goes."""
+        self._file.close()
 
 
 def _append(path: Path, content: bytes) -> None:

@@ -211,6 +211,18 @@ def check_spec(spec: str) -> tuple[str, str]:
     Raises:
         TaskError: the spec has another form, or its file is not there.
     """
+    place, name = split_spec(spec)
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        raise TaskError(f"task {spec!r}: there is no file {Path(place).expanduser().resolve()}.")
+    return place, name
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """The file or module of a task, and its class, wherever they are.
+
+    Raises:
+        TaskError: the spec has another form.
+    """
     if not spec:
         raise TaskError(
             "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
@@ -221,8 +233,6 @@ def check_spec(spec: str) -> tuple[str, str]:
             f"task {spec!r} is not a recipe and names no class.\n"
             f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(RECIPES)}."
         )
-    if place.endswith(".py") and not Path(place).expanduser().is_file():
-        raise TaskError(f"task {spec!r}: there is no file {Path(place).expanduser().resolve()}.")
     return place, name
 
 
@@ -367,6 +377,26 @@ def task_fields(task: Task) -> dict[str, Any]:
                 "booleans, None, or lists of them, so that the run can record them."
             ) from None
     return values
+
+
+def task_assignments(task: Task) -> tuple[str, ...]:
+    """The fields that differ from their defaults, as :func:`parse_assignments` takes them.
+
+    Raises:
+        TaskError: a field would be read as another value.
+    """
+    hints = typing.get_type_hints(type(task))
+    defaults = {f.name: f.default for f in dataclasses.fields(task)}
+    changed = {name: value for name, value in task_fields(task).items() if value != defaults[name]}
+    for name, text in parse_assignments(f"{name}={value}" for name, value in changed.items()).items():
+        where = f"{type(task).__name__}.{name}"
+        read = _convert(text, hints[name], where)
+        if isinstance(changed[name], str) and read != changed[name]:
+            raise TaskError(
+                f"{where} is {changed[name]!r}, which the job would be given as --set, and read as {read!r}. "
+                "Choose a text that is no other value, and has no blanks at its ends."
+            )
+    return tuple(f"{name}={value}" for name, value in changed.items())
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

@@ -66,8 +66,14 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
                     return 0
                 # Who stops does so among all: then it is the same view each time.
                 if kind == "loses" and step >= fault_step:
-                    break  # it has noticed before the agent that a peer is gone
+                    # It does no step without the peer, and notices before the agent that it is gone.
+                    while not (place_of_work / f"late-{left}").exists():
+                        time.sleep(0.01)
+                    break
                 if kind and step >= fault_step and (kind != "stop" or place.world_size == script["world"]):
+                    if kind == "late":
+                        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks no more whether to stop
+                        (place_of_work / f"late-{left}").touch()
                     end(kind)
                 if place.rank == 0 and step < script["steps"]:
                     (place_of_work / "step.new").write_text(str(step + 1))
@@ -91,7 +97,6 @@ def end(kind: str) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "late":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is past all that would ask whether to stop
             time.sleep(0.5)
             raise ValueError("a bug")
         case "raise" | "bug":

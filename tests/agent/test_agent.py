@@ -15,6 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.agent.company import Company
+from paceline.launchers.local.base import LocalSpec
+from paceline.membership.lease import LeaseDirectory
+from paceline.membership.roster import Roster
+from paceline.run_directory import RunDirectory
+
 DRIVER = Path(__file__).with_name("driver.py")
 
 
@@ -116,6 +122,29 @@ def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
     assert f"slot 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
     # All have the launcher's terminal, whichever of them is rank 0.
     assert {f"terminal of {slot}" for slot in range(3)} <= set(done.stdout.splitlines())
+
+
+def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> None:
+    (job.path / "logs/rank-1.log").mkdir(parents=True)
+    done = job.run(2, {})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"slot 1 of {job.pids(1)[0]}" in done.stdout.splitlines()
+
+
+def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
+    program = "from paceline.agent.chronicle import say; say('the run goes on.'); print('so does the agent')"
+    with open("/dev/full", "w") as full:
+        popen = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full)
+        assert popen.communicate(timeout=60)[0] == b"so does the agent\n"
+
+
+def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory(tmp_path)
+    company = Company(LocalSpec(command=("job.toml",), directory=directory), directory, None)
+    company.begin(None, LeaseDirectory(tmp_path / "nowhere", "0" * 32))
+    for _ in range(3):
+        assert company.take_lease(Roster(1, ("a", "b")), frozenset("a")) is None
+    assert capsys.readouterr().err.count("cannot be used: No such file or directory") == 1
 
 
 def test_where_all_die_all_are_started_again(job: Job) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from paceline.cli.logs import logs
 from paceline.cli.runs import find_runs, runs
 from paceline.distributed.process import record_failure
-from paceline.errors import ConfigError, PeerLostError, RunDirectoryError
+from paceline.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
+from paceline.launchers.base import JobStatus
 from paceline.launchers.log_files import fold
 from paceline.launchers.registry import JobRecord, add_record
 from paceline.run_directory import RunDirectory
@@ -254,6 +256,32 @@ def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, li
     assert unfolded == lines
 
 
+@given(st.dictionaries(st.integers(0, 9), st.lists(st.sampled_from("abcd"), max_size=8), max_size=6))
+def test_folding_holds_back_what_others_print_later(lines: dict[int, list[str]]) -> None:
+    """What comes next is what the fewest other ranks print later; then, what the lowest rank prints."""
+    waiting = {rank: [(key, len(list(same))) for key, same in groupby(own)] for rank, own in lines.items()}
+    for ranks, line, times in fold(lines):
+        heads = {rank: own[0] for rank, own in sorted(waiting.items()) if own}
+        others = {
+            rank: sum(head in own and heads[other] != head for other, own in waiting.items())
+            for rank, head in heads.items()
+        }
+        chosen = heads[min(heads, key=lambda rank: (others[rank], rank))]
+        assert (line, times) == chosen
+        assert ranks == tuple(rank for rank in heads if heads[rank] == chosen)
+        for rank in ranks:
+            del waiting[rank][0]
+    assert not any(waiting.values())
+
+
+def test_folding_what_many_ranks_print() -> None:
+    ranks = 1024
+    lines = {rank: [*(f"line {i} of {rank}" for i in range(50)), "end"] for rank in range(ranks)}
+    *own, end = fold(lines)
+    assert own == [((rank,), f"line {i} of {rank}", 1) for rank in range(ranks) for i in range(50)]
+    assert end == (tuple(range(ranks)), "end", 1)
+
+
 def test_only_lines_that_match(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs(str(run.path), grep=r"line 9[89] of 1\b") == 0
     assert capsys.readouterr().out == "rank 1 | line 98 of 1\nrank 1 | line 99 of 1\n"
@@ -262,12 +290,24 @@ def test_only_lines_that_match(run: RunDirectory, capsys: pytest.CaptureFixture[
 
 
 def test_the_first_error_comes_first(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.append_event("failed", error="ValueError: five broke it")
     record_failure(run, 5, ValueError("five broke it"))
     record_failure(run, 2, PeerLostError("rank 5 went away"))
     logs(str(run.path), lines=1)
     out = capsys.readouterr().out
     assert out.startswith("first error: rank 5 failed first: ValueError: five broke it\n")
     assert "went away" not in out.partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("end", ["finished", "stopped"])
+def test_a_run_that_ended_well_has_no_first_error(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    """Rank 20 is of an earlier start, with more of them."""
+    record_failure(run, 20, ValueError("twenty broke it"))
+    run.append_event(end)
+    logs(str(run.path), lines=1)
+    assert "twenty broke it" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 99), (3, 97), (100, 0), (1000, 0)])
@@ -364,6 +404,20 @@ def test_following_shows_new_lines_new_ranks_and_replaced_files_until_the_run_en
         assert process.wait() == 0
 
 
+def add_job(launcher: str, run: RunDirectory, reference: dict[str, Any]) -> None:
+    """Record job 7, whose run this is."""
+    record = JobRecord(
+        id=f"{launcher}-7",
+        launcher=launcher,
+        name="sweep",
+        command=("x",),
+        directory=str(run.path.parent),
+        run=str(run.path),
+        reference=reference,
+    )
+    add_record(record)
+
+
 @pytest.mark.timeout(60)
 def test_following_a_job_goes_on_where_its_run_has_stopped_but_the_job_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -374,16 +428,7 @@ def test_following_a_job_goes_on_where_its_run_has_stopped_but_the_job_has_not(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as job:
         created = psutil.Process(job.pid).create_time()
         reference = {"id": "7", "pid": job.pid, "created": created, "directory": str(tmp_path)}
-        record = JobRecord(
-            id="mpi-7",
-            launcher="mpi",
-            name="sweep",
-            command=("x",),
-            directory=str(tmp_path),
-            run=str(directory.path),
-            reference=reference,
-        )
-        add_record(record)
+        add_job("mpi", directory, reference)
         with following("mpi-7") as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "rank 0 | saved\n"
@@ -392,6 +437,29 @@ def test_following_a_job_goes_on_where_its_run_has_stopped_but_the_job_has_not(
             job.communicate(b"\n")
             assert process.stdout.read() == ""
             assert process.wait() == 0
+
+
+def test_following_a_job_bears_with_a_system_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    directory = make_run(tmp_path, "run", started(), {"event": "stopped", "signal": "SIGUSR1", "step": 7})
+    directory.log_of(0).write_text("saved\n")
+    add_job("slurm", directory, {"id": "7"})
+    asked = []
+
+    def status(record: JobRecord) -> JobStatus:
+        asked.append(record.id)
+        if len(asked) == 1:
+            raise LaunchError("the cluster is not reachable.")
+        return JobStatus(state="succeeded", exit_code=0)
+
+    monkeypatch.setattr(JobRecord, "status", status)
+    assert logs("slurm-7", follow=True) == 0
+    assert len(asked) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "rank 0 | saved\n"
+    assert printed.err == "paceline: the cluster is not reachable. Asking again, for 10 min.\n"
 
 
 @pytest.mark.timeout(60)

@@ -95,6 +95,18 @@ def test_preflight_chooses_the_faster_one(nodes: list[Node], on: str) -> None:
     assert "paceline: preflight: the job uses --interface eth1." in texts[0]
 
 
+def test_a_host_name_that_is_a_loopback_address(nodes: list[Node]) -> None:
+    """As Debian installs it; a job that is told its interface starts."""
+    directory = nodes[0].lab.directory
+    hosts = directory / "hosts-of-node1"
+    hosts.write_text(nodes[0].lab.hosts.read_text().replace("10.77.0.2 node1", "127.0.1.1 node1"))
+    sh(nodes[1], 'mount --bind "$1" /etc/hosts', hosts)
+    (directory / "network.py").write_text(NETWORK)
+    options = ("launch", "--on", "spawn", "--preflight", "--interface", "eth0")
+    texts = given_on_each(nodes, options, ("--", sys.executable, "network.py"))
+    assert texts == ["the others are on eth0\n"] * 2
+
+
 @pytest.mark.slow
 def test_a_task_trains_on_what_its_preflight_has_chosen(nodes: list[Node]) -> None:
     for node in nodes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -12,10 +14,16 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from tests.doctor.examined import found, not_passed
 from tests.lab.machines import Machines
+from tests.small_disk import small_disk
 
+from paceline.checkpoint.manifest import CheckpointInfo
+from paceline.checkpoint.storage import commit
 from paceline.doctor.checks import CHECKS, Report
+from paceline.doctor.examination import Examination, parse_command
+from paceline.launchers.contracts import expand_placeholders
 
 ROOT = Path(__file__).parents[2]
 BROKEN = "import paceline\nimport a_library_that_is_not_there\n"
@@ -33,6 +41,64 @@ def test_this_machine(run_processes: Any, tmp_path: Path) -> None:
     assert "1 machine: " in done.stdout
     assert f"{tmp_path} is writable" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == [], "no run and no job is begun"
+
+
+def test_another_interpreter_and_other_variables(run_processes: Any, tmp_path: Path) -> None:
+    """They are what is looked at: with them, the examination is a process of its own."""
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nBY=python exec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    (tmp_path / "told.py").write_text("import os\nraise ImportError('{TOLD} {BY}'.format_map(os.environ))\n")
+    words = ("doctor", "told.py:Task", "--threads", "1", "--json", "--env", "TOLD=env")
+    done = run_processes.paceline(*words, "--python", other)
+    assert done.returncode == 1, done.stderr
+    assert "env python" in found(Report.from_json(json.loads(done.stdout)), "task").found
+    assert {path.name for path in tmp_path.iterdir()} <= {"python", "told.py", "state", "__pycache__"}
+
+
+def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any, tmp_path: Path) -> None:
+    done = run_processes.paceline("doctor", "--python", "/nonexistent/python", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "/nonexistent/python is no program that can be run" in done.stderr
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho No module named paceline >&2\nexit 1\n")
+    bare.chmod(0o755)
+    done = run_processes.paceline("doctor", "--python", bare)
+    assert done.returncode == 1, done.stdout
+    assert f"left no report in {tmp_path}" in done.stderr
+    assert f"Can {bare} import paceline there" in done.stderr
+
+
+def test_an_interface_that_this_machine_does_not_have(run_processes: Any) -> None:
+    done = run_processes.paceline("doctor", "--interface", "nosuch0", "--threads", "1", "--json")
+    assert done.returncode == 1, done.stderr
+    check = found(Report.from_json(json.loads(done.stdout)), "interface")
+    assert check.found.startswith("--interface 'nosuch0' has no IPv4 address here. Those that have: ")
+
+
+def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(
+    run_processes: Any, tmp_path: Path
+) -> None:
+    """Three of a MiB each, and half of a fourth: the next one removes that, and the oldest of the others."""
+    with small_disk(tmp_path / "disk", "6m"):
+        checkpoints = tmp_path / "disk/run/checkpoints"
+        for step in range(3):
+            info = CheckpointInfo(
+                task="tasks:Demo",
+                step=step,
+                state_version=step + 1,
+                epoch=0,
+                generation=0,
+                shards=1,
+                pins={"threads": 1},
+            )
+            commit(checkpoints, info, [("model.safetensors", [bytes(1 << 20)])])
+        (checkpoints / ".tmp-0123").mkdir()
+        (checkpoints / ".tmp-0123/model.safetensors").write_bytes(bytes(1 << 20))
+        done = run_processes.paceline("doctor", "--threads", "1", "--run", "disk/run", "--json")
+    room = found(Report.from_json(json.loads(done.stdout)), "disk-space")
+    assert room.status == "pass", room
+    assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 are there")
 
 
 def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> None:
@@ -120,12 +186,120 @@ def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) ->
     assert rest.endswith("-- /bin/echo hello &")
 
 
+def test_the_jobs_of_an_array_meet_apart(run_processes: Any) -> None:
+    """They may begin at once, and the first to end removes what its own machines have met by."""
+    done = run_processes.paceline(
+        *("launch", "--on", "slurm", "--nodes", "2", "--array", "0-3", "--preflight", "--dry-run"),
+        *("--", "/bin/echo", "hello"),
+    )
+    assert done.returncode == 0, done.stderr
+    [directory] = re.findall(r"paceline\.doctor\.node --directory (\S+) ", done.stdout)
+    assert re.search(r"/'\"\$SLURM_ARRAY_TASK_ID\"'/preflight", directory), directory
+
+
+@pytest.mark.parametrize(
+    ("words", "agents"),
+    [
+        (["--on", "slurm", "--nodes", "2"], True),
+        (["--on", "slurm", "--inner", "torchrun"], False),
+        (["--nproc", "2"], True),
+        (["--nproc", "2", "--recover", "none"], False),
+        (["--on", "torchrun", "--recover", "restart"], False),
+    ],
+)
+def test_preflight_knows_who_starts_the_ranks(run_processes: Any, words: list[str], agents: bool) -> None:
+    done = run_processes.paceline("train", "fashion-mnist", *words, "--preflight", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "paceline.doctor.node" in done.stdout
+    assert (" --agents --preflight " in done.stdout) == agents
+
+
 def test_preflight_where_each_rank_is_started(run_processes: Any) -> None:
     done = run_processes.paceline(
         *("launch", "--on", "slurm", "--inner", "srun", "--preflight", "--dry-run", "--", "/bin/echo"),
     )
     assert done.returncode == 2
     assert "--preflight needs a command that is started once on each machine, and --inner srun" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (("train", "fashion-mnist", "--on", "slurm", "--nodes", "2", "--init-timeout", "20min"), "1200"),
+        (
+            (
+                *("train", "fashion-mnist", "--nodes", "2", "--node-rank", "0", "--run", "shared"),
+                *("--rdzv-endpoint", "node0:29500", "--init-timeout", "20min"),
+            ),
+            "1200",
+        ),
+        (("launch", "--on", "slurm", "--nodes", "2"), "300"),
+    ],
+)
+def test_how_long_machines_wait_for_each_other(
+    run_processes: Any, tmp_path: Path, words: tuple[str, ...], seconds: str
+) -> None:
+    (tmp_path / "s.py").touch()
+    script = ("--", "s.py") if words[0] == "launch" else ()
+    done = run_processes.paceline(*words, "--preflight", "--dry-run", *script)
+    assert done.returncode == 0, done.stderr
+    assert f" --timeout {seconds} " in done.stdout
+
+
+SAGEMAKER = (
+    *("launch", "--on", "sagemaker", "--image", "i:1", "--role", "arn:aws:iam::123456789012:role/training"),
+    *("--instance-type", "ml.g5.12xlarge", "--s3", "s3://bucket/prefix"),
+)
+KUBERNETES = ("--on", "kubernetes", "--image", "i:1", "--name", "mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*SAGEMAKER, "--nodes", "2"), "and --on sagemaker has none. Leave it out; on one machine it works."),
+        (
+            (*SAGEMAKER, "--distribution", "torch_distributed"),
+            "--preflight: --distribution torch_distributed has the image's own toolkit start the job",
+        ),
+        (
+            ("launch", "--on", "azureml", "--image", "i:1", "--compute", "gpus", "--nodes", "2"),
+            "and --on azureml has none.",
+        ),
+        (("launch", *KUBERNETES, "--nodes", "2"), "Give --volume CLAIM:/PATH, the first one if there are"),
+    ],
+)
+def test_preflight_where_machines_share_no_directory(
+    run_processes: Any, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "s.py").touch()
+    done = run_processes.paceline(*words, "--preflight", "--dry-run", "--", "s.py")
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def examined(done: Any) -> Examination:
+    """What the preflight of a job that was rendered as a Kubernetes Job looks at."""
+    assert done.returncode == 0, done.stderr
+    *_, job = yaml.safe_load_all(done.stdout)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    command = container["command"]
+    words = shlex.split(command[command.index("--preflight") + 1])[3:]
+    placed = expand_placeholders(words, master_addr="pod-0", master_port=29500, node_rank=0, nodes=2)
+    return parse_command(list(placed))[0]
+
+
+def test_where_pods_meet(run_processes: Any, tmp_path: Path) -> None:
+    """In a volume that they share: nothing of the machine that submits is there."""
+    job = (*KUBERNETES, "--kind", "job", "--preflight", "--dry-run")
+    volumes = ("--nodes", "2", "--volume", "runs:/runs", "--volume", "data:/data")
+    script = examined(run_processes.paceline("launch", *job, *volumes, "--", "s.py"))
+    assert script.directory.parent == script.run
+    assert re.fullmatch(r"/runs/jobs/mine-\d+-\d+-[0-9a-f]{6}", str(script.run))
+    task = examined(run_processes.paceline("train", "fashion-mnist", *job, *volumes, "--run", "/runs/a"))
+    assert task.run == Path("/runs/a")
+    assert task.directory == Path("/runs/a/preflight")
+    alone = examined(run_processes.paceline("launch", *job, "--", "s.py"))
+    assert alone.run == Path("/tmp")
 
 
 def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
@@ -172,6 +346,48 @@ def test_ctrl_c_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: C
     psutil.wait_procs(below, 10)
     assert not any(process.is_running() for process in below)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "everywhere"),
+    [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+)
+def test_a_preflight_that_is_stopped_leaves_nothing(
+    run_processes: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+    number: signal.Signals,
+    everywhere: bool,
+) -> None:
+    """Schedulers send a signal to what they have started, or to all processes at once, as a terminal does."""
+    (tmp_path / "tmp").mkdir()
+    doctor = Examination(directory=tmp_path / "preflight", run=tmp_path, preflight=True)
+    popen = run_processes.start(
+        [
+            *(sys.executable, "-m", "paceline.launchers.node", "--inner", "spawn", "--nodes", "2"),
+            *("--preflight", shlex.join(doctor.command(sys.executable)), "--", "touch", "started"),
+        ],
+        env={
+            "TMPDIR": str(tmp_path / "tmp"),
+            "PACELINE_NODE_RANK": "0",
+            "PACELINE_NODES": "2",
+            "PACELINE_HOSTS": "127.0.0.1,127.0.0.1",
+            "PACELINE_JOB_ID": str(tmp_path),
+        },
+    )
+    wait_until((tmp_path / "preflight/meeting.json").exists, "waiting for the other machine", 60)
+    assert (tmp_path / "preflight/token").exists()
+    below = psutil.Process(popen.pid).children(recursive=True)
+    for pid in (*(process.pid for process in below if everywhere), popen.pid):
+        os.kill(pid, number)
+    done = run_processes.finish(popen)
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr
+    psutil.wait_procs(below, 10)
+    assert not any(process.is_running() for process in below)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "preflight").iterdir()) == []
+    assert not (tmp_path / "started").exists()
 
 
 def test_every_check_is_documented() -> None:

@@ -78,6 +78,7 @@ def findings(*machines: dict[str, Any], **options: Any) -> Findings:
                 error=None,
                 hard_links=True,
                 free=500 * GIB,
+                checkpoints=[],
                 seen=[other for other in range(count) if other != node],
             )
             for node in range(count)
@@ -135,6 +136,27 @@ def test_one_machine_differs(changed: dict[str, Any], id: str, status: str, word
     assert (check.id, check.status) == (id, status)
     assert words in check.found
     assert check.advice
+
+
+@pytest.mark.parametrize("addresses", [["127.0.1.1"], []])
+def test_a_host_name_that_is_not_used(addresses: list[str]) -> None:
+    """Who is told the interface does not look at it: the check's own advice helps."""
+    own = {"named": addresses}
+    check = only(findings(machine(0), machine(1, **own)))
+    assert check.status == ("fail" if addresses else "warn")
+    assert "--interface eth0 keeps gloo from announcing" in check.advice
+    told = findings(machine(0), machine(1, **own), interface="eth0")
+    assert problems(told) == []
+    [check] = [check for check in judge(told) if check.id == "host-name"]
+    assert (check.where, check.found.rpartition("; ")[2]) == ("node1", "the job goes by the address of eth0")
+    check = only(findings(machine(0), machine(1, **own), agents=True))
+    assert check.status == "warn"
+
+
+def test_a_host_name_where_preflight_chooses_the_interface() -> None:
+    found = findings(machine(0), machine(1, named=["127.0.1.1"]), preflight=True)
+    found.other_flows["ib0"] = {pair: Flow(error=None, bytes_per_s=1e10) for pair in found.flows}
+    assert only(found).id == "interface"
 
 
 def test_torch_that_cannot_be_imported() -> None:
@@ -213,3 +235,23 @@ def test_room_for_checkpoints() -> None:
     assert (check.id, check.where, check.status) == ("disk-space", "all", "fail")
     assert "3 + 1 checkpoints of about 180 GiB" in check.found
     assert "720 GiB are needed" in check.advice
+
+
+def test_room_for_checkpoints_beside_those_that_are_there() -> None:
+    """A job that begins again on its machine needs no second room for what it has written."""
+    own = machine(0, task={"model_bytes": 60 * GIB})
+
+    def with_checkpoints(count: int, free: int, **options: Any) -> Findings:
+        found = findings(own, gpus_per_node=2, **options)
+        found.storage[0].update(free=free * GIB, checkpoints=[10 * GIB] * count)
+        return found
+
+    assert problems(with_checkpoints(3, 15)) == []
+    assert problems(with_checkpoints(2, 20)) == []
+    assert problems(with_checkpoints(5, 15, keep=1)) == [], "the oldest is removed for the next one"
+    check = only(with_checkpoints(2, 15))
+    assert (check.id, check.status) == ("disk-space", "fail")
+    assert check.found == "/shared has 15 GiB free; 3 + 1 checkpoints of 10 GiB, of which 2 are there"
+    assert check.advice == "20 GiB are needed: make room there"
+    assert only(with_checkpoints(3, 5)).advice.startswith("10 GiB are needed"), "the next one must fit"
+    assert only(with_checkpoints(3, 15, checkpoint_bytes=20 * GIB)).advice.startswith("20 GiB are needed")

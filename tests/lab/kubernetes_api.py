@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -64,6 +65,8 @@ class ApiServer:
         forbidden: verbs and plurals that the token may not use: ``("create", "jobs")``.
         without: plurals that the cluster does not know: its controllers are not installed.
         elastic: whether a JobSet's size may change, which older ones refuse.
+        silent: plurals that are made, but the connection breaks before the answer.
+        interrupting: plurals whose making is when the one who asks for it presses Ctrl-C.
         requests: every request, as ``(method, path)``.
     """
 
@@ -72,6 +75,8 @@ class ApiServer:
         self.forbidden: set[tuple[str, str]] = set()
         self.without: set[str] = set()
         self.elastic = True
+        self.silent: set[str] = set()
+        self.interrupting: set[str] = set()
         self.requests: list[tuple[str, str]] = []
         self.changed = threading.Condition()
         self._logs: dict[str, tuple[list[str], bool]] = {}
@@ -210,6 +215,13 @@ class ApiServer:
         return self.objects[plural, name]
 
 
+def _main_thread() -> int:
+    """Where Python handles signals."""
+    number = threading.main_thread().ident
+    assert number is not None
+    return number
+
+
 def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
     verbs = {"POST": "create", "GET": "get", "PATCH": "patch", "DELETE": "delete"}
 
@@ -245,7 +257,13 @@ def _handler(server: ApiServer) -> type[BaseHTTPRequestHandler]:
                 self._stream(server.log(name, query.get("follow") in (["true"], ["True"])))
             elif verb == "create":
                 assert query.get("fieldValidation") == ["Strict"]
-                self._send(201, server.create(plural, body))
+                if plural in server.interrupting:
+                    signal.pthread_kill(_main_thread(), signal.SIGINT)
+                made = server.create(plural, body)
+                if plural in server.silent:
+                    self.close_connection = True
+                else:
+                    self._send(201, made)
             elif verb == "patch":
                 kind = "strategic-merge-patch" if plural == "services" else "merge-patch"
                 assert self.headers["Content-Type"] == f"application/{kind}+json"

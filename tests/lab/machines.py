@@ -54,7 +54,7 @@ class NodeProcess:
         """The exit code, negative for a signal; None while it runs."""
         return self._popen.poll()
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = 120) -> int:
         """The exit code; a process that takes longer fails the test with what it has printed."""
         try:
             return self._popen.wait(timeout_s)
@@ -153,7 +153,7 @@ class Node:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command here to its end; its stdout and stderr are kept apart."""
         return subprocess.run(

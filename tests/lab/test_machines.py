@@ -251,14 +251,14 @@ def test_nothing_is_left_when_the_tests_are_ended(
 ) -> None:
     assert machines is not None
     script = (
-        "import pathlib, signal, sys, psutil\n"
+        "import pathlib, sys, time, psutil\n"
         "from tests.lab.machines import Lab\n"
         "lab = Lab(pathlib.Path(sys.argv[1]), 2)\n"
         "lab.nodes[0].start(['sleep', '1000'])\n"
         "try:\n"
         "    while len(lab.nodes[0].processes[0].tree()) < 1: pass\n"
         "    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)\n"
-        "    signal.pause()\n"
+        "    while True: time.sleep(0.1)\n"
         "finally:\n"
         "    lab.end()\n"
     )

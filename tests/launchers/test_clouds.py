@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from paceline.errors import ConfigError
+from paceline.launchers.azureml import AzureMLOptions
 from paceline.launchers.base import JobSpec, get_launcher
 from paceline.launchers.own_options import make_options
 
@@ -64,6 +65,17 @@ def test_an_azure_job_on_two_machines() -> None:
 
 def test_an_azure_job_on_one_machine() -> None:
     assert render("azureml", AZURE) == AZURE_ONE
+
+
+def test_azure_is_given_a_script_of_the_directory_that_it_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").touch()
+    azure, options = get_launcher("azureml"), AzureMLOptions(**AZURE)
+    assert azure.place_of(str(tmp_path / "t.py"), options) == azure.place_of("t.py", options) == "t.py"
+    with pytest.raises(ConfigError, match=r"no file /.*/elsewhere.py in this directory.* Put it there"):
+        azure.place_of(str(tmp_path.parent / "elsewhere.py"), options)
 
 
 def test_azures_word_for_a_machine_reaches_the_ranks(tmp_path: Path) -> None:

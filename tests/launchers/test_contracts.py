@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -106,6 +109,58 @@ def test_only_their_own_launchers_keep_these() -> None:
         contract_variables("mpi", SECOND_OF_FOUR)
     with pytest.raises(ConfigError, match="kept by horovodrun alone"):
         contract_variables("horovod", SECOND_OF_FOUR)
+
+
+@pytest.fixture
+def places(run_processes: Any) -> Callable[..., list[str]]:
+    """What a process is told that ``launchers.rank`` becomes, under a launcher's variables."""
+
+    def start(environ: Mapping[str, str], *options: str) -> list[str]:
+        names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        shown = " ".join(f"${name}" for name in names)
+        done = run_processes.run(
+            [
+                *(sys.executable, "-m", "paceline.launchers.rank", "--contract", "torch", *options),
+                *("--", "sh", "-c", f"echo {shown} {{node_rank}}/{{nnodes}}"),
+            ],
+            env=environ,
+        )
+        assert done.returncode == 0, done.stderr
+        return list(done.stdout.split())
+
+    return start
+
+
+def test_a_rank_is_who_its_launcher_says_not_a_profile_or_an_image(places: Callable[..., list[str]]) -> None:
+    of_the_pod = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    of_the_pod |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "29500"}
+    of_mpi = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    of_mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpi.items()} | {"PMIX_NAMESPACE": "job"}
+    found = places({**of_the_pod, **of_mpi})
+    assert found == places(of_mpi)
+    assert [*found[:5], found[6]] == ["1", "2", "0", "1", "127.0.0.1", "0/1"]
+    assert found[5] != "29500"
+
+
+@pytest.mark.parametrize(("rank", "machine"), [(0, "0"), (1, "0"), (2, "1"), (3, "2"), (4, "2")])
+@pytest.mark.parametrize("prefix", ["OMPI_COMM_WORLD_", "HOROVOD_"])
+def test_machines_are_numbered_where_they_have_different_numbers_of_ranks(
+    places: Callable[..., list[str]], prefix: str, rank: int, machine: str
+) -> None:
+    local, size = [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)][rank]
+    values = {"RANK": rank, "SIZE": 5, "LOCAL_RANK": local, "LOCAL_SIZE": size}
+    # Horovod counts the machines that have a process of this local rank.
+    values |= {"CROSS_RANK": int(machine) - local * (machine == "2"), "CROSS_SIZE": 2 if local else 3}
+    environ = {f"{prefix}{name}": str(value) for name, value in values.items()}
+    found = places(environ, "--nproc", "2,1,2", "--master-addr", "a", "--master-port", "4000")
+    assert found == [str(rank), "5", machine, "3", "a", "4000", f"{machine}/3"]
+
+
+def test_ranks_that_the_launcher_did_not_number_are_told(run_processes: Any) -> None:
+    words = ("--contract", "torch", "--nproc", "2,1", "--master-addr", "a", "--", "true")
+    done = run_processes.run([sys.executable, "-m", "paceline.launchers.rank", *words])
+    assert done.returncode == 2
+    assert "3 ranks are wanted, 2,1 by machine, but the launcher says that there are 1" in done.stderr
 
 
 def test_placeholders_leave_other_braces_alone() -> None:

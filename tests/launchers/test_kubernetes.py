@@ -7,17 +7,21 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.lab.kubernetes_api import NAMESPACE, ApiServer
 
+from paceline.cli.jobs import cancel
 from paceline.errors import ConfigError, LaunchError
-from paceline.launchers.base import JobSpec
+from paceline.launchers.base import JobSpec, JobStatus
 from paceline.launchers.kubernetes.job import KubernetesJob
 from paceline.launchers.kubernetes.launcher import Kubernetes
 from paceline.launchers.kubernetes.options import KubernetesOptions
+from paceline.launchers.registry import JobRecord, add_record, find_record
 
 pytestmark = pytest.mark.k8s
 
@@ -222,6 +226,88 @@ def test_a_refusal_is_passed_on_and_leaves_nothing(
     with pytest.raises(LaunchError, match=message):
         submit(kind, **options)
     assert len(api.objects) == kept
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_a_job_that_was_made_is_found_though_the_answer_was_lost(api: ApiServer, kind: str) -> None:
+    api.silent.update(("services", "trainingruntimes", PLURAL[kind]))
+    job = submit(kind)
+    main = api.the(PLURAL[kind])
+    assert job.status().state == "pending"
+    for (plural, _), kept in api.objects.items():
+        if plural != PLURAL[kind]:
+            assert kept["metadata"]["ownerReferences"][0]["uid"] == main["metadata"]["uid"]
+
+
+def test_what_may_have_been_made_is_deleted(api: ApiServer) -> None:
+    api.silent.add("jobs")
+    api.forbidden.add(("get", "jobs"))
+    with pytest.raises(LaunchError, match="cannot be reached"):
+        submit()
+    assert not api.objects
+    api.forbidden.add(("delete", "jobs"))
+    with pytest.raises(
+        LaunchError, match=r"kubectl delete --ignore-not-found --namespace team --context lab job/t-1$"
+    ):
+        submit()
+    assert [plural for plural, _ in api.objects] == ["jobs"]
+
+
+@pytest.mark.parametrize("plural", ["services", "jobs"])
+def test_nothing_is_left_after_ctrl_c_while_an_object_is_made(api: ApiServer, plural: str) -> None:
+    api.interrupting.add(plural)
+    with pytest.raises(KeyboardInterrupt):
+        submit()
+    assert not api.objects
+    made = [path for method, path in api.requests if method == "POST"]
+    assert len(made) == (1 if plural == "services" else 2)
+
+
+def test_a_job_is_asked_about_where_it_is(api: ApiServer, tmp_path: Path) -> None:
+    """Also after another context has become the current one, or the context another cluster's."""
+    kubeconfig = tmp_path / "kubeconfig"
+    other = ApiServer()
+    try:
+        here = yaml.safe_load(kubeconfig.read_text())
+        there = yaml.safe_load(other.kubeconfig(tmp_path / "other").read_text())
+        there["clusters"][0]["name"] = there["contexts"][0]["context"]["cluster"] = "other"
+        there["contexts"][0]["name"] = "other"
+        both = {**here, **{part: here[part] + there[part] for part in ("clusters", "contexts")}}
+
+        job = submit()
+        kubeconfig.write_text(yaml.safe_dump({**both, "current-context": "other"}))
+        assert remembered(job.reference).status().state == "pending"
+
+        kubeconfig.write_text(other.kubeconfig(tmp_path / "other").read_text())
+        record = remembered(job.reference)
+        assert record.status().state == "unknown"
+        assert record.status().detail == f"it was submitted to {api.url}, and {other.url} has no Job t-1"
+        assert find_record("t-1").ended is None
+        with pytest.raises(LaunchError, match=r"was submitted to .* Set KUBECONFIG"):
+            cancel("t-1")
+        assert ("jobs", "t-1") in api.objects
+
+        # What was recorded before the context and the server were, and taken for cancelled then.
+        earlier = {**job.reference, "context": None}
+        del earlier["server"]
+        record = remembered(earlier)
+        assert record.status().detail == f"{other.url} has no Job t-1, but another may"
+        gone = JobStatus(state="cancelled", detail="the cluster has no Job t-1 any more")
+        remembered(earlier, ended=asdict(gone))
+        cancel("t-1")
+        assert find_record("t-1").ended is not None
+        kubeconfig.write_text(yaml.safe_dump(here))
+        cancel("t-1")
+        assert ("jobs", "t-1") not in api.objects
+    finally:
+        other.end()
+
+
+def remembered(reference: dict[str, Any], ended: dict[str, Any] | None = None) -> JobRecord:
+    place: Any = {"name": "t-1", "command": ("python",), "directory": "/state/t-1"}
+    record = JobRecord(id="kubernetes-t-1", launcher="kubernetes", reference=reference, ended=ended, **place)
+    add_record(record)
+    return record
 
 
 def test_a_server_that_is_not_there(api: ApiServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -11,6 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+
+from paceline.cli.jobs import cancel, jobs, status
+from paceline.errors import LaunchError
+from paceline.launchers.attached import EXIT_CODE, AttachedJob, process_reference
+from paceline.launchers.base import JobStatus
+from paceline.launchers.registry import JobRecord, add_record, find_record, record_id
+from paceline.launchers.submission import job_directory
 
 PLACE = """
 import os, sys
@@ -47,10 +55,18 @@ def test_spawn_starts_any_script(run_processes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("python", "place.py"), ("-m", "place"), ("sh", "-c", "echo $RANK $WORLD_SIZE")]
+    ("launcher", "command"),
+    [
+        ("spawn", ("python", "place.py")),
+        ("spawn", ("-m", "place")),
+        ("spawn", ("sh", "-c", "echo $RANK $WORLD_SIZE")),
+        ("spawn", ("python", "-u", "place.py")),
+        ("torchrun", ("python", "-u", "place.py", "-m", "--lr=1")),
+        ("torchrun", ("python", "-c", "import place")),
+    ],
 )
-def test_modules_and_programs(run_processes: Any, command: tuple[str, ...]) -> None:
-    done = run_processes.paceline("launch", "--on", "spawn", "--nproc", "2", "--", *command)
+def test_modules_and_programs(run_processes: Any, launcher: str, command: tuple[str, ...]) -> None:
+    done = run_processes.paceline("launch", "--on", launcher, "--nproc", "2", "--", *command)
     assert done.returncode == 0, done.stderr
     assert sorted(line.split()[:2] for line in done.stdout.splitlines()) == [["0", "2"], ["1", "2"]]
 
@@ -92,6 +108,17 @@ def test_the_exit_code_is_the_first_culprits(run_processes: Any) -> None:
     [job] = json.loads(run_processes.paceline("jobs", "--json").stdout)
     assert job["status"]["state"] == "failed"
     assert job["status"]["exit_code"] == 7
+
+
+@pytest.mark.parametrize(("raises", "code"), [("ValueError('no')", 1), ("KeyboardInterrupt", 130)])
+def test_a_script_in_this_process_that_raises_leaves_its_exit_code(
+    run_processes: Any, tmp_path: Path, raises: str, code: int
+) -> None:
+    (tmp_path / "raises.py").write_text(f"raise {raises}")
+    done = run_processes.paceline("launch", "--on", "inprocess", "--", "raises.py")
+    assert done.returncode == code
+    [job] = json.loads(run_processes.paceline("jobs", "--json").stdout)
+    assert job["status"]["exit_code"] == code
 
 
 def test_a_dry_run_is_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
@@ -147,6 +174,29 @@ def test_a_detached_job_is_followed_and_cancelled(
         ended = json.loads(run_processes.paceline("status", job, "--json").stdout)
         assert ended["status"]["state"] == "cancelled"
         assert "has ended already" in run_processes.paceline("cancel", job).stdout
+    finally:
+        for process in (*supervisor.children(recursive=True), supervisor) if supervisor.is_running() else ():
+            process.kill()
+
+
+def test_a_second_cancel_kills_what_is_deaf(
+    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    deaf = "trap '' TERM; echo $$ >pid.part; mv pid.part pid; while :; do sleep 0.1; done"
+    words = ("launch", "--on", "spawn", "--name", "mine", "--detach", "--", "sh", "-c", deaf)
+    assert run_processes.paceline(*words).returncode == 0
+    supervisor = psutil.Process(
+        json.loads(run_processes.paceline("status", "mine", "--json").stdout)["reference"]["pid"]
+    )
+    try:
+        wait_until((tmp_path / "pid").exists, "it is deaf")
+        rank = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert run_processes.paceline("cancel", "mine").returncode == 0
+        assert rank.is_running()
+        assert run_processes.paceline("cancel", "mine").returncode == 0
+        psutil.wait_procs([supervisor, rank], timeout=30)
+        assert not supervisor.is_running()
+        assert not rank.is_running()
     finally:
         for process in (*supervisor.children(recursive=True), supervisor) if supervisor.is_running() else ():
             process.kill()
@@ -279,14 +329,25 @@ def test_a_job_whose_process_was_killed_has_failed(
     [
         ("--on slrum -- place.py", "there is no launcher 'slrum'. Choose one of: inprocess, spawn"),
         ("--on spawn", "there is no command to launch. Give it after --"),
-        ("--on spawn -- absent.py", "there is no script absent.py in "),
-        ("--on spawn -- ./absent", "there is no program ./absent"),
+        ("--on spawn -- absent.py", "there is no file absent.py in "),
+        ("--on spawn -- ./absent", "there is no file ./absent in "),
         ("--on spawn -- no-such-program", "no-such-program is no program that can be run"),
         ("--on spawn --inner srun -- place.py", "--inner srun does not work with --on spawn"),
         ("--on spawn --contract mpi -- place.py", "--contract mpi does not work with --on spawn"),
         ("--on spawn --env 1=2 -- place.py", "--env must be NAME=VALUE"),
         ("--on spawn --nproc 2,1 -- place.py", "--nproc 2,1 lists 2 machines, but --nodes is 1"),
         ("--on inprocess --nproc 2 -- place.py", "--on inprocess runs one process"),
+        ("--on inprocess -- echo a b", "runs a script or -m MODULE, not 'echo a b'. Use --on spawn"),
+        ("--on inprocess -- python -u place.py", "not 'python -u place.py'. Use --on spawn"),
+        ("--on inprocess -- -m", "runs a script or -m MODULE"),
+        (
+            "--on spawn --nodes 1:4 --node-rank 3 --rdzv-endpoint a:1 -- place.py",
+            "--nodes 1:4: the number of machines is fixed here. Give one number, or use --on torchrun",
+        ),
+        (
+            "--on torchrun --nodes 2 --nproc 8,4 --node-rank 2 --rdzv-endpoint a:1 -- place.py",
+            "--node-rank must be between 0 and 1, but is 2",
+        ),
         ("--on spawn --rdzv-backend c10d -- place.py", "--on spawn knows no --rdzv-backend."),
         ("--on spawn --colour red -- place.py", "--colour"),
     ],
@@ -311,3 +372,122 @@ def test_unknown_jobs_are_named(run_processes: Any) -> None:
         assert done.returncode == 2
         assert "there is no job 'slurm-1'. None was submitted yet." in done.stderr
     assert run_processes.paceline("jobs").stdout.startswith("No jobs.")
+
+
+def remembered(reference: dict[str, Any], ended: JobStatus | None = None, launcher: str = "spawn") -> None:
+    record = JobRecord(
+        id=f"{launcher}-1",
+        launcher=launcher,
+        name="j",
+        command=("sleep", "60"),
+        directory="/jobs/j",
+        reference=reference,
+        ended=None if ended is None else dataclasses.asdict(ended),
+    )
+    add_record(record)
+
+
+@pytest.fixture
+def sleeping(run_processes: Any) -> psutil.Process:
+    """What a job's supervisor is to the one who asks."""
+    return psutil.Process(run_processes.start(["sleep", "60"]).pid)
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "submitit"])
+def test_a_process_of_another_machine_is_not_taken_for_gone(
+    sleeping: psutil.Process, tmp_path: Path, launcher: str
+) -> None:
+    number = str(sleeping.pid)
+    local = {"executor": "local", "folder": str(tmp_path), "tasks": 1, "is_command": True}
+    here = {"id": number, "directory": str(tmp_path), **process_reference(sleeping.pid), **local}
+    for place, detail in (
+        ({"host": "node7", "boot": "another"}, "it runs on node7"),
+        ({"pid_namespace": "pid:[1]"}, f"it runs in another container of {here['host']}"),
+    ):
+        remembered({**here, **place}, launcher=launcher)
+        stands = find_record("j").status()
+        assert (stands.state, stands.detail) == ("unknown", detail)
+        assert find_record("j").ended is None
+        with pytest.raises(LaunchError, match=f"{detail}. Cancel it there."):
+            cancel("j")
+        with pytest.raises(LaunchError, match=detail):
+            find_record("j").handle().wait()
+    assert sleeping.is_running()
+    assert not list(tmp_path.glob("*_cancelled"))
+
+    remembered(here, launcher=launcher)
+    assert find_record("j").status().state == "running"
+    cancel("j")
+    assert sleeping.wait(30) is not None
+    remembered({**here, "boot": "earlier"}, launcher=launcher)
+    assert find_record("j").status().state == ("failed" if launcher == "spawn" else "cancelled")
+
+
+def test_what_a_job_of_another_machine_has_left_is_seen(sleeping: psutil.Process, tmp_path: Path) -> None:
+    reference = {"id": "1", "directory": str(tmp_path), **process_reference(sleeping.pid), "boot": "another"}
+    remembered({**reference, "host": "node7"})
+    (tmp_path / EXIT_CODE).write_text("7\n")
+    assert find_record("j").status().exit_code == 7
+
+
+def test_what_the_runs_last_job_has_left_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    (tmp_path / EXIT_CODE).write_text("130\n")
+    started: Any = None
+    elsewhere = {**AttachedJob(started, tmp_path).reference, "host": "node7", "boot": "another"}
+    remembered(elsewhere)
+    assert find_record("j").status().state == "unknown"
+
+
+def test_a_job_is_cancelled_that_was_recorded_as_failed_elsewhere(
+    sleeping: psutil.Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records had no host once, and said "failed" wherever there was no such process."""
+    process = {"id": "1", "pid": sleeping.pid, "created": sleeping.create_time(), "directory": str(tmp_path)}
+    gone = JobStatus(state="failed", detail="its process is gone, and left no exit code")
+    remembered(process, gone)
+    cancel("j")
+    assert sleeping.wait(30) is not None
+    assert "is asked to end" in capsys.readouterr().out
+    assert find_record("j").ended is None
+    assert find_record("j").status().state == "unknown"
+    remembered(process, gone)
+    cancel("j")
+    assert "has ended already: failed" in capsys.readouterr().out
+
+
+def test_jobs_of_two_machines_with_one_number_are_both_kept(sleeping: psutil.Process) -> None:
+    here = {"id": "1", "directory": "/jobs/j", **process_reference(sleeping.pid)}
+    remembered({**here, "host": "node7", "boot": "another"})
+    assert record_id("spawn", here) == "spawn-1-2"
+    remembered(here)
+    assert record_id("spawn", here) == "spawn-1"
+
+
+@pytest.mark.parametrize(("show", "code"), [(jobs, 0), (lambda: status("j"), 1)])
+def test_what_a_job_says_is_shown_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, show: Callable[[], int], code: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    said = JobStatus(state="failed", detail="AWS: [/opt] is full [sic]", exit_code=1)
+    add_record(
+        JobRecord(
+            id="spawn-1",
+            launcher="spawn",
+            name="j",
+            command=("python", "train.py", "[/data]", "[relu,tanh]"),
+            directory="/jobs/[red]",
+            reference={"id": "1"},
+            ended=dataclasses.asdict(said),
+        )
+    )
+    assert show() == code
+    shown = capsys.readouterr().out
+    assert "python train.py [/data] [relu,tanh]" in shown
+    assert "AWS: [/opt] is full [sic]" in shown
+    assert code == 0 or "/jobs/[red]" in shown
+
+
+def test_jobs_that_begin_at_once_have_a_directory_each() -> None:
+    directories = {job_directory("a b", attached=False) for _ in range(20)}
+    assert len(directories) == 20
+    assert all(re.fullmatch(r"a-b-\d{8}-\d{6}-[0-9a-f]{6}", each.name) for each in directories)

@@ -13,10 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.distributed.sockets import job_port
 from paceline.errors import ConfigError
 from paceline.launchers.base import JobSpec, get_launcher
 from paceline.launchers.node import node_command
 from paceline.launchers.ray.launcher import RayOptions
+from paceline.launchers.ray.node import main as ray_node
 
 pytestmark = pytest.mark.ray
 
@@ -233,6 +235,27 @@ RAY_ADDRESS=head:6379 \\
     )
 
 
+def test_the_machines_are_examined_once() -> None:
+    """By their actors, or by the one command that starts a cluster for a program."""
+    ray = get_launcher("ray")
+    job = spec(preflight=("doctor", "{node_rank}"), nodes=(2, 2))
+    assert ray.render(job).text.count("--preflight") == 1
+    assert ray.render(job, RayOptions(address="head:6379")).text.count("--preflight") == 1
+    assert ray.render(spec(inner="ray", preflight=("doctor",))).text.count("--preflight") == 1
+
+
+def test_a_preflight_is_told_which_machine_this_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_NODE_RANK", "1")
+    monkeypatch.setenv("PACELINE_HOSTS", "node0,node1")
+    monkeypatch.setenv("PACELINE_JOB_ID", "7.0")
+    says = f"{sys.executable} -c 'import sys; print(*sys.argv[1:]); sys.exit(3)'"
+    places = "{node_rank} {nnodes} {master_addr} {master_port}"
+    assert ray_node(["--directory", "/jobs/train", "--preflight", f"{says} {places}", "--", "true"]) == 3
+    assert capfd.readouterr().out == f"1 2 node0 {job_port('7.0')}\n"
+
+
 def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     ray = get_launcher("ray")
     with pytest.raises(ConfigError, match=r"--nproc 2: under --inner ray .* --inner torchrun"):
@@ -247,6 +270,8 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         ray.render(spec(), RayOptions(machine_restarts=-1))
     with pytest.raises(ConfigError, match=r"--address must be HOST:PORT"):
         ray.render(spec(), RayOptions(address="head"))
+    with pytest.raises(ConfigError, match=r"--preflight: .* the Ray cluster at head:6379 .* Leave it out"):
+        ray.render(spec(inner="ray", preflight=("doctor",)), RayOptions(address="head:6379"))
 
 
 def test_nothing_of_a_token_is_rendered() -> None:
@@ -263,6 +288,13 @@ def test_a_program_with_tasks_and_actors_runs_as_it_is(run_processes: Any) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[0, 1, 4, 9]", "[1, 1, 1, 1]"]
     assert leftovers() == before
+
+
+def test_a_program_that_preflight_lets_go(run_processes: Any) -> None:
+    words = ("launch", "--on", "ray", "--cpus-per-task", "1", "--preflight")
+    done = run_processes.paceline(*words, "--", "echo", "started")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "started\n"
 
 
 def test_a_task_with_a_worker_killed_ends_with_the_same_bits(run_processes: Any, tmp_path: Path) -> None:

@@ -133,6 +133,27 @@ OMP_NUM_THREADS=1 \\
     )
 
 
+@pytest.mark.parametrize(
+    ("hosts", "node_rank", "known_by"),
+    [
+        (("10.0.0.5", "gpu-b"), 0, ["--local-addr=10.0.0.5"]),
+        (("10.0.0.5", "gpu-b"), 1, ["--local-addr=gpu-b"]),
+        (("10.0.0.5",), 1, []),
+        ((), 0, []),
+    ],
+)
+def test_torchrun_is_told_what_other_machines_know_this_one_by(
+    hosts: tuple[str, ...], node_rank: int, known_by: list[str]
+) -> None:
+    """Its own idea, ``socket.getfqdn()``, may be ``localhost`` or a name that the others cannot look up."""
+    spec = LocalSpec(
+        command=("train.py",), nodes=2, node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts
+    )
+    [process] = get_local_launcher("torchrun").render(spec).processes
+    assert [word for word in process.argv if word.startswith("--local-addr")] == known_by
+    assert f"--rdzv-conf=is_host={1 - node_rank}" in process.argv
+
+
 def test_torchrun_that_restarts() -> None:
     spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
     assert (

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ReadTimeoutError
+from botocore.httpsession import URLLib3Session
 from moto.core.responses import ActionResult, EmptyResult
 from moto.sagemaker.exceptions import ResourceInUseException
 from moto.sagemaker.models import FakeTrainingJob, sagemaker_backends
@@ -208,6 +212,7 @@ def test_a_job_from_its_submission_to_its_end(
     (tmp_path / "package").mkdir()
     (tmp_path / "package/module.py").touch()
     job = SageMaker().submit(render(nodes=(2, 2), workdir=tmp_path))
+    assert job.reference["region"] == REGION  # which was not given, and may not be the configured one later
     again = SageMaker().reopen(json.loads(json.dumps(job.reference)))
 
     s3 = boto3.Session().client("s3")
@@ -244,19 +249,32 @@ def test_a_job_from_its_submission_to_its_end(
     assert (again.status().state, again.wait()) == ("succeeded", 0)
 
 
+def test_lines_of_a_machine_that_come_late_are_shown(
+    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.launchers.sagemaker.job._POLL_S", 0.01)
+    job = SageMaker().submit(render(nodes=(2, 2), workdir=empty(tmp_path)))
+    kept = at_work(NAME, "Training")
+    logs, now = boto3.Session().client("logs"), int(time.time() * 1000)
+    logs.create_log_group(logGroupName=LOG_GROUP)
+
+    def arrive(stream: str, lines: dict[int, str]) -> None:
+        logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=f"{NAME}/{stream}")
+        events = [{"timestamp": now + after_ms, "message": line} for after_ms, line in lines.items()]
+        logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=f"{NAME}/{stream}", logEvents=events)
+
+    arrive("algo-1-1", {-9000: "step 1", -1000: "lost algo-2"})
+    followed = job.logs(follow=True)
+    assert [next(followed), next(followed)] == ["algo-1 | step 1", "algo-1 | lost algo-2"]
+    arrive("algo-2-1", {-6000: "Traceback", -500: "exit 1"})
+    kept.training_job_status = "Failed"
+    assert list(followed) == ["algo-2 | Traceback", "algo-2 | exit 1"]
+
+
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(LaunchError, match=r"pip install 'paceline\[sagemaker\]'"):
         SageMaker().submit(render(workdir=tmp_path))
-
-
-def test_a_source_that_cannot_be_packed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--source .*there is no such directory"):
-        pack(tmp_path / "nowhere")
-    with (tmp_path / "data.bin").open("wb") as file:
-        file.truncate(501 * 2**20)
-    with pytest.raises(ConfigError, match=r"has 501 MiB, over 500; the largest file is data.bin"):
-        pack(tmp_path)
 
 
 def test_start_sh_unpacks_the_source_and_becomes_the_command(tmp_path: Path) -> None:
@@ -336,7 +354,8 @@ def test_a_refusal_is_passed_on_and_leaves_nothing(
         case "no bucket":
             options["s3"] = "s3://nobody-has-it/prefix"
         case "the same name":
-            boto3.Session().client("sagemaker").create_training_job(**render().request)
+            others = render({"s3": "s3://bucket/others"})
+            boto3.Session().client("sagemaker").create_training_job(**others.request)
         case "no credentials":
             monkeypatch.delenv("AWS_ACCESS_KEY_ID")
             monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -345,6 +364,87 @@ def test_a_refusal_is_passed_on_and_leaves_nothing(
     with pytest.raises(LaunchError, match=message):
         SageMaker().submit(render(options, workdir=workdir))
     assert "Contents" not in s3.list_objects_v2(Bucket="bucket")
+
+
+def uploaded() -> list[str]:
+    """The names of the files in the bucket."""
+    listed = boto3.Session().client("s3").list_objects_v2(Bucket="bucket")
+    return [kept["Key"].rpartition("/")[2] for kept in listed.get("Contents", [])]
+
+
+@pytest.mark.parametrize("distribution", [None, "torch_distributed"])
+def test_a_job_that_was_made_is_found_though_the_answer_was_lost(
+    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str | None
+) -> None:
+    lose_answers(monkeypatch, "CreateTrainingJob")
+    job = SageMaker().submit(render({"distribution": distribution}, workdir=empty(tmp_path)))
+    assert job.status().ended, "as moto's jobs have as soon as they are made"
+    assert uploaded() == (["sourcedir.tar.gz", "start.sh"] if distribution is None else ["sourcedir.tar.gz"])
+
+
+def test_the_source_stays_where_nobody_says_whether_the_job_was_made(
+    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_answers(monkeypatch, "CreateTrainingJob", "DescribeTrainingJob")
+    with pytest.raises(LaunchError, match=f"stop-training-job --region {REGION} --training-job-name {NAME}$"):
+        SageMaker().submit(render(workdir=empty(tmp_path)))
+    assert uploaded() == ["sourcedir.tar.gz", "start.sh"]
+
+
+def test_a_job_of_that_name_keeps_its_source(aws: str, tmp_path: Path) -> None:
+    rendered = render(workdir=empty(tmp_path))
+    SageMaker().submit(rendered)
+    with pytest.raises(LaunchError, match="Give another --name"):
+        SageMaker().submit(rendered)
+    assert uploaded() == ["sourcedir.tar.gz", "start.sh"]
+
+
+def test_nothing_is_left_where_the_job_was_not_made(
+    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_answers(monkeypatch, "CreateTrainingJob", carried_out=False)
+    with pytest.raises(LaunchError, match="make the training job"):
+        SageMaker().submit(render(workdir=empty(tmp_path)))
+    assert uploaded() == []
+
+
+def test_ctrl_c_while_the_job_is_made_stops_it(
+    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: SageMakerResponse) -> ActionResult:
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        made = create_training_job(self)
+        at_work(NAME, "Starting")
+        return made
+
+    main_thread = threading.get_ident()
+    monkeypatch.setattr(SageMakerResponse, "create_training_job", slow)
+    with pytest.raises(KeyboardInterrupt):
+        SageMaker().submit(render(workdir=empty(tmp_path)))
+    assert training_job(NAME).training_job_status == "Stopped"
+    assert uploaded() == []
+
+
+def empty(tmp_path: Path) -> Path:
+    """A directory that the tests' own files are not in."""
+    directory = tmp_path / "source"
+    directory.mkdir()
+    return directory
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch, *operations: str, carried_out: bool = True) -> None:
+    """The connection breaks before the answer to these requests."""
+    sends = URLLib3Session.send
+
+    def send(self: URLLib3Session, request: Any) -> Any:
+        target = request.headers.get("X-Amz-Target", b"")
+        loses = target in [f"SageMaker.{operation}".encode() for operation in operations]
+        answer = sends(self, request) if carried_out or not loses else None
+        if loses:
+            raise ReadTimeoutError(endpoint_url=request.url)
+        return answer
+
+    monkeypatch.setattr(URLLib3Session, "send", send)
 
 
 SPOT = """\

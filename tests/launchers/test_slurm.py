@@ -68,6 +68,18 @@ world = MPI.COMM_WORLD
 total = world.allreduce(world.rank + 1)
 sys.stdout.write(f"rank {world.rank} of {world.size} has {total} {os.environ['COLOUR']}\\n")
 """
+# Number 2 is left when the others have begun, and has the number of the whole array. It stops while 0 is at
+# work, and once more when nobody else is.
+STOPS = """
+echo >>starts-$1
+starts=$(wc -l <starts-$1)
+others() { [ $(squeue --noheader --jobs=$SLURM_ARRAY_JOB_ID | wc -l) -gt 1 ]; }
+case $1-$starts in
+  0-1) until [ -e starts-2 ] && [ $(wc -l <starts-2) -ge 2 ]; do sleep 0.1; done; exit 75 ;;
+  2-1) exit 75 ;;
+  2-2) while others; do sleep 0.1; done; exit 75 ;;
+esac
+"""
 WHO_SUMS = {
     "rank 0 local 0 on node1 has 10",
     "rank 1 local 1 on node1 has 10",
@@ -280,6 +292,16 @@ def test_an_array_is_a_job_for_each_number(jobs: Jobs) -> None:
     ]
 
 
+def test_each_job_of_an_array_comes_back_alone(jobs: Jobs) -> None:
+    (jobs.path / "stops.sh").write_text(STOPS)
+    record = jobs.launch(
+        *("--array", "0-2", "--requeue", "--contract", "none", "--", "sh", "stops.sh", "{array_index}")
+    )
+    jobs.cluster.wait_until(lambda: jobs.status(record)["state"] == "succeeded", "the whole array")
+    assert [len((jobs.path / f"starts-{number}").read_text()) for number in range(3)] == [2, 1, 3]
+    assert jobs.status(record)["restarts"] == 3
+
+
 def test_logs_status_and_cancel_from_another_process(jobs: Jobs) -> None:
     command = "echo waiting on $(hostname); echo $$ >pid-$(hostname); sleep 600"
     record = jobs.launch("--nodes", "2", "--contract", "none", "--name", "waits", "--", "sh", "-c", command)
@@ -384,6 +406,15 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
     done = jobs.cluster.run(*salloc, *launch, "--nodes", "3", "--", "sums.py", env=env)
     assert done.returncode == 2
     assert "--nodes 3, but this allocation of Slurm's has 2" in done.stderr
+    limits = ("--nodes", "1:2", "--gpus-per-node", "1", "--walltime", "10min", "--contract", "none")
+    command = ("--", "sh", "-c", "echo $SLURM_STEP_NUM_NODES $CUDA_VISIBLE_DEVICES; squeue -hs -o %j:%l")
+    for gpus in ("--gres=gpu:2", "--gpus-per-node=2"):
+        larger = ("salloc", "--quiet", "--nodes=3", gpus)
+        done = jobs.cluster.run(*larger, *launch, *limits, *command, env=env)
+        assert done.returncode == 0, done.stderr
+        place, step = sorted(set(done.stdout.splitlines()))
+        assert place == "2 0", "machines, and the one GPU"
+        assert step.endswith(":10:00")
     done = jobs.cluster.run(*salloc, *launch, "--partition", "high", "--", "sums.py", env=env)
     assert done.returncode == 2
     assert "--partition: here is an allocation of Slurm's already" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from tests.launchers.slurm_specs import SCRIPT, TASK, joined, text
 
 from paceline.errors import ConfigError
+from paceline.launchers.base import get_launcher
 from paceline.launchers.slurm.options import SlurmOptions
 
 
@@ -104,7 +106,8 @@ steps+=("$!")
 wait_for "$!"
 code=$?
 # 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
-if [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -179,7 +182,8 @@ done
 if [ -n "$finished" ] && [ -e /home/me/runs/a/result.json ]; then code=0
 elif [ -n "$stopped" ]; then code=75; fi
 # 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
-if [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -217,7 +221,7 @@ def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
     assert (
         text(
             SCRIPT,
-            SlurmOptions(array="0-9%2", exclusive=True),
+            SlurmOptions(array="0-9%2", exclusive=True, requeue=True),
             command=("/opt/python", "train.py", "--lr={array_index}"),
             nodes=(1, 2),
             nproc=(4,),
@@ -235,7 +239,9 @@ def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
 #SBATCH --ntasks-per-node=4
 #SBATCH --array=0-9%2
 #SBATCH --exclusive
+#SBATCH --requeue
 
+rm -f /home/me/jobs/train/exit-code-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 # Bash returns from wait when a signal comes, although the step goes on.
 steps=()
 signalled=
@@ -258,6 +264,13 @@ srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_N
 steps+=("$!")
 wait_for "$!"
 code=$?
+# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" --format=%T)" = RUNNING ]; then
+  echo "paceline: saved; back into the queue" >&2
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+echo "$code" >/home/me/jobs/train/exit-code-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 exit "$code"
 
 # submit it
@@ -383,6 +396,19 @@ bash /home/me/runs/a/job/job.sh
     )
 
 
+def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    limits = {"nodes": (1, 2), "nproc": (2,), "gpus_per_node": 2, "walltime_s": 5400}
+    script = joined(text(SCRIPT, **limits))
+    assert "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
+    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
+    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 " in joined(text(SCRIPT, inner="srun", **limits))
+    script = joined(text(TASK, **limits))
+    assert '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))\n' in script
+    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
+
+
 def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launchers.mpi.find_mpirun", lambda: ("mpich", "mpiexec.hydra"))
     two = {"nodes": (2, 2), "nproc": (2,), "inner": "mpi", "contract": "mpi"}
@@ -442,11 +468,30 @@ def test_an_activated_environment_has_its_own_python() -> None:
     )
 
 
+def test_preflight_examines_the_python_of_the_environment_that_is_activated() -> None:
+    preflight = (sys.executable, "-m", "paceline.doctor.node")
+    for options in (SlurmOptions(venv="/opt/env"), SlurmOptions(conda="torch")):
+        script = joined(text(SCRIPT, options, python=sys.executable, preflight=preflight))
+        assert " --preflight 'python -m paceline.doctor.node' " in script
+        assert sys.executable not in script
+
+
 def test_a_task_that_must_not_come_back_is_cancelled_where_nobody_ends_it() -> None:
     script = text(TASK, SlurmOptions(no_requeue=True))
     assert "#SBATCH --no-requeue\n" in script
     assert "scontrol requeue" not in script
     assert 'scancel "$SLURM_JOB_ID"' in script
+
+
+def test_a_task_of_an_array_asks_slurm_for_itself_alone() -> None:
+    """One of them has the number of the whole array as its SLURM_JOB_ID."""
+    sweep = dataclasses.replace(TASK, run=Path("/home/me/runs/{array_index}"))
+    files = get_launcher("slurm").render(sweep, SlurmOptions(array="0-3")).files
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    assert f"scontrol requeue {job}\n" in files["job.sh"]
+    assert f"""<<<"$(squeue --noheader --jobs={job} --format='%B %N')"\n""" in files["machine.sh"]
+    assert f"    scontrol requeue {job}\n" in files["machine.sh"]
+    assert "SLURM_JOB_ID" not in files["machine.sh"]
 
 
 def test_a_sweep_of_tasks_keeps_its_script_beside_the_runs(run_processes: Any, tmp_path: Path) -> None:

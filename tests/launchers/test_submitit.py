@@ -8,7 +8,9 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,9 +19,10 @@ from tests.conftest import Processes
 from tests.launchers.submitit_programs import ADD, COUNT, NETWORK
 
 import paceline
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, TaskError
 from paceline.launchers.base import JobSpec, get_launcher
 from paceline.launchers.own_options import make_options
+from paceline.launchers.registry import JobRecord
 from paceline.launchers.submitit.folder import check_private, make_private
 
 TRAIN = (
@@ -61,6 +64,11 @@ SUBMITIT_PREEMPT_SIGNAL=USR1 \\
   NAME='a b' \\
   PYTHON /shared/net/job/submit.py
 '''
+
+
+@dataclass
+class Named(paceline.Task):
+    name: str = "one"
 
 
 def spec(**fields: object) -> JobSpec:
@@ -243,4 +251,37 @@ def test_wrong_calls_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
         paceline.submit(print, threading.Lock(), on="local")
     with pytest.raises(ConfigError, match="nproc must be at least 1"):
         paceline.submit(print, on="local", nproc=0)
+    with pytest.raises(TaskError, match="is ' two', which the job would be given as --set"):
+        paceline.submit(Named(name=" two"), on="local")
     assert [path.name for path in tmp_path.rglob("*")] == ["jobs"]
+
+
+def test_functions_that_cannot_be_recorded_are_not_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="cannot record the job in"):
+        paceline.submit_array(max, [1, 2], [3, 4], on="local")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "jobs"]
+
+
+def test_functions_that_cannot_all_be_recorded_are_all_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    kept: list[JobRecord] = []
+
+    def first_alone(record: JobRecord) -> None:
+        if kept:
+            raise ConfigError("cannot record the job: the disk is full.")
+        kept.append(record)
+
+    monkeypatch.setattr("paceline.launchers.submission.add_record", first_alone)
+    there = psutil.Process().children()  # whatever other tests share
+    with pytest.raises(ConfigError, match=r"submitit-\d+ is cancelled: cannot record the job"):
+        paceline.submit_array(time.sleep, [60, 60, 60], on="local")
+    assert len(list(tmp_path.glob("jobs/*/*_cancelled"))) == 3
+    assert set(psutil.Process().children()) <= set(there)

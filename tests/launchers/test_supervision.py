@@ -43,14 +43,16 @@ environment = detect_environment()
 rank = environment.rank
 def say(text): print(text, rank, os.getpid(), flush=True)
 def end(error): sys.exit(record_failure(RunDirectory(Path("run")), rank, error))
-def wait(): Path(f"ready-{rank}").touch(); signal.pause()
+def sleep():  # in turns: a signal that comes just before a wait is handled only after it
+    while True: time.sleep(0.1)
+def wait(): Path(f"ready-{rank}").touch(); sleep()
 """
 
 STOPS_WHEN_ASKED = """
 asked = []
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda n, f: asked.append(n))
 Path(f"ready-{rank}").touch()
-while not asked: signal.pause()
+while not asked: time.sleep(0.1)
 Path(f"asked-{rank}").write_text(" ".join(str(int(n)) for n in asked))
 end(StopRequested("saved", exit_code=130 if asked[0] == signal.SIGINT else 75))
 """
@@ -176,8 +178,7 @@ def test_a_second_signal_kills_at_once(job: Job, wait_until: Callable[..., None]
     popen = job.start(
         """
 signal.signal(signal.SIGINT, lambda n, f: Path(f"asked-{rank}").touch())
-Path(f"ready-{rank}").touch()
-while True: signal.pause()
+wait()
 """
     )
     job.wait_for(popen, "ready-0", "ready-1")
@@ -293,3 +294,24 @@ def test_inprocess_runs_here_and_returns_the_exit_code(
     module = LocalSpec(command=("-m", "this"))
     assert inprocess.submit(inprocess.render(module)).wait() == 0
     assert "Namespaces" in capsys.readouterr().out
+
+
+def test_inprocess_imports_from_where_python_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/neighbour_of_script.py").write_text("said = 'beside the script'")
+    (tmp_path / "beside/script.py").write_text("import neighbour_of_script as n; print(n.said)")
+    (tmp_path / "module_of_directory.py").write_text("print('in the working directory')")
+    (tmp_path / "link.py").symlink_to("beside/script.py")
+    monkeypatch.chdir(tmp_path)
+    inprocess = get_local_launcher("inprocess")
+    path = list(sys.path)
+    for command in (("beside/script.py",), ("link.py",), ("-m", "module_of_directory")):
+        assert inprocess.submit(inprocess.render(LocalSpec(command=command))).wait() == 0
+        sys.modules.pop("neighbour_of_script", None)
+    assert capsys.readouterr().out.splitlines() == [
+        *["beside the script"] * 2,
+        "in the working directory",
+    ]
+    assert sys.path == path

@@ -99,6 +99,23 @@ def test_static_ranks(launch: Any, run_processes: Any) -> None:
     ]
 
 
+def test_workers_meet_at_the_address_that_the_hosts_are_given_by(run_processes: Any, tmp_path: Path) -> None:
+    """What torchrun takes for this machine's name is never asked for: it may mean something only here."""
+    (tmp_path / "meets.py").write_text(
+        "import os\n"
+        "line = 'rank {RANK} meets at {MASTER_ADDR}\\n'.format(**os.environ)\n"
+        "os.write(1, line.encode())\n"
+    )
+    agent = [sys.executable, "-m", "paceline.launchers.node", "--inner", "torchrun", "--nodes", "2"]
+    agent += ["--threads", "1", "--master-port", str(free_port()), "--", sys.executable, "meets.py"]
+    place = {"PACELINE_HOSTS": "127.0.0.1,127.0.0.2", "PACELINE_JOB_ID": tmp_path.name}
+    both = [run_processes.start(agent, env={**place, "PACELINE_NODE_RANK": str(rank)}) for rank in (0, 1)]
+    assert sorted(line for popen in both for line in printed(run_processes.finish(popen))) == [
+        "rank 0 meets at 127.0.0.1",
+        "rank 1 meets at 127.0.0.1",
+    ]
+
+
 def test_workers_are_started_again(launch: Any, run_processes: Any) -> None:
     done = run_processes.finish(
         launch("--on", "torchrun", "--nproc", "2", "--max-restarts", "3", "--", "fails_once.py")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
-from tests.lab.machines import Node, NodeProcess
+from tests.lab.machines import Machines, Node, NodeProcess
 from tests.recovery_nodes.runs import Run
+from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,6 +117,49 @@ def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) 
     run.hold(16)
     run.wait_for("joined", lambda event: event["generation"] > generation, last)
     assert finish(run, undisturbed, last)["world_size"] == 1
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_who_takes_over_holds_the_run_once_the_old_leaders_processes_have_gone(
+    run: Run, undisturbed: str
+) -> None:
+    processes = run.begin(nproc="1", nodes="3")
+    leading, *survivors = processes
+    agent = leading.tree()[0]
+    (zygote,) = agent.children()
+    zygote.suspend()  # it outlives its agent for as long as that
+    agent.kill()
+    run.wait_for("takeover", lambda event: True, *survivors)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *survivors)
+    zygote.resume()
+    run.wait_until(lambda: not alive(run.lab.nodes[0]), "its processes' end")
+    run.wait_until(run.directory.is_running, "the run's lock")
+    assert finish(run, undisturbed, *survivors)["world_size"] == 2
+    assert not run.directory.is_running()
+
+
+def test_a_full_disk_does_not_end_who_takes_over(
+    machines: Machines, wait_until: Callable[..., None], tmp_path: Path, undisturbed: str
+) -> None:
+    with small_disk(tmp_path / "disk", "16m"):
+        run = Run(machines(3)[0].lab, wait_until)
+        run.directory.path.symlink_to(tmp_path / "disk")
+        leading, *survivors = run.begin(nproc="1", nodes="3")
+        note = run.directory.agent.read_bytes()
+        ballast = tmp_path / "disk/ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        leading.send_signal(signal.SIGKILL)
+        run.wait_until(lambda: not alive(run.lab.nodes[0]), "its workers' end")
+        run.hold(14)
+        run.wait_until((run.path / "held-14").exists, "two steps more")
+        assert [process.poll() for process in survivors] == [None, None]
+        ballast.unlink()
+        # Other commands reach it once there is room.
+        run.wait_until(lambda: run.directory.agent.read_bytes() != note, "the new leader's socket")
+        assert finish(run, undisturbed, *survivors)["world_size"] == 2
 
 
 def test_machines_lose_each_other_while_a_view_forms(run: Run, undisturbed: str) -> None:

@@ -10,9 +10,10 @@ import os
 import selectors
 import shutil
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from types import FrameType
 
+from paceline.agent.chronicle import say
 from paceline.agent.cluster import Cluster
 from paceline.agent.control_socket import ControlSocket
 from paceline.agent.meeting import meet
@@ -20,10 +21,12 @@ from paceline.agent.mesh import Mesh
 from paceline.agent.node import Node
 from paceline.agent.requests import Requests
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
-from paceline.errors import LaunchError, RunInUseError
+from paceline.errors import LaunchError, RunDirectoryError
 from paceline.launchers.local.base import RenderedProcesses
+from paceline.run_directory import RunLock
 
 _LONGEST_S = 60.0
+_RETRY_S = 0.5
 
 
 class Agent:
@@ -43,6 +46,8 @@ class Agent:
         self._mesh: Mesh | None = None
         self._directory = spec.directory
         self._control: ControlSocket | None = None
+        self._retry_at = 0.0  # to take what whoever leads holds, by the monotonic clock
+        self._said_why = False  # why no control socket could be had
         self._stack = ExitStack()
         alone = spec.nodes == 1 and spec.most_nodes in (None, 1) and not spec.joins
         try:
@@ -57,9 +62,9 @@ class Agent:
             # Not before: looking for the secret that machines share can be interrupted as it is.
             self._stack.enter_context(signals_handled(STOP_SIGNALS, self._on_signal))
             founds = meeting is None or meeting.founds
-            inherited = (self._stack.enter_context(spec.directory.locked()),) if founds else ()
-            self._is_locked = founds
+            self._lock = self._stack.enter_context(closing(RunLock(spec.directory)))
             if founds:
+                self._lock.take()
                 for old in spec.directory.logs.glob("rank-*.error.json"):
                     old.unlink(missing_ok=True)
             self._node = Node(
@@ -69,7 +74,7 @@ class Agent:
                 self._selector,
                 heartbeat_s=spec.heartbeat_s,
                 grace_s=spec.grace_s,
-                inherited=inherited,
+                inherited=(self._lock.fileno(),),
                 interface="" if meeting is None else meeting.interface,
             )
             self._cluster = Cluster(spec, spec.directory, self._node, meeting)
@@ -85,7 +90,8 @@ class Agent:
                     spec.heartbeat_s,
                 )
             self._cluster.begin(self._mesh, lease)
-            self._serve_requests()
+            if founds:
+                self._control = ControlSocket(self._directory, self._selector, self._requests)
         except BaseException as error:
             self._end()
             if isinstance(error, OSError):
@@ -122,20 +128,33 @@ class Agent:
         now = time.monotonic()
         node.expire(now)
         self._cluster.expire(now)
-        self._serve_requests()
+        self._take_office(now)
 
-    def _serve_requests(self) -> None:
-        """Whoever leads answers other commands, and holds the run's lock."""
-        leads = self._cluster.leader is not None
-        if leads and not self._is_locked:
-            self._is_locked = True
-            with suppress(RunInUseError):  # whom it follows may not be gone to the last process
-                self._stack.enter_context(self._directory.locked())
-        if leads and self._control is None:
-            self._control = ControlSocket(self._directory, self._selector, self._requests)
-        elif not leads and self._control is not None:
-            self._control.close()
-            self._control = None
+    def _take_office(self, now: float) -> None:
+        """Whoever leads holds the run's lock and answers other commands, as soon as it can.
+
+        The last processes of the machine that led before may hold the lock, and the disk may be full: neither
+        is a reason to give up the workers.
+        """
+        if self._cluster.leader is None:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+            return
+        if now < self._retry_at:
+            return
+        # The other machines' signs of life turn the loop often enough for this to need no deadline.
+        self._retry_at = now + _RETRY_S
+        if not self._lock.held:
+            with suppress(OSError):
+                self._lock.try_to_take()
+        if self._control is None:
+            try:
+                self._control = ControlSocket(self._directory, self._selector, self._requests)
+            except (OSError, RunDirectoryError) as error:
+                if not self._said_why:
+                    say(f"other commands cannot reach this run yet: {error}")
+                self._said_why = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)

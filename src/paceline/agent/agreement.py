@@ -7,13 +7,12 @@ actions are done.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from paceline.agent.chronicle import record
+from paceline.agent.chronicle import record, say
 from paceline.agent.company import Company
 from paceline.agent.follower import Follower
 from paceline.agent.leader import Leader
@@ -298,9 +297,9 @@ class Agreement:
         if reason != self._paused:
             self._paused = reason
             record(self._directory, "paused", node=self._name, why=reason)
-            print(f"paceline: the run pauses: {reason}.", file=sys.stderr)
+            say(f"the run pauses: {reason}.")
 
     def _resumed(self) -> None:
         if self._paused:
             self._paused = ""
-            print("paceline: the run goes on.", file=sys.stderr)
+            say("the run goes on.")

@@ -1,7 +1,8 @@
-"""What is recorded of views: what ended each, who was lost, and how long it took to go on. No torch."""
+"""What is told of a job: what ended each view, who was lost, and how long it took to go on. No torch."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,12 @@ def record(directory: RunDirectory, kind: str, **fields: object) -> None:
     """Note an event; a full disk is no reason to give up the workers."""
     with suppress(OSError):
         directory.append_event(kind, **fields)
+
+
+def say(sentence: str) -> None:
+    """Tell the user something; stderr may be a file on a full disk too."""
+    with suppress(OSError):
+        print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
 
 class Chronicle:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from paceline.agent.agreement import Agreement
+from paceline.agent.chronicle import say
 from paceline.agent.company import Company
 from paceline.agent.leader import Leader
 from paceline.agent.meeting import Meeting
@@ -128,7 +128,7 @@ class Cluster:
             self._node.kill_all("was told to end")
 
     def _leave(self, why: str, code: int) -> None:
-        print(f"paceline: {why}", file=sys.stderr)
+        say(why)
         self._node.kill_all("was told to end")
         requeue, interrupted = STOPPED
         if code == 0 and self._asked is not None and not self._directory.result.is_file():
@@ -198,7 +198,7 @@ class Cluster:
 
     def refused(self, why: str) -> None:
         """Somebody was sent away who does not belong here."""
-        print(f"paceline: a connection was refused: {why}", file=sys.stderr)
+        say(f"a connection was refused: {why}")
 
     def heard(self, peer: str, message: Mapping[str, Any]) -> None:
         """A message has come."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from paceline.agent.chronicle import say
 from paceline.agent.meeting import Meeting, differences, record_agents
 from paceline.agent.mesh import Address, Mesh
 from paceline.agent.messages import Book, Message, write
@@ -48,6 +48,7 @@ class Company:
         self._give_up_at = math.inf  # looking for the others
         self._unseen_until = math.inf  # the first agent's directory, by this machine
         self._unseen_by = ""
+        self._no_lease = ""  # why the last one could not be taken
 
     def begin(self, mesh: Mesh | None, lease: LeaseDirectory | None) -> None:
         """Look for the others, unless this agent is the first.
@@ -133,10 +134,14 @@ class Company:
         if self._lease is None:
             return None
         try:
-            return self._lease.take(roster, winners)
+            held_by = self._lease.take(roster, winners)
         except RunDirectoryError as error:
-            print(f"paceline: {error}", file=sys.stderr)
+            if str(error) != self._no_lease:  # it is asked for every second, for as long as a disk is full
+                self._no_lease = str(error)
+                say(self._no_lease)
             return None
+        self._no_lease = ""
+        return held_by
 
     # The leader's part: who may come, and where all of them listen.
 

@@ -7,13 +7,12 @@ actions become orders to the nodes, and what the nodes report becomes its events
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from paceline.agent.chronicle import Chronicle
+from paceline.agent.chronicle import Chronicle, say
 from paceline.agent.ending import Ending
 from paceline.agent.hang_watch import Ask, Hang, HangWatch
 from paceline.agent.judgement import Judgement, how_it_ended
@@ -150,7 +149,7 @@ class Leader:
             self.judgement.verdict = hang.sentence  # it would happen again
             self.ending.kill_all()
             return
-        print(f"paceline: {hang.sentence}", file=sys.stderr, flush=True)
+        say(hang.sentence)
         for worker, why in hang.culprits.items():
             self._workforce.kill((worker,), why)
 

@@ -53,7 +53,8 @@ class Worker:
         self._theirs.callback(theirs.close)
         self.descriptors = [theirs.fileno()]
         if log is not None:
-            self.descriptors.append(self._theirs.enter_context(log.open("ab")).fileno())
+            with suppress(OSError):  # on a full disk: then it prints to the terminal
+                self.descriptors.append(self._theirs.enter_context(log.open("ab")).fileno())
 
     def fileno(self) -> int:
         """Its channel's, for a selector."""

@@ -54,7 +54,8 @@ def _print_report(report: AuditReport) -> None:
             f"Not counted above: {report.recomputed_steps:,} step{plural} ({report.recomputed_samples:,} "
             f"samples) undone by {'a restart' if report.generations == 2 else 'restarts'} and computed again."
         )
-    console.print(report.verdict, style="green" if report.clean else "bold red", soft_wrap=True)
+    style = "green" if report.clean else "bold red"
+    console.print(report.verdict, style=style, markup=False, soft_wrap=True)
 
 
 def _table(report: AuditReport) -> Table:

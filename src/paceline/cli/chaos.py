@@ -90,7 +90,8 @@ def _print(report: ChaosReport) -> None:
     if report.ok:
         console.print("Nothing was lost.", style="green")
     else:
-        console.print(f"Not as it should be: {'; '.join(report.problems)}.", style="bold red", soft_wrap=True)
+        problems = f"Not as it should be: {'; '.join(report.problems)}."
+        console.print(problems, style="bold red", markup=False, soft_wrap=True)
 
 
 def _table(report: ChaosReport) -> Table:

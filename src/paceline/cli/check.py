@@ -102,13 +102,14 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda split, done, total: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=None)
         yield lambda split, done, total: progress.update(
-            task, description=f"evaluating {split}", completed=done, total=total
+            task, description=escape(f"evaluating {split}"), completed=done, total=total
         )
 
 

@@ -83,7 +83,7 @@ def doctor(
     keep
         Checkpoints that must find room.
     checkpoint_size
-        Of one, such as 2GiB. Default: about three times the task's model.
+        Of one, such as 2GiB. Default: as those of the run, else about three times the task's model.
     timeout
         How long to wait for all machines to appear.
     walltime
@@ -118,9 +118,9 @@ def doctor(
             f"the machines of --on {on} do not see this one's files, so no report can come back from there. "
             "Give --preflight to the job itself."
         )
-    several_here = on in HERE and least > 1
+    several_here, alone = on in HERE and least > 1, on in HERE and least == 1
     examination = Examination(
-        directory=run.absolute() / "doctor" if several_here else job_directory("doctor", attached=False),
+        directory=run.absolute() / "doctor" if several_here else job_directory("doctor", attached=alone),
         run=run.absolute(),
         task=task,
         nproc=counts,
@@ -136,7 +136,7 @@ def doctor(
             "--nodes above 1 without a cluster: give the same command on each machine, with --rdzv-endpoint "
             "HOST:PORT, --node-rank N and a --run that all of them share."
         )
-    if on in HERE and least == 1 and not dry_run:
+    if alone and python is None and not env and not dry_run:
         from paceline.doctor.job import examine_here
 
         return _show(examine_here(examination, master_port), json=json)

@@ -95,6 +95,7 @@ def print_package(package: Package, title: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
     from rich.table import Table
+    from rich.text import Text
 
     manifest = package.manifest
     console = wide_console()
@@ -118,7 +119,8 @@ def print_package(package: Package, title: str) -> None:
         file = manifest.programs.get(kind, manifest.weights)
         equal = "" if difference.equal_labels is None else f"{difference.equal_labels:.2%}"
         size = decimal(manifest.files[file].size)
-        table.add_row(kind, file, size, f"{difference.largest:.3g}", equal, f"{difference.samples:,}")
+        cells = (kind, file, size, f"{difference.largest:.3g}", equal, f"{difference.samples:,}")
+        table.add_row(*map(Text, cells))
     console.print(table)
 
 
@@ -137,12 +139,13 @@ def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[in
         yield (lambda stage: None), (lambda done, total: None)
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield (
-            lambda stage: progress.update(task, description=stage),
+            lambda stage: progress.update(task, description=escape(stage)),
             lambda done, total: progress.update(task, completed=done, total=total),
         )

@@ -115,12 +115,14 @@ def _checkpoints(
     runs: list[Item], stays: list[Item], policy: Policy, progress: Progress | None
 ) -> tuple[list[Item], list[str]]:
     """Of the runs that stay and are not at work; every byte is verified first."""
+    from rich.markup import escape
+
     from paceline.maintenance.policy import checkpoints_to_remove
 
     found: list[Item] = []
     damaged: list[str] = []
     for run in runs:
-        bar = None if progress is None else progress.add_task(f"verifying {run.name}", total=None)
+        bar = None if progress is None else progress.add_task(escape(f"verifying {run.name}"), total=None)
 
         def on_read(done: int, total: int, bar: Any = bar) -> None:
             if progress is not None:

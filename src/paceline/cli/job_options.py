@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from paceline.cli.options import given
+from paceline.config import flag
 from paceline.errors import ConfigError
-from paceline.launchers.names import Contract, Inner
+from paceline.launchers.names import LAUNCHER_NAMES, Contract, Inner
 
 HERE = ("inprocess", "spawn", "torchrun")
 """Launchers that start processes on this machine, and know of other machines only what they are told."""
@@ -57,6 +60,19 @@ class JobOptions:
 
             fields["roles"] = parse_roles(self.roles, world_size)
         return fields
+
+
+def refuse_job_options(on: str, job_options: JobOptions | None, own: Mapping[str, Any]) -> None:
+    """Refuse all of them: a task's processes here have nobody to ask.
+
+    Raises:
+        ConfigError: always; the message names those that were given.
+    """
+    words = [flag(name) for name in (*given(job_options), *own)]
+    raise ConfigError(
+        f"{', '.join(words)}: these are for jobs on a cluster, and --on is {on}. Say where: --on "
+        f"{', '.join(name for name in LAUNCHER_NAMES if name not in HERE)}."
+    )
 
 
 def parse_env(words: tuple[str, ...]) -> dict[str, str]:

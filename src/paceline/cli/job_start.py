@@ -13,13 +13,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.job_options import HERE, JobOptions
+from paceline.config import RunConfig, flag, parse_duration_s, parse_nodes, parse_nproc
+from paceline.errors import ConfigError
 from paceline.launchers.base import JobSpec, Launcher
 from paceline.launchers.preflight import run_before
 from paceline.launchers.registry import JobRecord, read_records
-from paceline.launchers.submission import finish, made_directory, submit
+from paceline.launchers.submission import finish, machines_python, made_directory, submit, task_job
+from paceline.launchers.training import check_task
 
 if TYPE_CHECKING:
     from paceline.doctor.examination import Examination
+
+_ANYWHERE = Path("/tmp")
+"""Of a machine that has none of this one's directories: it may not let a script write where that is."""
+
+
+def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> JobSpec:
+    """The job of a task, on as many machines as the launcher's own options and ``--nodes`` say.
+
+    Args:
+        launcher: where it is to run.
+        config: the run's options.
+        own: the launcher's options.
+        options: those that are for all launchers.
+
+    Raises:
+        ConfigError: it could not run, wherever it would be.
+        TaskError: there is no such task.
+    """
+    for name in ("contract", "roles"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"{flag(name)} is for scripts: a task finds its place by itself. Leave it out; or start a "
+                "script with paceline launch."
+            )
+    nodes, counts = launcher.sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), own)
+    if launcher.files == "shared":
+        check_task(config)
+    if counts is None:
+        raise ConfigError(f"--nproc auto does not work with --on {config.on}: give the processes a machine.")
+    fields = {
+        **options.spec_fields(None),
+        "nodes": nodes,
+        "nproc": counts,
+        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
+        "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
+    }
+    return task_job(config, fields, launcher, machines_python(launcher, None))
 
 
 def start(
@@ -32,6 +72,7 @@ def start(
     json: bool,
     task: str = "",
     keep: int = 3,
+    init_timeout_s: float = 300.0,
 ) -> int:
     """Print the job, or submit it and say how to follow it.
 
@@ -44,12 +85,15 @@ def start(
         json: print the job as JSON, after what its processes print.
         task: for ``--preflight``: whose import is tried.
         keep: for ``--preflight``: checkpoints that must find room.
+        init_timeout_s: for ``--preflight``: how long to wait for all machines to appear.
     """
     first = None
     if options.preflight:
         from paceline.doctor.job import preflight_command, preflight_spec
 
-        examination = _examination(launcher, spec, task, keep)
+        examination = dataclasses.replace(
+            _examination(launcher, spec, own), task=task, keep=keep, timeout_s=init_timeout_s
+        )
         if launcher.name in HERE:
             from paceline.launchers.local.options import MeetingOptions
 
@@ -100,25 +144,25 @@ def start(
     return code
 
 
-def _examination(launcher: Launcher, spec: JobSpec, task: str, keep: int) -> Examination:
+def _examination(launcher: Launcher, spec: JobSpec, own: Any) -> Examination:
     """What a job needs of its machines, which meet where all of them can write."""
+    run = spec.run or spec.workdir
     if launcher.name in HERE:
         directory = Path.cwd() / "jobs" / f"preflight-{spec.name}"
-    elif launcher.files == "shared" or spec.run is None:
-        directory = spec.directory / "preflight"
     else:
-        directory = spec.run / "preflight"
+        common = launcher.common_directory(spec, own)
+        directory = (common or _ANYWHERE) / "preflight"
+        if spec.run is None and launcher.files != "shared":
+            run = common or _ANYWHERE
     from paceline.doctor.examination import Examination
 
     return Examination(
         directory=directory,
-        run=spec.run or spec.workdir,
-        task=task,
+        run=run,
         nproc=spec.nproc,
         threads=spec.threads,
         gpus_per_node=spec.gpus_per_node,
         interface=spec.interface,
-        keep=keep,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from paceline.errors import PacelineError
 from paceline.launchers.base import JobStatus
@@ -48,8 +49,10 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
     for record, status in listed:
         when = time.strftime("%m-%d %H:%M", time.localtime(record.submitted))
         program, *arguments = record.command
-        command = shorten(" ".join([Path(program).name, *arguments]), _COMMAND_LENGTH, placeholder=" …")
-        table.add_row(record.id, record.name, _coloured(status), status.detail, when, command)
+        text = shorten(" ".join([Path(program).name, *arguments]), _COMMAND_LENGTH, placeholder=" …")
+        # In a Text nothing is markup.
+        job, name, detail, command = map(Text, (record.id, record.name, status.detail, text))
+        table.add_row(job, name, _coloured(status), detail, when, command)
     Console().print(table)
     return 0
 
@@ -70,17 +73,17 @@ def status(job: str, *, json: Flag = False) -> int:
         print(json_module.dumps(_described(record, stands)))
     else:
         table = Table(show_header=False, box=None)
-        rows: list[tuple[str, str]] = [
-            ("job", record.id),
-            ("name", record.name),
-            ("state", f"{_coloured(stands)}  {stands.detail}".rstrip()),
-            ("command", " ".join(record.command)),
-            ("directory", record.directory),
+        rows = [
+            ("job", Text(record.id)),
+            ("name", Text(record.name)),
+            ("state", Text.assemble(_coloured(stands), f"  {stands.detail}" if stands.detail else "")),
+            ("command", Text(" ".join(record.command))),
+            ("directory", Text(record.directory)),
         ]
         if record.run is not None:
-            rows.append(("run", record.run))
+            rows.append(("run", Text(record.run)))
         if stands.restarts:
-            rows.append(("restarts", str(stands.restarts)))
+            rows.append(("restarts", Text(str(stands.restarts))))
         for row in rows:
             table.add_row(*row)
         Console().print(table)
@@ -88,7 +91,7 @@ def status(job: str, *, json: Flag = False) -> int:
 
 
 def cancel(job: str, *, json: Flag = False) -> int:
-    """End a job, and all that it started.
+    """End a job, and all that it started; a second time kills what this machine's does not end.
 
     Parameters
     ----------
@@ -98,7 +101,7 @@ def cancel(job: str, *, json: Flag = False) -> int:
         Print JSON: where the job stood.
     """
     record = find_record(job)
-    stood = record.status()
+    stood = record.status_asked_anew()
     if not stood.ended:
         record.handle().cancel()
     if json:
@@ -118,9 +121,8 @@ def _status(record: JobRecord) -> JobStatus:
         return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
 
 
-def _coloured(status: JobStatus) -> str:
-    colour = _COLOURS.get(status.state)
-    return f"[{colour}]{status.state}[/]" if colour else status.state
+def _coloured(status: JobStatus) -> Text:
+    return Text(status.state, style=_COLOURS.get(status.state, ""))
 
 
 def _described(record: JobRecord, status: JobStatus) -> dict[str, Any]:

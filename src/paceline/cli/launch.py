@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +81,7 @@ def launch(
     if counts is None:
         raise ConfigError("--nproc auto is for tasks. Give the number of processes a machine.")
     interpreter = machines_python(launcher, python)
-    words = normal_command(command, interpreter, here=launcher.files != "image")
+    words = normal_command(command, interpreter, partial(launcher.place_of, options=own))
     contract = choose_contract(launcher, job.contract, job.inner)
     inner = choose_inner(launcher, job.inner, contract, is_task=False)
     name = job.name or job_name(Path(next((w for w in words if w.endswith(".py")), words[0])).stem)

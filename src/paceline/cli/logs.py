@@ -18,6 +18,7 @@ from paceline.distributed.process import describe, read_failure
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.log_files import Tail, fold
 from paceline.launchers.registry import JobRecord, find_record, read_records
+from paceline.launchers.watch import Watch
 from paceline.run_directory import RunDirectory
 
 _POLL_S = 0.2
@@ -107,7 +108,12 @@ def _print_job(record: JobRecord, wanted: re.Pattern[str], rank: int | None, fol
 
 
 def _print_first_error(directory: RunDirectory) -> None:
-    """Which rank failed first, and why, where one recorded it."""
+    """Of a run that did not end well, which rank failed first, and why, where one recorded it.
+
+    A rank of an earlier start, which was given more of them, may have left its record.
+    """
+    if _last_event(directory) in ("finished", "stopped"):
+        return
     recorded = [read_failure(path) for path in directory.logs.glob("rank-*.error.json")]
     failures = [failure for failure in recorded if failure is not None]
     if failures:
@@ -165,14 +171,21 @@ def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[
     """Yield now and then, and once more after the run has ended; where it is a job's, and will not go on."""
     last_alive = time.monotonic()
     next_question, interval_s = 0.0, _FIRST_QUESTION_S
+    watch: Watch | None = None
     while True:
         now = time.monotonic()
         if directory.is_running():
             last_alive = now
             interval_s = _FIRST_QUESTION_S
+            watch = None
         elif (_has_ended(directory) or now - last_alive > _RESTART_S) and now >= next_question:
             # A job that was preempted is stopped, and waits in the queue for its next start.
-            if record is None or record.status().state not in ("pending", "running"):
+            if record is None:
+                yield
+                return
+            watch = watch or Watch(record.status)
+            status = watch.answer(record.status)
+            if status is not None and status.state not in ("pending", "running"):
                 yield
                 return
             next_question = now + interval_s
@@ -182,8 +195,12 @@ def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[
 
 
 def _has_ended(directory: RunDirectory) -> bool:
+    return _last_event(directory) in ("finished", "stopped", "failed")
+
+
+def _last_event(directory: RunDirectory) -> str | None:
     events = directory.read_events()
-    return bool(events) and events[-1]["event"] in ("finished", "stopped", "failed")
+    return events[-1]["event"] if events else None
 
 
 def _prefix(ranks: Sequence[int]) -> str:

@@ -109,7 +109,8 @@ def _show(made: Plan) -> None:
     console.width = max(console.width, _WIDTH)
     console.print(
         f"{made.task}: {_number(m.parameters / 1e6)} million parameters, {made.global_batch_size} samples "
-        f"a step in {made.shards} shards of {m.microbatch}, {whole.flops / 1e12:,.3g} TFLOP a shard"
+        f"a step in {made.shards} shards of {m.microbatch}, {whole.flops / 1e12:,.3g} TFLOP a shard",
+        markup=False,
     )
     console.print(
         f"{machines.gpus} processes with {_number(machines.memory / 2**30)} GiB, at "
@@ -161,9 +162,9 @@ def _show(made: Plan) -> None:
     saved = _number((whole.parameter_bytes + whole.optimizer_bytes) / unit_bytes)
     console.print(f"While rank 0 saves, its host holds {saved} {unit} more.")
     for reason in made.reasons:
-        console.print(reason)
+        console.print(reason, markup=False)
     if made.command is not None:
-        console.print(f"\n[bold]{made.command}[/bold]", soft_wrap=True)
+        console.print(f"\n{made.command}", style="bold", markup=False, soft_wrap=True)
 
 
 def _how(row: Row) -> list[str]:

@@ -175,17 +175,20 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     labelled = spec.label is not None
-    table = Table("row", *(("label", "probability") if labelled else spec.outputs), box=SIMPLE_HEAD)
+    columns = ("row", *(("label", "probability") if labelled else spec.outputs))
+    table = Table(*map(escape, columns), box=SIMPLE_HEAD)
     for record in found[:_SHOWN]:
         if labelled:
             probability = record.get("probability")
             cells = [str(record["label"]), "" if probability is None else f"{probability:.4f}"]
         else:
             cells = [f"{value!s:.60}" for value in record["outputs"].values()]
-        table.add_row(record["source"], *cells)
+        table.add_row(*map(Text, (record["source"], *cells)))
     console = Console()
     console.print(table)
     if len(found) > _SHOWN:

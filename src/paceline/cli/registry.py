@@ -231,13 +231,13 @@ def _print_table(rows: list[dict[str, object]]) -> None:
         assert isinstance(formats, list)
         marks = [str(row["quantization"])] if row.get("quantization") else []
         marks += ["damaged"] if row["problem"] else [] if row["trusted"] else ["not trusted"]
-        table.add_row(
+        cells = (
             str(row["digest"])[:12],
-            Text("\n".join(tags) or str(row.get("name", ""))),
+            "\n".join(tags) or str(row.get("name", "")),
             " ".join(kind for kind in formats if kind != "safetensors"),
             str(row.get("created", ""))[:16].replace("T", " "),
             decimal(size) if isinstance(size, int) else "",
             ", ".join(marks),
-            style="red" if row["problem"] else None,
         )
+        table.add_row(*map(Text, cells), style="red" if row["problem"] else None)
     wide_console().print(table)

@@ -13,20 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from paceline.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
-from paceline.cli.job_options import JobOptions
+from paceline.cli.job_options import HERE, JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given, run_options
-from paceline.config import RunConfig, config_from_mapping, parse_duration_s, parse_nodes, parse_nproc
-from paceline.errors import ConfigError, PacelineError
+from paceline.config import RunConfig, config_from_mapping, flag, parse_nodes, parse_nproc
+from paceline.errors import ConfigError, LaunchError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.launchers.base import JobHandle
+    from paceline.launchers.base import JobHandle, Launcher, Rendered
     from paceline.launchers.registry import JobRecord
 
 Options: Any = run_options()
 LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
-_HERE = ("spawn", "torchrun")
+_NOT_FOR_A_SCAN = {
+    "preflight": "a scan examines no machines. Leave it out; paceline doctor looks at them before.",
+    "wait": "a scan waits for its jobs anyway. Leave it out.",
+    "detach": "a scan stays to the end of its jobs, and shows how they compare. Leave it out.",
+}
 
 
 def scan(
@@ -68,6 +72,7 @@ def scan(
         Print Markdown.
     """
     from paceline.job import default_run_path
+    from paceline.launchers.base import get_launcher
     from paceline.task import check_spec
 
     for name, value in (("steps", steps), ("warmup", warmup)):
@@ -75,6 +80,9 @@ def scan(
             raise ConfigError(f"--{name} must be at least 1, but is {value}.")
     if plot is not None and (plot.suffix != ".svg" or not plot.absolute().parent.is_dir()):
         raise ConfigError(f"--plot must be a file that ends in .svg, in a directory that is there: {plot}.")
+    for name, why in _NOT_FOR_A_SCAN.items():
+        if getattr(job, name, False):
+            raise ConfigError(f"{flag(name)}: {why}")
     check_spec(task)
     values = {"on": "spawn", **given(options), "task": task}
     sizes = _sizes(values)
@@ -95,12 +103,19 @@ def scan(
         )
         for nproc in sizes
     }
-    if asked.on in _HERE:
+    own = given(launcher_options)
+    if asked.on in HERE:
+        if own or given(job):
+            refuse_job_options(asked.on, job, own)
+        processes = {nproc: nproc * least for nproc in sizes}
         codes = _run_here(configs)
     else:
-        codes = _run_as_jobs(configs, job or JobOptions(), given(launcher_options))
+        launcher = get_launcher(asked.on)
+        jobs = _rendered(launcher, configs, job or JobOptions(), own)
+        processes = {nproc: rendered.spec.world_size for nproc, rendered in jobs.items()}
+        codes = _run_as_jobs(launcher, jobs)
     results: list[SizeResult] = [
-        read_result(Path(str(config.run)), nproc * least, codes[nproc], warmup=warmup)
+        read_result(Path(str(config.run)), processes[nproc], codes[nproc], warmup=warmup)
         for nproc, config in configs.items()
     ]
     report = ScalingReport(task, scaling, results)
@@ -115,7 +130,7 @@ def scan(
 
         console = Console()
         console.print(report.as_table())
-        console.print(f"runs: {home}", style="dim", highlight=False)
+        console.print(f"runs: {home}", style="dim", markup=False, highlight=False)
     return 1 if report.failed else 0
 
 
@@ -144,48 +159,68 @@ def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
     return codes
 
 
-def _run_as_jobs(
-    configs: Mapping[int, RunConfig], options: JobOptions, own: Mapping[str, Any]
-) -> dict[int, int]:
+def _rendered(
+    launcher: Launcher, configs: Mapping[int, RunConfig], options: JobOptions, own: Mapping[str, Any]
+) -> dict[int, Rendered]:
+    """The job of each size; what one of them cannot have is refused before any of them is submitted.
+
+    Raises:
+        ConfigError: there is such a thing, or their results could not be read.
+    """
+    from paceline.cli.job_start import task_spec
+    from paceline.launchers.own_options import make_options
+
+    if launcher.files != "shared":
+        raise ConfigError(
+            f"--on {launcher.name}: its results are not seen from here, since the machines do not share this "
+            f"one's files. Start each size by itself: paceline train --on {launcher.name}."
+        )
+    launcher_options = make_options(launcher, own)
+    jobs = {}
+    for nproc, config in configs.items():
+        spec = task_spec(launcher, config, launcher_options, options)
+        if spec.nproc != (nproc,):
+            raise ConfigError(
+                f"--nproc {nproc}: --hosts says {','.join(map(str, spec.nproc))} processes a machine. A scan "
+                "is of several numbers: leave them out of --hosts."
+            )
+        jobs[nproc] = launcher.render(spec, launcher_options)
+    return jobs
+
+
+def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, Rendered]) -> dict[int, int]:
     """All are in the queue at once; where a job ends with its command, one after another."""
-    from paceline.launchers.base import get_launcher
-    from paceline.launchers.submission import finish
+    from paceline.launchers.submission import submit
 
     jobs: dict[int, tuple[JobRecord, JobHandle]] = {}
     codes: dict[int, int] = {}
     try:
-        for nproc, config in configs.items():
-            record, handle = jobs[nproc] = _submit(config, nproc, options, own)
+        for nproc, job in rendered.items():
+            record, handle = jobs[nproc] = submit(launcher, job)
             _say(f"--nproc {nproc}: {record.id}")
-            if get_launcher(config.on).attached:
-                codes[nproc] = finish(record, handle)
+            if launcher.attached:
+                codes[nproc] = _finished(nproc, record, handle)
         for nproc, (record, handle) in jobs.items():
             if nproc not in codes:
-                codes[nproc] = finish(record, handle)
-    finally:
+                codes[nproc] = _finished(nproc, record, handle)
+    except BaseException:  # Ctrl-C, or a size that was refused
         for nproc, (_, handle) in jobs.items():
             if nproc not in codes:
                 with suppress(PacelineError):
                     handle.cancel()
+        raise
     return codes
 
 
-def _submit(
-    config: RunConfig, nproc: int, options: JobOptions, own: Mapping[str, Any]
-) -> tuple[JobRecord, JobHandle]:
-    from paceline.launchers.base import get_launcher
-    from paceline.launchers.own_options import make_options
-    from paceline.launchers.submission import submit, task_job
+def _finished(nproc: int, record: JobRecord, handle: JobHandle) -> int:
+    """The exit code of a job, once it has ended; where that cannot be learned, the others go on."""
+    from paceline.launchers.submission import finish
 
-    launcher = get_launcher(config.on)
-    fields = {
-        **options.spec_fields(None),
-        "nodes": parse_nodes(config.nodes),
-        "nproc": (nproc,),
-        "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
-    }
-    spec = task_job(config, fields, launcher, sys.executable)
-    return submit(launcher, launcher.render(spec, make_options(launcher, own)))
+    try:
+        return finish(record, handle)
+    except LaunchError as error:
+        _say(f"--nproc {nproc}: {error}")
+        return error.exit_code
 
 
 def _say(line: str) -> None:

@@ -6,25 +6,23 @@ import dataclasses
 import json as json_module
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import JobOptions
+from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given, run_options
 from paceline.config import (
     RunConfig,
     config_from_mapping,
-    flag,
     parse_duration_s,
-    parse_nodes,
     parse_nproc,
     read_config_file,
 )
 from paceline.errors import ConfigError
-from paceline.launchers.names import LAUNCHER_NAMES
 
 if TYPE_CHECKING:
     from paceline.job import Job
@@ -151,7 +149,7 @@ def _start(
         return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json)
     preflight = given(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
-        _refuse_job_options(config.on, job_options, own)
+        refuse_job_options(config.on, job_options, own)
     job = Job(config=config, given=frozenset(values), quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
     if preflight and environment.source != "single":
@@ -208,7 +206,7 @@ def _preflight(job: Job) -> Command:
     from paceline.launchers.training import prepare
 
     config = job.config
-    _, rendered, _, directory = prepare(job)
+    name, rendered, _, directory = prepare(job)
     spec = rendered.spec
     examination = Examination(
         directory=directory.path.absolute() / "doctor",
@@ -218,6 +216,8 @@ def _preflight(job: Job) -> Command:
         threads=spec.threads,
         interface=spec.interface,
         keep=config.keep,
+        agents=name == "spawn" and spec.recover != "none",
+        timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
     return preflight_command(examination, spec.nodes, spec.node_rank, spec.rdzv_endpoint)
 
@@ -226,33 +226,17 @@ def _submit(
     config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
 ) -> int:
     """Have a launcher start ``paceline train`` on its machines."""
-    from paceline.cli.job_start import start
+    from paceline.cli.job_start import start, task_spec
     from paceline.launchers.base import get_launcher
     from paceline.launchers.own_options import make_options
-    from paceline.launchers.submission import machines_python, task_job
-    from paceline.launchers.training import check_task
+    from paceline.launchers.submission import placed_task
 
-    for name in ("contract", "roles"):
-        if getattr(options, name) is not None:
-            raise ConfigError(
-                f"{flag(name)} is for scripts: a task finds its place by itself. Leave it out; or start a "
-                "script with paceline launch."
-            )
     launcher = get_launcher(config.on)
     launcher_options = make_options(launcher, own)
-    nodes, counts = launcher.sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), launcher_options)
-    if launcher.files != "image":
-        check_task(config)
-    if counts is None:
-        raise ConfigError(f"--nproc auto does not work with --on {config.on}: give the processes a machine.")
-    fields = {
-        **options.spec_fields(None),
-        "nodes": nodes,
-        "nproc": counts,
-        "max_restarts": config.max_restarts if config.recover == "restart" else 0,
-        "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
-    }
-    spec = task_job(config, fields, launcher, machines_python(launcher, None))
+    if launcher.files == "uploaded":
+        task = placed_task(config.task, partial(launcher.place_of, options=launcher_options))
+        config = dataclasses.replace(config, task=task)
+    spec = task_spec(launcher, config, launcher_options, options)
     return start(
         launcher,
         spec,
@@ -262,14 +246,7 @@ def _submit(
         json=json,
         task=config.task,
         keep=config.keep,
-    )
-
-
-def _refuse_job_options(on: str, job_options: JobOptions | None, own: Mapping[str, Any]) -> None:
-    words = [flag(name) for name in (*(given(job_options) if job_options else ()), *own)]
-    raise ConfigError(
-        f"{', '.join(words)}: these are for jobs on a cluster, and --on is {on}. Say where: --on "
-        f"{', '.join(name for name in LAUNCHER_NAMES if name not in _HERE) or 'NAME'}."
+        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
 
 

@@ -215,6 +215,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         console.print(
             f"There is no best trial: none that did not fail has a number for {search.metric_name}.",
             style="red",
+            markup=False,
             soft_wrap=True,
         )
     else:
@@ -223,13 +224,14 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         console.print(
             f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. To train it whole:",
             style="bold",
+            markup=False,
         )
         console.print(best["command"], soft_wrap=True, markup=False)
     if not result["done"]:
         console.print(
             f"Go on with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
         )
-    console.print(f"search: {directory.path}", style="dim", soft_wrap=True)
+    console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)
     return code
 
 

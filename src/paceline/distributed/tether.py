@@ -1,4 +1,4 @@
-"""Die when the parent dies: ``python tether.py SIGNAL PARENT_PID COMMAND...``, or a call.
+"""Die when the parent dies: ``python tether.py SIGNAL PARENT_PID COMMAND...``, or a call; adopt orphans.
 
 Standard library only, and run by path: it stands between a launcher and a worker for some 20 ms.
 Doing this in ``preexec_fn`` instead would run Python between fork and exec, which can deadlock.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -29,6 +30,12 @@ def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Whether this process becomes the parent of those below it whose own parent dies. Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def tethered(command: Sequence[str]) -> tuple[str, ...]:

@@ -24,8 +24,9 @@ class Examination:
         gpus_per_node: as many GPUs must be usable on each machine; None: those there are.
         interface: the network interface to the other machines; None: the one on the way to machine 0.
         keep: checkpoints that must find room.
-        checkpoint_bytes: of one; None: estimated from the task's parameters.
+        checkpoint_bytes: of one; None: as those of the run, else estimated from the task's parameters.
         timeout_s: how long to wait for all machines to appear.
+        agents: Paceline's agents start the ranks, and tell each its network interface.
         preflight: the job goes on only where the examination ends well, so print what is wrong.
     """
 
@@ -39,6 +40,7 @@ class Examination:
     keep: int = 3
     checkpoint_bytes: int | None = None
     timeout_s: float = 60.0
+    agents: bool = False
     preflight: bool = False
 
     def processes_on(self, node_rank: int) -> int:
@@ -56,8 +58,7 @@ class Examination:
                 words += [f"--{name.replace('_', '-')}", str(value)]
         if self.task:
             words += ["--task", self.task]
-        if self.preflight:
-            words.append("--preflight")
+        words += [f"--{name}" for name in ("agents", "preflight") if getattr(self, name)]
         words += ["--nodes", "{nnodes}", "--node-rank", "{node_rank}"]
         return (*words, "--master-addr", "{master_addr}", "--master-port", "{master_port}")
 
@@ -92,6 +93,7 @@ def parse_command(argv: list[str]) -> tuple[Examination, Place]:
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--checkpoint-bytes", type=int)
     parser.add_argument("--timeout", dest="timeout_s", type=float, default=60.0)
+    parser.add_argument("--agents", action="store_true")
     parser.add_argument("--preflight", action="store_true")
     place = {"nodes": int, "node_rank": int, "master_addr": str, "master_port": int}
     for name, kind in place.items():

@@ -42,13 +42,13 @@ class Address:
 def choose_address(interface: str | None, place: Place) -> Address:
     """The address that a job's processes here would use."""
     problem = None
-    if place.nodes == 1:
-        return Address(LOOPBACK, "lo")
     if interface is not None:
         try:
             return Address(interface_address(interface), interface)
         except ConfigError as error:
             problem = str(error)
+    if place.nodes == 1:
+        return Address(LOOPBACK, "lo", problem)
     try:
         if place.node_rank == 0 and is_ours(place.master_addr):
             host = socket.gethostbyname(place.master_addr)
@@ -154,12 +154,13 @@ class Examiner:
     def _look(self, examination: str, error: str | None, others: list[int]) -> Any:
         names = {other: storage.mark_name(examination, other) for other in others}
         own = storage.mark_name(examination, self.place.node_rank)
-        return storage.look(self._run, own, names, error)
+        return storage.look(self._run, self.examination.run, own, names, error)
 
     def _all_reduce(
         self, first_rank: int, local_ranks: int, world_size: int, host: str, port: int
     ) -> dict[str, Any]:
         """Run this machine's ranks; what the first of them found."""
+        by_itself = self.place.nodes == 1 and self.address.host == LOOPBACK
         shared = {
             "world_size": world_size,
             "local_world_size": local_ranks,
@@ -167,7 +168,7 @@ class Examiner:
             "nodes": self.place.nodes,
             "master_addr": host,
             "master_port": port,
-            "interface": None if self.place.nodes == 1 else self.address.interface,
+            "interface": None if by_itself else self.address.interface,
             "timeout_s": _CANARY_S,
         }
         ranks = {

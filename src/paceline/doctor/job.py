@@ -61,7 +61,8 @@ def examine_by(launcher: Launcher, spec: JobSpec, options: Any, directory: Path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
             f"the examination ended with exit code {code} and left no report in {directory}."
-            f"{_printed(handle)} Do the machines share that directory?"
+            f"{_printed(handle)} Can {spec.python} import paceline there, and do the machines share that "
+            "directory?"
         ) from error
 
 
@@ -76,8 +77,8 @@ def preflight_spec(spec: JobSpec, examination: Examination) -> JobSpec:
             f"--preflight needs a command that is started once on each machine, and --inner {spec.inner} "
             "starts each rank. Use another --inner, or paceline doctor before the job."
         )
-    words = dataclasses.replace(examination, preflight=True).command(spec.python)
-    return dataclasses.replace(spec, preflight=words)
+    examination = dataclasses.replace(examination, agents=spec.inner == "agent", preflight=True)
+    return dataclasses.replace(spec, preflight=examination.command(spec.python))
 
 
 def preflight_command(

@@ -85,13 +85,16 @@ def _disk_space(findings: Findings, node: int) -> Check | None:
         return None
     free, keep = storage["free"], findings.examination.keep
     size, how = _checkpoint_bytes(findings)
-    # One is written before the oldest is removed.
-    needed = (keep + 1) * size if size is not None else _GIB
+    # One is written before the oldest is removed; those that are there take no more room.
+    there = min(len(storage["checkpoints"]), keep)
+    needed = (keep + 1 - there) * size if size is not None else _GIB
     what = (
         "a checkpoint's size is not known"
         if size is None
         else f"{keep} + 1 checkpoints of {how}{_size(size)}"
     )
+    if there:
+        what += f", of which {there} {'is' if there == 1 else 'are'} there"
     status: Status = "pass" if free >= needed else "warn" if size is None else "fail"
     return Check(
         id="disk-space",
@@ -102,7 +105,8 @@ def _disk_space(findings: Findings, node: int) -> Check | None:
         if status == "pass"
         else "Give --checkpoint-size, or a larger disk with --run"
         if size is None
-        else f"{_size(needed)} are needed: choose a larger disk with --run, or fewer with --keep",
+        else f"{_size(needed)} are needed: "
+        f"{'make room there' if there else 'choose a larger disk with --run, or fewer with --keep'}",
     )
 
 
@@ -110,6 +114,9 @@ def _checkpoint_bytes(findings: Findings) -> tuple[int | None, str]:
     """The size of a checkpoint, and "about " where it is only estimated."""
     if findings.examination.checkpoint_bytes is not None:
         return findings.examination.checkpoint_bytes, ""
+    there = [size for storage in findings.storage.values() for size in storage["checkpoints"]]
+    if there:
+        return max(there), ""
     for facts in findings.facts.values():
         task: dict[str, Any] = facts["task"] or {}
         if task.get("model_bytes") is not None:

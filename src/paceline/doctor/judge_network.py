@@ -16,8 +16,10 @@ _CLOCK_WARNS_S, _CLOCK_FAILS_S = 1.0, 10.0
 
 
 def judge_network(findings: Findings) -> Iterable[Check]:
-    """All checks of what is between the machines; none where there is one machine."""
+    """All checks of what is between the machines; of one alone, of the interface that it is to use."""
     if findings.nodes == 1:
+        if findings.examination.interface is not None:
+            yield from _address_problems(findings) or _interface_used(findings)
         yield from _all_reduce(findings)
         return
     yield from _ports(findings)
@@ -76,18 +78,9 @@ def _ports(findings: Findings) -> Iterable[Check]:
 
 
 def _interface(findings: Findings) -> Iterable[Check]:
-    well = True
-    for node, facts in findings.facts.items():
-        if facts["address_problem"]:
-            well = False
-            names = ", ".join(f"{each['name']} ({each['address']})" for each in facts["interfaces"])
-            yield Check(
-                id="interface",
-                where=findings.name(node),
-                status="fail",
-                found=facts["address_problem"].rstrip("."),
-                advice=f"Give --interface one of: {names}",
-            )
+    problems = _address_problems(findings)
+    yield from problems
+    well = not problems
     best = faster_interface(findings)
     if best is not None:
         well = False
@@ -115,7 +108,28 @@ def _interface(findings: Findings) -> Iterable[Check]:
                 advice=f"Give --interface {fastest}",
             )
     if well:
-        yield Check(id="interface", where="all", status="pass", found=_used(findings))
+        yield from _interface_used(findings)
+
+
+def _address_problems(findings: Findings) -> list[Check]:
+    """What is wrong with the interface or the address that was asked for."""
+    problems = []
+    for node, facts in findings.facts.items():
+        if facts["address_problem"]:
+            names = ", ".join(f"{each['name']} ({each['address']})" for each in facts["interfaces"])
+            check = Check(
+                id="interface",
+                where=findings.name(node),
+                status="fail",
+                found=facts["address_problem"].rstrip("."),
+                advice=f"Give --interface one of: {names}" if names else "Leave out --interface",
+            )
+            problems.append(check)
+    return problems
+
+
+def _interface_used(findings: Findings) -> list[Check]:
+    return [Check(id="interface", where="all", status="pass", found=_used(findings))]
 
 
 def faster_interface(findings: Findings) -> str | None:
@@ -192,19 +206,32 @@ def _rendezvous(findings: Findings) -> Iterable[Check]:
 
 
 def _host_names(findings: Findings) -> Iterable[Check]:
+    """Who is told no interface announces the address of its machine's name."""
+    told = findings.examination.interface or chosen_interface(findings)
+    agents = findings.examination.agents
     well = True
     for node, facts in findings.facts.items():
         loopback = [address for address in facts["named"] if address.startswith("127.")]
         if loopback or not facts["named"]:
             well = False
             says = f"resolves to {', '.join(loopback)}" if loopback else "does not resolve"
+            found = f"its own name, {facts['host']}, {says} there"
+            if told is not None:
+                yield Check(
+                    id="host-name",
+                    where=findings.name(node),
+                    status="pass",
+                    found=f"{found}; the job goes by the address of {told}",
+                )
+                continue
             yield Check(
                 id="host-name",
                 where=findings.name(node),
-                status="fail" if loopback else "warn",
-                found=f"its own name, {facts['host']}, {says} there",
+                status="fail" if loopback and not agents else "warn",
+                found=found,
                 advice=f"In its /etc/hosts, give {facts['host']} the address {facts['address']}; until then, "
-                f"--interface {facts['interface']} keeps gloo from announcing the loopback address",
+                f"--interface {facts['interface']} keeps gloo from announcing the loopback address"
+                + (", as Paceline's agents do unless --recover is none" if agents else ""),
             )
     if well:
         yield Check(id="host-name", where="all", status="pass", found="resolve to addresses on the network")

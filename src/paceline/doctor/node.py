@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paceline.agent.link import LinkError
 from paceline.distributed.environment import detect_environment
+from paceline.distributed.process import ECHO_S, STOP_SIGNALS, StopRequests, signals_handled
 from paceline.doctor.checks import Report, make_report
 from paceline.doctor.conductor import Conductor, Here, Machine, There
 from paceline.doctor.examination import Examination, Place, parse_command
@@ -61,16 +62,18 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, SIGTERM is what Ctrl-C is, so that nothing is left behind."""
+    """Inside, any request to stop is what Ctrl-C is, so that nothing is left behind.
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    The same request may come from a launcher too: that must not interrupt the cleaning up.
+    """
+    requests = StopRequests(ECHO_S)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if requests.hear(number) != "again":
+            raise KeyboardInterrupt
+
+    with signals_handled(STOP_SIGNALS, interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def lead_alone(examination: Examination, place: Place) -> Report:
@@ -85,14 +88,18 @@ def lead(examination: Examination, place: Place) -> Report:
     Raises:
         ConfigError: the directory cannot be written.
     """
-    token = make_token(examination.directory)
-    findings = Findings(examination=examination, nodes=place.nodes, port=place.master_port)
-    address = choose_address(examination.interface, place)
-    examiner = Examiner(examination, place, address, token)
     arrivals = Arrivals()
-    try:
+    with ExitStack() as stack:
+        stack.callback(remove_traces, examination.directory)
+        token = make_token(examination.directory)
+        findings = Findings(examination=examination, nodes=place.nodes, port=place.master_port)
+        address = choose_address(examination.interface, place)
+        examiner = Examiner(examination, place, address, token)
+        stack.callback(examiner.close)
         if place.nodes > 1:
             arrivals = await_machines(examination.directory, place, address, token, examination.timeout_s)
+            for channel in arrivals.channels.values():
+                stack.callback(channel.close)
         findings.port_problem = arrivals.port_problem
         findings.hosts = arrivals.hosts
         findings.absent = _absent(arrivals, examination, place)
@@ -108,11 +115,6 @@ def lead(examination: Examination, place: Place) -> Report:
         for channel in arrivals.channels.values():
             channel.send({"end": report.status, "interface": report.interface})
         return report
-    finally:
-        for channel in arrivals.channels.values():
-            channel.close()
-        examiner.close()
-        remove_traces(examination.directory)
 
 
 def _absent(arrivals: Arrivals, examination: Examination, place: Place) -> dict[int, str]:
@@ -137,7 +139,8 @@ def _follow(examination: Examination, place: Place) -> int:
     examiner = Examiner(examination, place, address, token)
     try:
         while True:
-            message = channel.next(_NEXT_S)
+            # Machine 0 may still be waiting for others.
+            message = channel.next(examination.timeout_s + _NEXT_S)
             if "end" in message:
                 _choose(message["interface"])
                 return 1 if examination.preflight and message["end"] == "fail" else 0

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from paceline.distributed.process import join_all
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -24,6 +26,5 @@ def together(calls: Mapping[Key, Callable[[], Value]]) -> dict[Key, Value | Exce
     threads = [threading.Thread(target=make, args=item, daemon=True) for item in calls.items()]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join_all(threads)
     return {key: results[key] for key in calls}

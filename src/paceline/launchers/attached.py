@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from paceline.errors import LaunchError, PacelineError
 from paceline.launchers.base import JobHandle, JobStatus, Launcher, Rendered
 from paceline.launchers.local.base import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.failures import STOPPED
@@ -24,6 +26,9 @@ EXIT_CODE = "exit-code"
 
 OUTPUT = "output.log"
 """A file in a job's directory: what a detached job prints."""
+
+_ASKED = "asked-to-end"
+"""A file in a job's directory: it was cancelled once."""
 
 _POLL_S = 0.2
 
@@ -63,17 +68,15 @@ class AttachedJob(JobHandle):
         self._job = job
         self._directory = directory
         self._code: int | None = None
+        for name in (EXIT_CODE, _ASKED):
+            with suppress(OSError):  # of the run's last job, which other machines would take for this one's
+                (directory / name).unlink(missing_ok=True)
 
     @property
     def reference(self) -> dict[str, Any]:
         """This process, which the job ends with."""
-        started = psutil.Process().create_time()
-        return {
-            "id": str(os.getpid()),
-            "pid": os.getpid(),
-            "created": started,
-            "directory": str(self._directory),
-        }
+        pid = os.getpid()
+        return {"id": str(pid), **process_reference(pid), "directory": str(self._directory)}
 
     def status(self) -> JobStatus:
         """Running, until :meth:`wait` has returned."""
@@ -89,7 +92,13 @@ class AttachedJob(JobHandle):
 
     def wait(self) -> int:
         """Supervise the job to its end."""
-        return self.ended_with(self._job.wait())
+        try:
+            code = self._job.wait()
+        except BaseException as error:  # of a script in this process, whose end it is
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            self.ended_with(error.exit_code if isinstance(error, PacelineError) else code)
+            raise
+        return self.ended_with(code)
 
     def ended_with(self, code: int) -> int:
         """Keep the exit code for others who ask."""
@@ -113,12 +122,11 @@ class DetachedJob(JobHandle):
 
     def status(self) -> JobStatus:
         """Running while its process does; then what it has left."""
-        if recorded_process(self._reference) is not None:
-            return JobStatus(state="running", detail=f"process {self._reference['pid']}")
-        try:
-            return ended_status(int((self._directory / EXIT_CODE).read_text()))
-        except (OSError, ValueError):
-            return JobStatus(state="failed", detail="its process is gone, and left no exit code")
+        status = process_status(self._reference)
+        if status.state != "running":
+            with suppress(OSError, ValueError):
+                return ended_status(int((self._directory / EXIT_CODE).read_text()))
+        return status
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """What it printed, where it was detached."""
@@ -126,27 +134,88 @@ class DetachedJob(JobHandle):
         yield from follow_files([self._directory / OUTPUT], ended=ended)
 
     def cancel(self) -> None:
-        """Ask its process to stop; it ends all that it has started."""
-        process = recorded_process(self._reference)
+        """Ask its process to end all that it has started; a second call has it kill what does not end.
+
+        Raises:
+            LaunchError: it is not one of this machine's.
+        """
+        process = process_to_end(self._reference, self.status())
+        asked = self._directory / _ASKED
         if process is not None:
             with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGINT if asked.exists() else signal.SIGTERM)
+            with suppress(OSError):
+                asked.touch()
 
     def wait(self) -> int:
-        """Wait for the process to end."""
+        """Wait for the process to end.
+
+        Raises:
+            LaunchError: it is not one of this machine's.
+        """
         while not (status := self.status()).ended:
+            if status.state == "unknown":
+                raise LaunchError(f"{status.detail}. Wait for it there.")
             time.sleep(_POLL_S)
         return 1 if status.exit_code is None else status.exit_code
 
 
+def process_reference(pid: int) -> dict[str, Any]:
+    """What a process of this machine is found by, also where its number means another or none.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    created = psutil.Process(pid).create_time()
+    return {"pid": pid, "created": created, "host": socket.gethostname(), **_process_table()}
+
+
+def _process_table() -> dict[str, str]:
+    """Where a process's number means the same process: under one kernel, in one container."""
+    return {
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+    }
+
+
+def process_status(reference: Mapping[str, Any]) -> JobStatus:
+    """What the process table says of a process; unknown, where it would have to be another machine's."""
+    if recorded_process(reference) is not None:
+        return JobStatus(state="running", detail=f"process {reference['pid']}")
+    here, host = _process_table(), reference.get("host")
+    if host is None:  # recorded before machines were
+        detail = f"there is no process {reference['pid']} here, but there may be on another machine"
+        return JobStatus(state="unknown", detail=detail)
+    if all(reference[name] == value for name, value in here.items()):
+        return JobStatus(state="failed", detail="its process is gone, and left no exit code")
+    if host != socket.gethostname():
+        return JobStatus(state="unknown", detail=f"it runs on {host}")
+    if reference["pid_namespace"] == here["pid_namespace"]:
+        return JobStatus(state="failed", detail=f"{host} was started anew, and it left no exit code")
+    return JobStatus(state="unknown", detail=f"it runs in another container of {host}")
+
+
 def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
-    """The process that a reference names, unless it has ended and its number is another's by now."""
+    """The process that a reference names, unless its number is another's: it has ended, or is elsewhere."""
+    if any(reference.get(name, value) != value for name, value in _process_table().items()):
+        return None
     try:
         process = psutil.Process(int(reference["pid"]))
         same = abs(process.create_time() - float(reference["created"])) < 0.02
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+
+
+def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Process | None:
+    """The process of a job that is to be cancelled; None where it has ended.
+
+    Raises:
+        LaunchError: it is not one of this machine's.
+    """
+    if status.state == "unknown":
+        raise LaunchError(f"{status.detail}. Cancel it there.")
+    return recorded_process(reference)
 
 
 def ended_status(code: int, restarts: int = 0) -> JobStatus:

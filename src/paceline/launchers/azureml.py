@@ -13,7 +13,12 @@ from paceline.errors import ConfigError
 from paceline.launchers.base import Files, JobHandle, JobSpec, Launcher, Rendered, RenderedOnlyError, option
 from paceline.launchers.node import node_command
 from paceline.launchers.secret_variables import refuse_secrets
-from paceline.launchers.unshared import RANK_VARIABLES, fixed_machines, without_shared_directory
+from paceline.launchers.unshared import (
+    RANK_VARIABLES,
+    copied_path,
+    fixed_machines,
+    without_shared_directory,
+)
 from paceline.launchers.yaml_text import to_yaml
 
 FILE = "job.yaml"
@@ -77,6 +82,10 @@ class AzureML(Launcher):
         if spec.walltime_s is not None:
             job["limits"] = {"timeout": int(spec.walltime_s)}
         return Rendered(spec=spec, options=options, files={FILE: to_yaml(job)})
+
+    def place_of(self, path: str, options: AzureMLOptions) -> str:
+        """Where the machines find a file of this directory."""
+        return copied_path(path, Path.cwd(), "this directory")
 
     def submit(self, rendered: Rendered) -> NoReturn:
         """Say how Azure's own command submits it.

@@ -31,7 +31,7 @@ ONCE_A_RANK: tuple[Inner, ...] = ("srun", "mpi", "horovod")
 """These start each rank themselves; under the others one command is started on each machine."""
 
 Files = Literal["shared", "image", "uploaded"]
-"""What a job's machines see of this one's files: all, only what an image has, or a copy of the workdir."""
+"""What a job's machines see of this one's files: all, only what an image has, or a copy of a directory."""
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
@@ -207,7 +207,10 @@ class JobHandle(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the job, and all that it started; nothing happens to one that has ended."""
+        """End the job, and all that it started; nothing happens to one that has ended.
+
+        A task is given time to save; where nobody else limits that, a second call ends it.
+        """
 
     @abstractmethod
     def wait(self) -> int:
@@ -276,6 +279,35 @@ class Launcher(ABC):
             ConfigError: they say something else than ``--nodes`` and ``--nproc``.
         """
         return nodes, nproc
+
+    def place_of(self, path: str, options: Any) -> str:
+        """Where the machines find a script, a program or a task's file, from where the job runs.
+
+        Args:
+            path: as the user gives it: from this directory, or from the one that the machines get a copy of.
+            options: the launcher's own.
+
+        Raises:
+            ConfigError: there is no such file, or the machines do not get it.
+        """
+        if self.files == "shared" and not Path(path).is_file():
+            raise ConfigError(f"there is no file {path} in {Path.cwd()}.")
+        return path
+
+    def common_directory(self, spec: JobSpec, options: Any) -> Path | None:
+        """Where a job's machines leave each other what is said before it; None: the only one needs none.
+
+        Raises:
+            ConfigError: several machines have no directory that all of them can write.
+        """
+        if self.files == "shared":
+            return spec.directory
+        if spec.nodes[1] == 1:
+            return None
+        raise ConfigError(
+            "--preflight with --nodes above 1: the machines meet in a directory that all of them can write, "
+            f"and --on {self.name} has none. Leave it out; on one machine it works."
+        )
 
     @abstractmethod
     def submit(self, rendered: Rendered) -> JobHandle:

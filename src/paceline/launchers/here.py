@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 from paceline.launchers.attached import AttachedJob, AttachedLauncher
 from paceline.launchers.base import Command, JobHandle, JobSpec, Rendered
 from paceline.launchers.contracts import expand_placeholders, has_placeholders
-from paceline.launchers.local.base import LocalSpec, RenderedProcesses, get_local_launcher
+from paceline.launchers.local.base import LocalSpec, RenderedProcesses, check_node_rank, get_local_launcher
 from paceline.launchers.local.options import MeetingOptions, TorchrunOptions
 from paceline.launchers.local.spawn import free_master_port
 from paceline.launchers.node import interface_variables, split_python
@@ -48,10 +48,16 @@ class _Here(AttachedLauncher):
     def _local(self, spec: JobSpec, options: MeetingOptions) -> LocalSpec:
         least, most = spec.nodes
         endpoint, node_rank = options.rdzv_endpoint, options.node_rank
+        if most > least and self.name != "torchrun":
+            raise ConfigError(
+                f"--nodes {least}:{most}: the number of machines is fixed here. Give one number, or use "
+                "--on torchrun."
+            )
         if most > 1 and endpoint is None:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
         if len(spec.nproc) > 1 and node_rank is None:
             raise ConfigError("--nproc with a list needs --node-rank, which says which machine this is.")
+        check_node_rank(node_rank, most)
         host, port = parse_endpoint(endpoint, "--rdzv-endpoint") if endpoint else ("127.0.0.1", 0)
         master_port = spec.master_port
         if endpoint is None and has_placeholders(spec.command):

@@ -40,10 +40,10 @@ def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
     Raises:
         ConfigError: the text or the file names no machine, one twice, or has another form.
     """
-    path = Path(text)
-    if os.sep in text or path.is_file():
+    # Path.is_file() raises for a list that is longer than a file's name can be.
+    if os.sep in text or os.path.isfile(text):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ConfigError(f"{option} {text}: the file cannot be read: {why}.") from error

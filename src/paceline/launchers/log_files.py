@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,20 +97,31 @@ def fold(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], 
     """
     waiting = {rank: deque(_repeats(own)) for rank, own in sorted(lines.items()) if own}
     counts = {rank: Counter(own) for rank, own in waiting.items()}
-    while waiting:
-        heads = {rank: own[0] for rank, own in waiting.items()}
-
-        def others_later(rank: int, heads: dict[int, tuple[str, int]] = heads) -> int:
-            head = heads[rank]
-            return sum(head != heads[other] and counts[other][head] > 0 for other in heads)
-
-        chosen = heads[min(heads, key=lambda rank: (others_later(rank), rank))]
-        ranks = tuple(rank for rank, head in heads.items() if head == chosen)
-        yield ranks, *chosen
-        for rank in ranks:
-            counts[rank][waiting[rank].popleft()] -= 1
-            if not waiting[rank]:
-                del waiting[rank]
+    having = Counter(line for own in counts.values() for line in own)
+    first_of: dict[tuple[str, int], list[int]] = {}
+    for rank, own in waiting.items():
+        first_of.setdefault(own[0], []).append(rank)
+    # How many ranks print a line later, and the lowest that prints it now: the least comes next. Of a line
+    # whose numbers have changed there is another entry, and the old one is passed over.
+    order = [(having[line] - len(ranks), ranks[0], line) for line, ranks in first_of.items()]
+    heapify(order)
+    while order:
+        later, lowest, chosen = heappop(order)
+        ranks = first_of.get(chosen, [])
+        if not ranks or (later, lowest) != (having[chosen] - len(ranks), ranks[0]):
+            continue
+        yield tuple(ranks), *chosen
+        changed = {chosen}
+        for rank in first_of.pop(chosen):
+            own = waiting[rank]
+            counts[rank][own.popleft()] -= 1
+            having[chosen] -= counts[rank][chosen] == 0
+            if own:
+                insort(first_of.setdefault(own[0], []), rank)
+                changed.add(own[0])
+        for line in changed:
+            if ranks := first_of.get(line, []):
+                heappush(order, (having[line] - len(ranks), ranks[0], line))
 
 
 def _repeats(lines: Sequence[str]) -> Iterator[tuple[str, int]]:

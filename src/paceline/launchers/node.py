@@ -32,6 +32,9 @@ from paceline.run_directory import RunDirectory
 _NAMED_LATE = ("kubernetes", "kubeflow", "sagemaker", "vertex")
 """Where a machine may start before the name of the first one can be looked up, its own name too."""
 
+_GROWS_LATER = ("kubernetes", "kubeflow")
+"""Where a job of MIN:MAX machines begins with MIN of them, and each knows of MAX."""
+
 _NAME_TIMEOUT_S = 300.0
 
 
@@ -109,14 +112,18 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
         node_rank=place.node_rank,
         nodes=place.nodes,
     )
-    if options.preflight:
-        code, interface = run_before(expand(options.preflight))
+    command = expand(options.command)
+    joins = several and options.inner == "agent" and _has_agents(command)
+    begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
+    # The examination is of the machines that the job begins with: who comes later would meet nobody for it.
+    if options.preflight and not joins and place.node_rank < begin:
+        code, interface = run_before(expand(options.preflight, nodes=begin))
         if code:
             return code
         options.interface = options.interface or interface
-    command = expand(options.command)
     if options.inner == "agent":
-        return _become(_agent_command(command, options, place, f"{host}:{port}" if several else None))
+        endpoint = f"{host}:{port}" if several else None
+        return _become(_agent_command(command, options, place, endpoint, joins=joins))
     python, arguments = split_python(command)
     spec = LocalSpec(
         command=arguments,
@@ -143,21 +150,35 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
     return launcher.submit(launcher.render(spec)).wait()
 
 
-def _agent_command(
-    command: tuple[str, ...], options: argparse.Namespace, place: MachinePlace, endpoint: str | None
-) -> tuple[str, ...]:
-    """``paceline train`` as the agent of this machine; where others are at work already, ``paceline join``.
+def _run_of(command: Sequence[str]) -> str:
+    """The run's directory, in the command of a task."""
+    return command[command.index("--run-dir") + 1]
+
+
+def _has_agents(command: Sequence[str]) -> bool:
+    """Whether the task's other machines are at work already.
 
     A pod that replaces one that was lost, or comes when a job grows, is given the command of all the others.
     """
     from paceline.agent.meeting import others_at_work
 
+    return "--run-dir" in command and others_at_work(RunDirectory(Path(_run_of(command))))
+
+
+def _agent_command(
+    command: tuple[str, ...],
+    options: argparse.Namespace,
+    place: MachinePlace,
+    endpoint: str | None,
+    *,
+    joins: bool,
+) -> tuple[str, ...]:
+    """``paceline train`` as the agent of this machine; where it joins others, ``paceline join``."""
     least, most = options.nodes
-    run = command[command.index("--run-dir") + 1] if "--run-dir" in command else None
-    if endpoint is not None and run is not None and others_at_work(RunDirectory(Path(run))):
+    if joins:
         counts: tuple[int, ...] = options.nproc
         nproc = counts[place.node_rank] if len(counts) > 1 else counts[0]
-        words = [command[0], "-m", "paceline", "join", run, "--nproc", str(nproc)]
+        words = [command[0], "-m", "paceline", "join", _run_of(command), "--nproc", str(nproc)]
         return tuple(words if options.interface is None else [*words, "--interface", options.interface])
     words = [*command, "--on", "spawn", "--nproc", ",".join(map(str, options.nproc))]
     if endpoint is not None:
@@ -194,9 +215,13 @@ def _await_name(host: str) -> None:
 
 
 def split_python(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The interpreter and its arguments; ("", command) for a program that is none."""
-    name = Path(command[0]).name
-    if name.rstrip("0123456789.") == "python":
+    """The interpreter, and the script or ``-m`` module with its arguments; ("", command) for anything else.
+
+    Also for an interpreter with options of its own, such as ``-u`` or ``-c``: torchrun knows none but ``-m``.
+    """
+    is_python = Path(command[0]).name.rstrip("0123456789.") == "python"
+    has_options = len(command) > 1 and command[1].startswith("-") and command[1] != "-m"
+    if is_python and not has_options:
         return command[0], tuple(command[1:])
     return "", tuple(command)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from paceline.launchers.base import JobHandle, JobStatus, get_launcher
 from paceline.run_directory import write_atomically
 
 _KEEP = 200
+_LONG = 8192  # bytes; few records are longer
+_PLACE = ("server", "namespace", "region", "boot", "pid_namespace")
+"""In a reference: within what a number means one job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,7 @@ class JobRecord:
     """A job that was submitted.
 
     Attributes:
-        id: the launcher's name and the system's own number: ``slurm-4711``.
+        id: the launcher's name and the system's own number: ``slurm-4711``; see :func:`record_id`.
         launcher: what ``--on`` calls it.
         name: the job's.
         command: what it runs.
@@ -55,8 +61,37 @@ class JobRecord:
             return JobStatus(**self.ended)
         status = self.handle().status()
         if status.ended:
-            add_record(dataclasses.replace(self, ended=dataclasses.asdict(status)))
+            with suppress(ConfigError):  # it is asked again
+                add_record(dataclasses.replace(self, ended=dataclasses.asdict(status)))
         return status
+
+    def status_asked_anew(self) -> JobStatus:
+        """The same, but an end without an exit code is doubted: maybe the job was not seen from there.
+
+        Raises:
+            LaunchError: the system cannot be asked.
+        """
+        if self.ended is None or self.ended["exit_code"] is not None:
+            return self.status()
+        now = self.handle().status()
+        if now.ended or now.state == "unknown":
+            return self.status()
+        with suppress(ConfigError):
+            add_record(dataclasses.replace(self, ended=None))
+        return now
+
+
+def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
+    """``LAUNCHER-NUMBER``; with a number behind it where a job at work in another place has that id."""
+    place = [reference.get(name) for name in _PLACE]
+    taken = {
+        record.id
+        for record in read_records()
+        if record.ended is None and [record.reference.get(name) for name in _PLACE] != place
+    }
+    wanted = f"{launcher}-{reference['id']}"
+    numbered = (f"{wanted}-{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([wanted], numbered) if each not in taken)
 
 
 def jobs_directory() -> Path:
@@ -72,17 +107,45 @@ def make_jobs_directory() -> Path:
     return directory
 
 
+@contextmanager
+def room_for_record() -> Iterator[None]:
+    """See that a job can be recorded before it is submitted; where that fails, no directory is left.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    made: list[Path] = []
+    try:
+        with _refused():
+            made += (path for path in (jobs_directory(), *jobs_directory().parents) if not path.exists())
+            probe = make_jobs_directory() / f".probe-{secrets.token_hex(4)}"
+            write_atomically(probe, bytes(_LONG))
+            probe.unlink()
+        yield
+    except BaseException:  # Ctrl-C too
+        for directory in made:
+            with suppress(OSError):  # somebody else has begun to use it
+                directory.rmdir()
+        raise
+
+
 def add_record(record: JobRecord) -> None:
     """Write a record, over an earlier one of the same job.
 
     Raises:
         ConfigError: the directory cannot be written.
     """
-    try:
+    with _refused():
         directory = make_jobs_directory()
         content = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
         write_atomically(directory / f"{record.id}.json", content.encode())
         _forget_old(directory)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"cannot record the job in {jobs_directory()}: {error.strerror}. Set XDG_STATE_HOME to a place "

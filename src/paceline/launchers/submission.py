@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
 from paceline.config import RunConfig, flag, non_defaults, parse_interval
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 from paceline.job import default_run_path
 from paceline.launchers.base import (
     Contract,
@@ -25,8 +25,16 @@ from paceline.launchers.base import (
     RenderedOnlyError,
     job_name,
 )
-from paceline.launchers.registry import JobRecord, add_record, jobs_directory, make_jobs_directory
+from paceline.launchers.registry import (
+    JobRecord,
+    add_record,
+    jobs_directory,
+    make_jobs_directory,
+    record_id,
+    room_for_record,
+)
 from paceline.run_directory import write_atomically
+from paceline.task import split_spec
 
 # What the node's own command line says, or the cluster.
 _NOT_PASSED_ON = (
@@ -43,32 +51,45 @@ _NOT_PASSED_ON = (
 )
 
 
-def normal_command(words: Sequence[str], python: str, *, here: bool = True) -> tuple[str, ...]:
+def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], str]) -> tuple[str, ...]:
     """A script or ``-m module`` with its interpreter before it; anything else as it is.
 
     Args:
         words: the command.
         python: the interpreter on the machines.
-        here: the script or program is one of this machine's files, so it can be looked for.
+        place_of: where the machines find a script or a program; see :meth:`Launcher.place_of`.
 
     Raises:
-        ConfigError: there is no such script or program.
+        ConfigError: there is no such script or program, or the machines do not get it.
     """
     if not words:
         raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
-    first = words[0]
+    first, *others = words
     if first.endswith(".py"):
-        if here and not Path(first).is_file():
-            raise ConfigError(f"there is no script {first} in {Path.cwd()}.")
-        return (python, *words)
+        return (python, place_of(first), *others)
     if first == "-m":
         return (python, *words)
-    if here and os.sep in first and not Path(first).exists():
-        raise ConfigError(f"there is no program {first}.")
-    script = next((word for word in words[1:2] if word.endswith(".py")), None)
-    if here and script is not None and not Path(script).is_file():
-        raise ConfigError(f"there is no script {script} in {Path.cwd()}.")
-    return tuple(words)
+    if os.sep in first:
+        program = place_of(first)
+        first = program if os.sep in program else f"{os.curdir}{os.sep}{program}"
+    if others and others[0].endswith(".py"):
+        others[0] = place_of(others[0])
+    return (first, *others)
+
+
+def placed_task(spec: str, place_of: Callable[[str], str]) -> str:
+    """A task as the machines find it.
+
+    Args:
+        spec: the task's file or module and its class, or a recipe.
+        place_of: where the machines find a file; see :meth:`Launcher.place_of`.
+
+    Raises:
+        TaskError: the spec has another form.
+        ConfigError: there is no such file, or the machines do not get it.
+    """
+    place, name = split_spec(spec)
+    return f"{place_of(place)}:{name}" if place.endswith(".py") else spec
 
 
 def machines_python(launcher: Launcher, asked: str | None) -> str:
@@ -153,16 +174,13 @@ def choose_contract(launcher: Launcher, contract: Contract | None, inner: Inner 
 
 
 def job_directory(name: str, *, attached: bool) -> Path:
-    """A new place for a script's job: ``jobs/NAME-TIME`` here, which clusters share.
+    """A new place for a script's job: ``jobs/NAME-TIME-ID`` here, which clusters share.
 
-    One that is attached leaves nothing here; what there is of it is kept beside its record.
+    The ID is random: jobs that begin in the same second, on whatever machines, have a place each. One that is
+    attached leaves nothing here; what there is of it is kept beside its record.
     """
     home = jobs_directory() if attached else Path.cwd() / "jobs"
-    base = home / f"{job_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory, number = base, 2
-    while directory.exists():
-        directory, number = base.with_name(f"{base.name}-{number}"), number + 1
-    return directory
+    return home / f"{job_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
 
 
 @contextmanager
@@ -285,11 +303,11 @@ def submit(launcher: Launcher, rendered: Rendered) -> tuple[JobRecord, JobHandle
 
     Raises:
         LaunchError: the system refused it; nothing of it is left.
-        ConfigError: the job's directory, or where its logs are to be, cannot be written.
+        ConfigError: the job's directory, its record, or where its logs are to be, cannot be written.
         RenderedOnlyError: the launcher submits nothing; what it has written stays.
     """
     spec = rendered.spec
-    with made_directory(spec.directory):
+    with made_directory(spec.directory), room_for_record():
         try:
             for name, text in rendered.files.items():
                 write_atomically(spec.directory / name, text.encode(), private=True)
@@ -297,7 +315,7 @@ def submit(launcher: Launcher, rendered: Rendered) -> tuple[JobRecord, JobHandle
             raise ConfigError(f"cannot write the job into {spec.directory}: {error.strerror}.") from error
         handle = launcher.submit(rendered)
     record = JobRecord(
-        id=f"{launcher.name}-{handle.reference['id']}",
+        id=record_id(launcher.name, handle.reference),
         launcher=launcher.name,
         name=spec.name,
         command=spec.command,
@@ -305,12 +323,35 @@ def submit(launcher: Launcher, rendered: Rendered) -> tuple[JobRecord, JobHandle
         run=None if spec.run is None else str(spec.run),
         reference=handle.reference,
     )
-    add_record(record)
+    try:
+        remember(record, handle)
+    except ConfigError:
+        if launcher.attached:
+            handle.wait()  # until its processes have ended
+        raise
     return record, handle
+
+
+def remember(record: JobRecord, handle: JobHandle) -> None:
+    """Record a job that has just been submitted; where that fails, cancel it.
+
+    Raises:
+        ConfigError: it was cancelled.
+        LaunchError: it could not be cancelled; the message has its id.
+    """
+    try:
+        add_record(record)
+    except ConfigError as error:
+        try:
+            handle.cancel()
+        except LaunchError as refused:
+            raise LaunchError(f"{record.id} was submitted, but {error} It goes on: {refused}") from error
+        raise ConfigError(f"{record.id} is cancelled: {error}") from error
 
 
 def finish(record: JobRecord, handle: JobHandle) -> int:
     """Wait for a job, and remember how it ended; return its exit code."""
     code = handle.wait()
-    add_record(dataclasses.replace(record, ended=dataclasses.asdict(handle.status())))
+    with suppress(LaunchError, ConfigError):  # who asks next may be answered
+        add_record(dataclasses.replace(record, ended=dataclasses.asdict(handle.status())))
     return code

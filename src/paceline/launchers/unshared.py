@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.launchers.base import JobSpec
@@ -27,6 +29,35 @@ def fixed_machines(spec: JobSpec, where: str) -> None:
     """
     if spec.nodes[0] != spec.nodes[1]:
         raise ConfigError(f"--nodes MIN:MAX does not work with --on {where}: a job keeps its machines.")
+
+
+def copied_path(path: str, source: Path, called: str) -> str:
+    """Where the machines find a file, relative to a directory that each of them is given a copy of.
+
+    Args:
+        path: of the file, from there; or an absolute one.
+        source: the directory.
+        called: what messages call it.
+
+    Returns:
+        The path; an absolute one as it is where it is a program that only the machines' image may have.
+
+    Raises:
+        ConfigError: the directory has no such file.
+    """
+    source = source.resolve()
+    given = Path(os.path.normpath(source / Path(path).expanduser()))
+    for file in (given, given.resolve()):
+        if file.is_relative_to(source) and file.is_file():
+            return file.relative_to(source).as_posix()
+    if Path(path).is_absolute() and not path.endswith(".py"):
+        return path
+    here = Path(path).resolve()
+    meant = here.is_file() and here.is_relative_to(source)
+    advice = f"From there it is {here.relative_to(source)}." if meant else "Put it there."
+    raise ConfigError(
+        f"there is no file {path} in {called}, and the machines get a copy of that alone. {advice}"
+    )
 
 
 def without_shared_directory(spec: JobSpec, where: str) -> JobSpec:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from paceline.distributed.connections import Connections
 from paceline.distributed.sockets import loopback_interface
-from paceline.distributed.world import World
+from paceline.distributed.world import World, collect_at_exit
 from paceline.errors import PeerLostError
 from paceline.membership.channel import Place
 from paceline.membership.member import Member
@@ -59,6 +59,7 @@ def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator
     if place.world_size == 1:
         yield world
         return
+    collect_at_exit()
     connections = Connections()
     try:
         try:
@@ -70,6 +71,7 @@ def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator
             raise PeerLostError(f"a view could not be formed: {str(error).splitlines()[0]}") from error
         yield world
     finally:
+        world.ending.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         connections.closed()

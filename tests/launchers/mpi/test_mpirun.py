@@ -162,7 +162,7 @@ def test_a_task_that_is_asked_to_stop_saves_its_state(
     assert str(told[1]) in json.dumps(listed)
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "killed"])
+@pytest.mark.parametrize("how", ["ctrl-c", "killed", "mpirun killed"])
 def test_no_rank_outlives_its_job(
     start: Callable[..., Any], run_processes: Any, tmp_path: Path, wait_until: Callable[..., None], how: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_no_rank_outlives_its_job(
         "open(f'{os.getpid()}.pid', 'w').close()\n"
         "time.sleep(300)\n"
     )
-    contract = "mpi" if how == "ctrl-c" else "torch"
+    contract = "torch" if how == "killed" else "mpi"
     job = start("openmpi", "launch", "--on", "mpi", "--nproc", "2", "--contract", contract, "--", "deaf.py")
     wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, "two ranks", timeout_s=60)
     ranks = [psutil.Process(int(path.stem)) for path in tmp_path.glob("*.pid")]
@@ -181,8 +181,10 @@ def test_no_rank_outlives_its_job(
         job.send_signal(signal.SIGINT)
         job.send_signal(signal.SIGTERM)
         wait_until(lambda: job.poll() is not None or job.send_signal(signal.SIGINT), "an end")
-    else:
+    elif how == "killed":
         job.kill()
+    else:
+        ranks[0].parent().kill()
     run_processes.finish(job)
     wait_until(
         lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), "their end"

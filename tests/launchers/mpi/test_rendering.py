@@ -62,8 +62,8 @@ GLOO_SOCKET_IFNAME=eth0 \\
   KEY=v \\
   mpirun --allow-run-as-root -np 3 --map-by slot:OVERSUBSCRIBE --bind-to none --host node0:2,node1:1 -x PATH \
 -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x UCX_NET_DEVICES -x KEY --mca btl_tcp_if_include eth0 \
---timeout 90 --mca pml ob1 python -m paceline.launchers.rank --contract torch --master-addr node0 \
---interface eth0 --master-port 28804 -- python train.py --lr 0.1
+--timeout 90 --mca pml ob1 python -m paceline.launchers.rank --contract torch --nproc 2,1 \
+--master-addr node0 --interface eth0 --master-port 28804 -- python train.py --lr 0.1
 """
     )
 

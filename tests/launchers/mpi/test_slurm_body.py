@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +53,30 @@ code=$?"""
 
 def test_mpirun_is_asked_to_stop_by_the_signal_that_it_passes_on() -> None:
     text = body(job(inner="mpi", is_task=True, run=Path("/runs/a")))
-    assert "\ntrap 'pass_on USR1' TERM INT\nmpirun -np 4 " in text
+    assert """\ntrap 'signalled=1; kill -s USR1 "${steps[@]}"' TERM INT\nmpirun -np 4 """ in text
     assert "paceline.launchers.rank" in text
     assert "--master-port 29697" in text
+
+
+def test_a_task_under_mpirun_saves_on_sigterm_and_goes_back_into_the_queue(
+    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    programs = {
+        "mpirun": "trap 'exit 75' USR1; touch ready; while true; do sleep 0.05; done",
+        "scontrol": 'echo "$*" >>asked',
+        "squeue": "echo RUNNING",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    spec = job(inner="mpi", is_task=True, run=tmp_path, directory=tmp_path)
+    (tmp_path / "job.sh").write_text(get_launcher("slurm").render(spec, SlurmOptions()).files["job.sh"])
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    script = run_processes.start(["bash", "job.sh"], env=env)
+    wait_until((tmp_path / "ready").exists, "mpirun")
+    script.terminate()
+    assert script.wait() == 75
+    assert (tmp_path / "asked").read_text().splitlines()[-1] == "requeue 7"
 
 
 def test_horovodrun_on_one_machine_as_the_handbooks_have_it() -> None:

@@ -23,6 +23,11 @@ def test_a_list(text: str, hosts: tuple[Host, ...]) -> None:
     assert read_hosts(text) == hosts
 
 
+def test_a_list_that_is_longer_than_a_file_name_can_be() -> None:
+    names = [f"node{number:03}" for number in range(100)]
+    assert read_hosts(",".join(names)) == tuple(map(Host, names))
+
+
 def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(

@@ -69,6 +69,43 @@ def test_servers_on_another_machine_end_too(ssh_machines: Callable[[int], SshLab
     assert launcher.text == "node0 | chief is done\n"
 
 
+# The chief still needs the servers when the evaluator, which is on their machine, is done.
+LONG_SAVE = """
+import json, os, pathlib, signal, socket, time
+config = json.loads(os.environ["TF_CONFIG"])
+kind, cluster = config["task"]["type"], config["cluster"]
+if kind != "evaluator":
+    port = int(cluster[kind][config["task"]["index"]].rpartition(":")[2])
+    listener = socket.create_server(("", port))
+pathlib.Path(kind).touch()
+if kind in ("ps", "worker"):
+    signal.pause()
+if kind == "evaluator":
+    while not all(pathlib.Path(other).exists() for other in cluster):
+        time.sleep(0.01)
+    pathlib.Path("evaluated").touch()
+else:
+    while not pathlib.Path("evaluated").exists():
+        time.sleep(0.01)
+    time.sleep(1.5)
+    for server in ("ps", "worker"):
+        host, _, port = cluster[server][0].rpartition(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+    os.write(1, b"saved\\n")
+"""
+
+
+@pytest.mark.ssh
+def test_servers_outlive_the_evaluator_of_their_machine(ssh_machines: Callable[[int], SshLab]) -> None:
+    lab = ssh_machines(2)
+    (lab.path / "cluster.py").write_text(LONG_SAVE)
+    roles = ("--roles", "chief=1,worker=1,ps=1,evaluator=1")
+    options = ("--contract", "tensorflow", "--threads", "1", *roles)
+    launcher = lab.launch(lab.nodes[0], "node0:1,node1:3", *options, "--", "cluster.py")
+    assert launcher.wait() == 0, launcher.text
+    assert launcher.text == "node0 | saved\n"
+
+
 def test_a_deaf_process_is_killed_after_the_grace_period(
     run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:

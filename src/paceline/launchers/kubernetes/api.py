@@ -34,11 +34,14 @@ class Refused(LaunchError):
 
     Attributes:
         status: the HTTP status; 0 where nobody answered.
+        lost: whether it may have been done nevertheless: the request was sent, and nobody said what became
+            of it.
     """
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, *, lost: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.lost = lost or status >= 500
 
 
 class Cluster:
@@ -47,6 +50,10 @@ class Cluster:
     Args:
         namespace: where the objects are.
         context: the kubeconfig's; default: its current one.
+
+    Attributes:
+        context: the kubeconfig's; None in a pod.
+        server: the API server's address.
 
     Raises:
         LaunchError: the kubernetes library is not installed, or nothing describes a cluster.
@@ -61,15 +68,16 @@ class Cluster:
                 "pip install 'paceline[kubernetes]'. --dry-run works without."
             ) from error
         configuration = kubernetes.client.Configuration()
+        file = os.environ.get("KUBECONFIG")
+        self.context = None
         try:
             if _in_a_pod():
                 kubernetes.config.load_incluster_config(client_configuration=configuration)
             else:
                 kubernetes.config.load_kube_config(
-                    config_file=os.environ.get("KUBECONFIG"),
-                    context=context,
-                    client_configuration=configuration,
+                    config_file=file, context=context, client_configuration=configuration
                 )
+                self.context = context or kubernetes.config.list_kube_config_contexts(file)[1]["name"]
         except (kubernetes.config.ConfigException, OSError) as error:
             asked = f" (--context {context})" if context else ""
             said = str(error).rstrip(".")
@@ -80,7 +88,7 @@ class Cluster:
         configuration.retries = 1
         client = kubernetes.client.ApiClient(configuration)
         self.namespace = namespace
-        self._host = str(configuration.host)
+        self.server = str(configuration.host)
         self._objects = kubernetes.client.CustomObjectsApi(client)
         self._core = kubernetes.client.CoreV1Api(client)
 
@@ -180,7 +188,7 @@ class Cluster:
             method = getattr(self._objects, f"{verb}_namespaced_custom_object")
             arguments |= {"group": group, "version": version, "plural": plural}
         else:
-            method = getattr(self._core, f"{verb}_namespaced_service")
+            method = getattr(self._core, f"{'read' if verb == 'get' else verb}_namespaced_service")
         if verb != "create":
             arguments["name"] = name
         what = f"{verb} {kind} {name} in namespace {self.namespace}"
@@ -193,22 +201,28 @@ class Cluster:
         )
 
     def _answer(self, what: str, call: Any, kind: str = "") -> Manifest:
-        answer: Manifest = json.loads(self._called(what, call, kind).data)
+        def read() -> Any:
+            response = call()
+            response.read(cache_content=True)  # here it is noticed where an answer breaks off
+            return response
+
+        answer: Manifest = json.loads(self._called(what, read, kind).data)
         return answer
 
     def _called(self, what: str, call: Any, kind: str = "") -> Any:
         """The response to a request, whose words are passed on where it is a refusal."""
         from kubernetes.client.exceptions import ApiException
-        from urllib3.exceptions import HTTPError
+        from urllib3.exceptions import HTTPError, MaxRetryError
 
         try:
             response = call()
         except HTTPError as error:
             reason = getattr(error, "reason", None) or error
             raise Refused(
-                f"the Kubernetes API server {self._host} cannot be reached: {reason}. Check it with "
+                f"the Kubernetes API server {self.server} cannot be reached: {reason}. Check it with "
                 "`kubectl cluster-info`; --context chooses another cluster.",
                 0,
+                lost=not isinstance(error, MaxRetryError),  # only what was never sent is tried again
             ) from error
         except ApiException as error:
             raise self._refusal(what, kind, error.status or 0, error.body or error.reason or "") from error

@@ -13,6 +13,7 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.launchers.base import JobHandle, JobStatus
 from paceline.launchers.kubernetes.api import Cluster, Refused, pod_index
 from paceline.launchers.kubernetes.manifests import CONTAINER, Manifest
+from paceline.launchers.watch import Watch
 
 _POLL_S = 1.0
 _ENDED = {"Complete": "succeeded", "Completed": "succeeded", "Failed": "failed"}
@@ -22,8 +23,8 @@ class KubernetesJob(JobHandle):
     """A Job, JobSet or TrainJob.
 
     Args:
-        reference: its name as ``id``, ``kind``, ``namespace``, ``context``, and ``nodes``: the least and
-            the greatest number of machines.
+        reference: its name as ``id``, ``kind``, ``namespace``, ``context``, ``server``, and ``nodes``: the
+            least and the greatest number of machines.
         cluster: where it is; default: connected to when it is first asked.
     """
 
@@ -48,6 +49,8 @@ class KubernetesJob(JobHandle):
         """What the job's conditions say, and while it has none, its pods."""
         job = self._cluster.get(self._kind, self._name)
         if job is None:
+            if self._elsewhere:
+                return JobStatus(state="unknown", detail=self._elsewhere)
             return JobStatus(
                 state="cancelled", detail=f"the cluster has no {self._kind} {self._name} any more"
             )
@@ -80,13 +83,18 @@ class KubernetesJob(JobHandle):
                 yield prefix + line
 
     def cancel(self) -> None:
-        """Delete the job; what it owns goes with it, its pods after their time to save."""
+        """Delete the job; what it owns goes with it, its pods after their time to save.
+
+        Raises:
+            LaunchError: the API server refused it, or is not the one that has the job.
+        """
+        if self._elsewhere and self._cluster.get(self._kind, self._name) is None:
+            raise LaunchError(f"{self._elsewhere}. Set KUBECONFIG to the file that describes its cluster.")
         self._cluster.delete(self._kind, self._name)
 
     def wait(self) -> int:
         """Ask until it has ended."""
-        while not (status := self.status()).ended:
-            time.sleep(_POLL_S)
+        status = self._watch().wait()
         if status.state != "succeeded":
             print(f"paceline: {self._kind} {self._name} {status.state}: {status.detail}.", file=sys.stderr)
         return 1 if status.exit_code is None else status.exit_code
@@ -120,18 +128,36 @@ class KubernetesJob(JobHandle):
                 raise
             self._cluster.patch("Job", f"{self._name}-{CONTAINER}-0", {"spec": size})
 
+    @property
+    def _elsewhere(self) -> str:
+        """Why a job that is not found may be in another cluster; "" where it cannot.
+
+        A kubeconfig may have changed since, and two may have a context of the same name.
+        """
+        asked, server = self._cluster.server, self._reference.get("server")
+        if server == asked:
+            return ""
+        missing = f"{asked} has no {self._kind} {self._name}"
+        return f"it was submitted to {server}, and {missing}" if server else f"{missing}, but another may"
+
     def _pods(self) -> list[Manifest]:
         label = "batch.kubernetes.io/job-name" if self._kind == "Job" else "jobset.sigs.k8s.io/jobset-name"
         return self._cluster.pods(f"{label}={self._name}")
+
+    def _watch(self) -> Watch:
+        return Watch(self.status, (_POLL_S, _POLL_S))
 
     def _followed(self) -> Iterator[str]:
         """The lines of all pods as they come, also of those that come later, until the job has ended."""
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         readers: dict[str, threading.Thread] = {}
         _, most = self._reference["nodes"]
+        watch = self._watch()
         while True:
-            ended = self.status().ended
-            for pod in self._pods():
+            ended = watch.ended()
+            pods = watch.answer(self._pods)
+            ended = ended and pods is not None
+            for pod in pods or ():
                 name = pod["metadata"]["name"]
                 if name not in readers and pod["status"].get("phase") != "Pending":
                     prefix = f"node-{pod_index(pod)} | " if most > 1 else ""

@@ -38,11 +38,12 @@ class LocalSpec:
         directory: where ranks above 0 print, and where failures are recorded; None: all print here.
         grace_s: how long the others may take to end after one rank failed.
         master_port: port of rank 0's store on one machine; default: a free one.
-        python: the interpreter; "" for a command that is no Python script.
+        python: the interpreter; "" for a command that is neither a Python script nor a module.
         rdzv_backend: of torchrun on several machines: "c10d", or "static" with fixed ranks.
         local_rank_argument: torchrun gives each script ``--local-rank=N``, as torch.distributed.launch did.
         contract: which variables tell a process its place.
-        hosts: all machines, for a contract that names them.
+        hosts: what the machines know each other by, in their order, where it is known; perhaps of the first
+            one alone.
         roles: what each rank is, for the tensorflow contract.
         recover: what happens when a worker dies: "inplace": it is replaced, and the others go on; "restart":
             all are started again; "none": the job ends.
@@ -97,8 +98,7 @@ class LocalSpec:
         most = self.most_nodes or self.nodes
         if most > 1 and self.rdzv_endpoint is None and not self.joins:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
-        if self.node_rank is not None and not 0 <= self.node_rank < most:
-            raise ConfigError(f"--node-rank must be between 0 and {most - 1}, but is {self.node_rank}.")
+        check_node_rank(self.node_rank, most)
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -122,6 +122,16 @@ class LocalSpec:
             return {}
         share = Environment(world_size=self.nproc, local_world_size=self.nproc)
         return {"OMP_NUM_THREADS": str(default_threads(share, self.threads, {}))}
+
+
+def check_node_rank(node_rank: int | None, nodes: int) -> None:
+    """Make sure that a machine's number, where it has one, is one of so many machines'.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if node_rank is not None and not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank must be between 0 and {nodes - 1}, but is {node_rank}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from paceline.distributed.variables import variables_set
 from paceline.errors import ConfigError
@@ -22,6 +24,10 @@ class InProcessLauncher(LocalLauncher):
             raise ConfigError(
                 f"--on inprocess runs one process, but {spec.nproc * spec.nodes} were asked for. "
                 "Use --on spawn."
+            )
+        if not spec.python or spec.command == ("-m",):
+            raise ConfigError(
+                f"--on inprocess runs a script or -m MODULE, not {shlex.join(spec.argv)!r}. Use --on spawn."
             )
         process = RenderedProcess(
             title="in this process",
@@ -55,14 +61,16 @@ class InProcessJob:
         command = self._process.argv[1:]
         try:
             if command[0] == "-m":
-                with _arguments(command[1:]), variables_set(self._process.env), warnings.catch_warnings():
+                here = os.getcwd()
+                with self._started_with(command[1:], here), warnings.catch_warnings():
                     # A script that calls fit() has imported the worker; to run it once more is meant.
                     warnings.filterwarnings(
                         "ignore", ".* found in sys.modules after import of package", RuntimeWarning
                     )
                     runpy.run_module(command[1], run_name="__main__", alter_sys=True)
             else:
-                with _arguments(command), variables_set(self._process.env):
+                beside = os.path.dirname(os.path.realpath(command[0]))
+                with self._started_with(command, beside):
                     runpy.run_path(command[0], run_name="__main__")
         except SystemExit as error:
             if isinstance(error.code, str):
@@ -75,12 +83,16 @@ class InProcessJob:
         """Keep :meth:`wait` from starting it."""
         self._cancelled = True
 
-
-@contextmanager
-def _arguments(arguments: tuple[str, ...]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = list(arguments)
-    try:
-        yield
-    finally:
-        sys.argv = before
+    @contextmanager
+    def _started_with(self, arguments: tuple[str, ...], imports_from: str) -> Iterator[None]:
+        """What Python gives to what it is started with: arguments, and where it imports from first."""
+        before = sys.argv
+        sys.argv = list(arguments)
+        sys.path.insert(0, imports_from)
+        try:
+            with variables_set(self._process.env):
+                yield
+        finally:
+            sys.argv = before
+            with suppress(ValueError):
+                sys.path.remove(imports_from)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
@@ -22,7 +23,9 @@ from paceline.distributed.process import STOP_SIGNALS, StopRequests, passed_on, 
 from paceline.errors import LaunchError
 from paceline.launchers.local.base import RenderedProcess, RenderedProcesses
 from paceline.launchers.local.failures import STOPPED, Exit, conclude, expand
+from paceline.launchers.local.orphans import Orphanage
 
+_TURN_S = 5.0  # a signal that comes just before a wait is heard only after it
 _TETHER = str(Path(tether.__file__).resolve())
 
 
@@ -66,6 +69,8 @@ class SupervisedJob:
         rendered: the processes.
         rank_0_fds: descriptors that rank 0 inherits.
         starter: what the processes are where they are no ranks themselves.
+        serves_elsewhere: processes of other machines are served, too: what serves goes on until
+            :meth:`end_serving`.
 
     Raises:
         LaunchError: one could not be started; none is left.
@@ -77,8 +82,11 @@ class SupervisedJob:
         *,
         rank_0_fds: tuple[int, ...] = (),
         starter: Starter | None = None,
+        serves_elsewhere: bool = False,
     ) -> None:
         self._starter = starter
+        self._orphanage = None if starter is None else Orphanage()
+        self._serves_elsewhere = serves_elsewhere
         self._directory = rendered.spec.directory
         self._grace_s = rendered.spec.grace_s
         self._deaf = rendered.spec.contract == "tensorflow"  # whose workers ignore SIGTERM
@@ -108,11 +116,12 @@ class SupervisedJob:
     def _start(self, process: RenderedProcess, fds: tuple[int, ...]) -> None:
         death_signal = signal.SIGKILL if self._starter is None else self._starter.death_signal
         tethered = [sys.executable, "-I", "-S", _TETHER, str(int(death_signal)), str(os.getpid())]
+        mark = {} if self._orphanage is None else self._orphanage.mark
         output = open(process.log, "ab") if process.log is not None else None  # noqa: SIM115
         try:
             popen = subprocess.Popen(
                 [*tethered, *process.argv],
-                env={**os.environ, **process.env},
+                env={**os.environ, **process.env, **mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -147,14 +156,18 @@ class SupervisedJob:
 
     def cancel(self) -> None:
         """Ask the processes to stop; may be called from another thread than :meth:`wait`."""
+        if not self._running:
+            return
         self._signal = self._signal or signal.SIGTERM
         self._stop_within_grace()
         os.eventfd_write(self._wake, 1)
 
     def end_serving(self) -> None:
-        """Nobody is left to be served: end what serves, as done; from any thread, like :meth:`cancel`."""
+        """Nobody elsewhere is left to be served: end what serves once nothing else runs here, as done.
+
+        May be called from any thread, like :meth:`cancel`.
+        """
         self._served = True
-        self._stop_within_grace()
         os.eventfd_write(self._wake, 1)
 
     def _wait_once(self) -> None:
@@ -163,15 +176,15 @@ class SupervisedJob:
         by_fd = {running.pidfd: running for running in self._running}
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
-        remaining_ms = None
-        if self._deadline is not None:
-            remaining_ms = max(0.0, self._deadline - time.monotonic()) * 1000
-        ready = [fd for fd, _ in poll.poll(remaining_ms)]
+        remaining_s = math.inf if self._deadline is None else self._deadline - time.monotonic()
+        ready = [fd for fd, _ in poll.poll(max(0.0, min(_TURN_S, remaining_s)) * 1000)]
         if self._wake in ready:
             os.eventfd_read(self._wake)
         for fd in ready:
             if fd in by_fd:
                 self._ended(by_fd[fd])
+        if self._served and self._running and all(running.serves for running in self._running):
+            self._stop_within_grace()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._kill_all()
             self._deadline = None
@@ -185,8 +198,8 @@ class SupervisedJob:
         self._exits.append(Exit(running.rank, code, time.time(), stopped, name))
         if code != 0 and code not in STOPPED:
             self._stop_within_grace()
-        elif not running.serves and self._running and all(other.serves for other in self._running):
-            self.end_serving()
+        elif not running.serves and not self._serves_elsewhere:
+            self._served = all(other.serves for other in self._running)
 
     def _stop_within_grace(self) -> None:
         if not self._stopping:
@@ -213,6 +226,8 @@ class SupervisedJob:
     def _reap_all(self) -> None:
         for running in list(self._running):
             self._reap(running)
+        if self._orphanage is not None:
+            self._orphanage.close()
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

@@ -62,10 +62,13 @@ def start_tensorflow(rendered: RenderedProcesses) -> SupervisedJob:
                 f"port {port} of {socket.gethostname()}, on which {kind} {index} would listen, is taken. "
                 "Give the first of some free ones with --master-port."
             )
-    job = SupervisedJob(rendered)
-    if all(process.serves for process in rendered.processes):
-        cluster = configs[0]["cluster"]
-        [host, _, port] = cluster.get("chief", cluster.get("worker"))[0].rpartition(":")
+    cluster = configs[0]["cluster"]
+    chief = "chief" if "chief" in cluster else "worker"
+    chief_is_here = {"type": chief, "index": 0} in [config["task"] for config in configs]
+    serves_elsewhere = not chief_is_here and any(process.serves for process in rendered.processes)
+    job = SupervisedJob(rendered, serves_elsewhere=serves_elsewhere)
+    if serves_elsewhere:
+        [host, _, port] = cluster[chief][0].rpartition(":")
         threading.Thread(target=_wait_for_end, args=(host, int(port), job), daemon=True).start()
     return job
 

@@ -67,12 +67,17 @@ def _meeting(spec: LocalSpec) -> list[str]:
             f"--master-addr={host}",
             f"--master-port={port}",
         ]
+    is_host, local_addr = [], []
+    if spec.node_rank is not None:
+        is_host = [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]
+        # Workers meet at the address of one of the agents, which by itself says its own name for its machine.
+        local_addr = [f"--local-addr={host}" for host in spec.hosts[spec.node_rank : spec.node_rank + 1]]
     return [
         f"--nnodes={spec.nodes}:{most}" if most > spec.nodes else f"--nnodes={spec.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={spec.rdzv_endpoint}",
         f"--rdzv-id={spec.rdzv_id}",
-        *([] if spec.node_rank is None else [f"--rdzv-conf=is_host={int(spec.node_rank == 0)}"]),
+        *(*is_host, *local_addr),
     ]
 
 

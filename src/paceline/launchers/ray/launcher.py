@@ -68,6 +68,11 @@ class Ray(AttachedLauncher):
                 f"--nodes {spec.nodes[0]}: a program that uses Ray is started once. Say --inner torchrun to "
                 "have its processes started on so many machines."
             )
+        if spec.preflight and address is not None:
+            raise ConfigError(
+                f"--preflight: which machines of the Ray cluster at {address} the program is going to use, "
+                "nobody knows before it. Leave it out; or say --inner torchrun to have its processes started."
+            )
         argv = ray_node_command(spec)
         env = {**interface_variables(spec.interface), **spec.env}
         if spec.threads is not None:

@@ -34,10 +34,11 @@ from paceline.distributed.environment import parse_endpoint
 from paceline.distributed.machine_place import MachinePlace, detect_machine
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
 from paceline.distributed.ray_cluster import LOOPBACK, import_ray, kill, private_directory, shut_down
-from paceline.distributed.sockets import address_towards, bound_socket, interface_address
+from paceline.distributed.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.distributed.tether import tethered
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.launchers.base import JobSpec
+from paceline.launchers.contracts import expand_placeholders
 from paceline.launchers.local.base import LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import Starter, SupervisedJob
 from paceline.launchers.preflight import run_before
@@ -60,11 +61,18 @@ def ray_node_command(spec: JobSpec) -> tuple[str, ...]:
             f"--nproc {','.join(map(str, spec.nproc))}: under --inner ray the command is started once, and "
             "starts tasks and actors by itself. Leave --nproc out; or let --inner torchrun start processes."
         )
-    return cluster_command(spec, spec.command, cpus=spec.cpus_per_task, gpus=spec.gpus_per_node)
+    return cluster_command(
+        spec, spec.command, cpus=spec.cpus_per_task, gpus=spec.gpus_per_node, preflight=spec.preflight
+    )
 
 
 def cluster_command(
-    spec: JobSpec, command: Sequence[str], *, cpus: int | None, gpus: int | None
+    spec: JobSpec,
+    command: Sequence[str],
+    *,
+    cpus: int | None,
+    gpus: int | None,
+    preflight: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The command that starts a Ray cluster, and ``command`` in it.
 
@@ -73,13 +81,14 @@ def cluster_command(
         command: what runs in the cluster.
         cpus: CPUs of each machine that Ray may give away; default: the job's.
         gpus: its GPUs; default: those that there are.
+        preflight: what must succeed on each machine before; of a job whose machines are actors, they do it.
     """
     options = ["--directory", str(spec.directory)]
     for name, value in (("cpus", cpus), ("gpus", gpus), ("interface", spec.interface)):
         if value is not None:
             options += [f"--{name}", str(value)]
-    if spec.preflight:
-        options += ["--preflight", shlex.join(spec.preflight)]
+    if preflight:
+        options += ["--preflight", shlex.join(preflight)]
     return (spec.python, "-m", "paceline.launchers.ray.node", *options, "--", *command)
 
 
@@ -98,12 +107,20 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(128 + number)
 
     try:
+        place = detect_machine()
         if options.preflight:
-            code, interface = run_before(options.preflight)
+            several = place.nodes > 1
+            preflight = expand_placeholders(
+                options.preflight,
+                master_addr=place.hosts[0] if several and place.hosts else "127.0.0.1",
+                master_port=job_port(place.job_id or "paceline") if several else 0,
+                node_rank=place.node_rank,
+                nodes=place.nodes,
+            )
+            code, interface = run_before(preflight)
             if code:
                 return code
             options.interface = options.interface or interface
-        place = detect_machine()
         here = _Here(
             place=place,
             cpus=options.cpus or place.cpus or len(os.sched_getaffinity(0)),

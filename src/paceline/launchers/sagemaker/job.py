@@ -6,16 +6,19 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launchers.base import JobHandle, JobStatus, State
 from paceline.launchers.sagemaker.aws import asked, connect
+from paceline.launchers.watch import Watch
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 _POLL_S = 5.0
 _STREAMS = 100  # that can be read at once
+_LATE_MS = 60_000  # what one machine printed may come after what others printed later
 _STATES: dict[str, State] = {"Completed": "succeeded", "Failed": "failed", "Stopped": "cancelled"}
 _NOT_YET = (
     "Starting",
@@ -68,15 +71,17 @@ class SageMakerJob(JobHandle):
         several = self._reference["nodes"] > 1
         seen: set[str] = set()
         since = 0
+        watch = self._watch()
         while True:
-            ended = not follow or self.status().ended
+            look = partial(self._look, since)
+            ended, events = (watch.answer(look) or (False, [])) if follow else (True, self._events(since))
             latest: set[str] = set()
-            for event in self._events(since):
+            for event in events:
                 if event["eventId"] not in seen:
                     host = event["logStreamName"].rpartition("/")[2].rpartition("-")[0]
                     yield f"{host} | {event['message']}" if several and host else event["message"]
                 latest.add(event["eventId"])
-                since = max(since, event["timestamp"])
+                since = max(since, event["timestamp"] - _LATE_MS)
             seen |= latest
             if ended:
                 return
@@ -89,11 +94,17 @@ class SageMakerJob(JobHandle):
 
     def wait(self) -> int:
         """Ask until it has ended."""
-        while not (status := self.status()).ended:
-            time.sleep(_POLL_S)
+        status = self._watch().wait()
         if status.state != "succeeded":
             print(f"paceline: training job {self._name} {status.state}: {status.detail}.", file=sys.stderr)
         return 1 if status.exit_code is None else status.exit_code
+
+    def _watch(self) -> Watch:
+        return Watch(self.status, (_POLL_S, _POLL_S))
+
+    def _look(self, since_ms: int) -> tuple[bool, list[Mapping[str, Any]]]:
+        """Whether it has ended, and what the machines have printed by then."""
+        return self.status().ended, self._events(since_ms)
 
     def _events(self, since_ms: int) -> list[Mapping[str, Any]]:
         """What the machines have printed, from a time on; each has a stream of its own."""

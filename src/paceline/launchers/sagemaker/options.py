@@ -25,7 +25,9 @@ class SageMakerOptions:
     role: str | None = option("The ARN of the role that the job acts as.")
     instance_type: str | None = option("The machines' type, such as ml.p4d.24xlarge.")
     s3: str | None = option("s3://BUCKET/PREFIX, where the source, checkpoints and output go.")
-    source: str = option("The directory that is copied to the machines. Default: this one.", ".")
+    source: str = option(
+        "The directory that is copied to the machines; a script is named from there. Default: this one.", "."
+    )
     checkpoints: str | None = option(
         "s3://BUCKET/PREFIX of the run's directory; the same one continues a run. Default: below --s3."
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ def training_job(spec: JobSpec, options: SageMakerOptions) -> tuple[Request, str
     if options.tags():
         request["Tags"] = options.tags()
     return request, start
+
+
+def source_of(job: Mapping[str, Any]) -> str:
+    """Where a job reads its source, by its request or its description; empty for others' jobs."""
+    for channel in job.get("InputDataConfig") or ():
+        if channel["ChannelName"] == "code":
+            return str(channel["DataSource"].get("S3DataSource", {}).get("S3Uri", ""))
+    return str((job.get("HyperParameters") or {}).get("sagemaker_submit_directory", ""))
 
 
 def split_s3(url: str) -> tuple[str, str]:
@@ -165,6 +174,11 @@ def _check(name: str, spec: JobSpec, options: SageMakerOptions) -> None:
         raise ConfigError(
             f"--distribution {options.distribution} starts scripts, and Paceline's agent starts tasks. "
             "Leave it out."
+        )
+    if spec.preflight:
+        raise ConfigError(
+            f"--preflight: --distribution {options.distribution} has the image's own toolkit start the job, "
+            "and nothing of ours before it. Leave out one of them."
         )
     if spec.nproc != (1,):
         raise ConfigError(f"--nproc: --distribution {options.distribution} starts one process a GPU.")

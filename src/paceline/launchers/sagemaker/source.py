@@ -14,16 +14,12 @@ _MOST_BYTES = 500 * 1024**2
 
 
 def pack(directory: Path) -> bytes:
-    """A gzipped tar of a directory; equal contents make equal bytes.
-
-    Hidden files, ``runs``, ``jobs`` and caches are left out, and links that lead elsewhere.
+    """A gzipped tar of a directory's :func:`packed_files`; equal contents make equal bytes.
 
     Raises:
         ConfigError: there is no such directory, or it is too large.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"--source {directory}: there is no such directory.")
-    files = sorted(_files(directory))
+    files = packed_files(directory)
     size = sum(path.stat().st_size for path in files)
     if size > _MOST_BYTES:
         largest = max(files, key=lambda path: path.stat().st_size)
@@ -44,13 +40,27 @@ def pack(directory: Path) -> bytes:
     return packed.getvalue()
 
 
-def _files(directory: Path) -> list[Path]:
+def packed_files(directory: Path) -> list[Path]:
+    """The files of a directory that the machines get, sorted; their paths begin with the directory's.
+
+    Hidden files, ``runs``, ``jobs`` and caches are left out, links to directories, and links that lead
+    elsewhere.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"--source {directory}: there is no such directory.")
+    return sorted(_files(directory, directory.resolve()))
+
+
+def _files(directory: Path, source: Path) -> list[Path]:
     found = []
     for path in directory.iterdir():
         if path.name.startswith(".") or path.name in _LEFT_OUT:
             continue
         if path.is_dir() and not path.is_symlink():
-            found += _files(path)
-        elif path.is_file():
+            found += _files(path, source)
+        elif path.is_file() and (not path.is_symlink() or path.resolve().is_relative_to(source)):
             found.append(path)
     return found

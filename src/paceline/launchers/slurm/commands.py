@@ -60,7 +60,7 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
             f"{argv[0]} has not answered within {_LIMIT_S} s. Is Slurm up? Try: sinfo"
         ) from None
     if done.returncode != 0 and re.search(
-        "unable to contact|connection refused|could not load", done.stderr, re.I
+        "unable to contact|connection refused|could not load|timed out|zero bytes", done.stderr, re.I
     ):
         raise LaunchError(f"the cluster is not reachable: {_words(done.stderr)} Try: sinfo")
     return done

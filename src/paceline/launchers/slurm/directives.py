@@ -69,7 +69,7 @@ def directives(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str 
     if spec.gpus_per_node:
         yield "gres", f"gpu:{spec.gpus_per_node}"
     if spec.walltime_s is not None:
-        yield "time", _slurm_time(spec.walltime_s)
+        yield "time", slurm_time(spec.walltime_s)
     for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "comment", "array"):
         if (value := getattr(options, name)) is not None:
             yield name, value
@@ -114,7 +114,7 @@ def _signal_before_s(spec: JobSpec, options: SlurmOptions) -> int | None:
     return None
 
 
-def _slurm_time(seconds: float) -> str:
+def slurm_time(seconds: float) -> str:
     """``D-HH:MM:SS``, rounded up to a second."""
     minutes, second = divmod(-int(-seconds // 1), 60)
     hours, minute = divmod(minutes, 60)

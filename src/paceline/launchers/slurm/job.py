@@ -5,9 +5,9 @@ from __future__ import annotations
 import getpass
 import glob
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from paceline.launchers.attached import EXIT_CODE
 from paceline.launchers.base import ENDED, JobHandle, JobStatus, State
 from paceline.launchers.log_files import follow_files
 from paceline.launchers.slurm.commands import run_slurm
+from paceline.launchers.watch import Watch
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.5, 10.0
-_PATIENCE_S = 600.0
-"""How long Slurm may not answer while one waits for a job."""
+# Else Slurm cuts the numbers of an array short.
+_WHOLE_LISTS = {"SLURM_BITSTR_LEN": "0"}
 
 _STATES: dict[str, State] = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"), "pending"),
@@ -45,27 +45,21 @@ class SlurmJob(JobHandle):
         return self._reference
 
     def status(self) -> JobStatus:
-        """What the controller says; once that has forgotten, what accounting or the job's own file does."""
-        done = run_slurm("scontrol", "--oneliner", "show", "job", self._id)
-        if done.returncode == 0:
-            tasks = [_from_scontrol(line) for line in done.stdout.splitlines() if "JobState=" in line]
-            if tasks:
-                return _together(tasks)
-        # Without accounting it fails, and says so.
-        options = ("--allocations", "--noheader", "--parsable2", "--format=State,ExitCode")
-        done = run_slurm("sacct", *options, f"--jobs={self._id}")
-        tasks = [_from_sacct(line) for line in done.stdout.splitlines() if "|" in line]
-        if done.returncode == 0 and tasks:
-            return _together(tasks)
-        try:
-            code = int((Path(self._reference["directory"]) / EXIT_CODE).read_text())
-        except (OSError, ValueError):
+        """What the controller says; of what it has forgotten, what accounting or the job's own files do."""
+        numbers = _array_indices(self._reference.get("array"))
+        known = self._of_controller()
+        # While one is at work the others do not matter: no need to ask the database again and again.
+        if all(task.ended for task in known.values()) and not known.keys() >= set(numbers):
+            known = {**self._of_accounting(), **known}
+        known = {**self._of_files(number for number in numbers if number not in known), **known}
+        if not known:
             return JobStatus(state="unknown", detail=f"Slurm does not know job {self._id} any more")
-        return JobStatus(state="succeeded" if code == 0 else "failed", exit_code=code)
+        lost = JobStatus(state="unknown", detail="forgotten by Slurm")
+        return _together([known.get(number, lost) for number in numbers])
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Its log files, which Slurm writes."""
-        yield from follow_files(self._log_files(), ended=_Watch(self).ended if follow else None)
+        yield from follow_files(self._log_files(), ended=self._watch().ended if follow else None)
 
     def cancel(self) -> None:
         """Have Slurm end it: SIGTERM, upon which a Paceline task saves, then SIGKILL."""
@@ -75,11 +69,48 @@ class SlurmJob(JobHandle):
 
     def wait(self) -> int:
         """Ask at longer and longer intervals until it has ended."""
-        watch = _Watch(self)
-        while not watch.ended():
-            time.sleep(0.1)
-        code = self.status().exit_code
+        code = self._watch().wait().exit_code
         return 1 if code is None else code
+
+    def _watch(self) -> Watch:
+        return Watch(self.status, logs=", ".join(self._reference["logs"]))
+
+    def _of_controller(self) -> dict[int | None, JobStatus]:
+        """By number in the array; it forgets each job of an array some minutes after that has ended."""
+        done = run_slurm("scontrol", "--oneliner", "show", "job", self._id, env=_WHOLE_LISTS)
+        lines = done.stdout.splitlines() if done.returncode == 0 else []
+        return self._by_number(
+            (line.partition(" JobName=")[0], _from_scontrol(line)) for line in lines if "JobState=" in line
+        )
+
+    def _of_accounting(self) -> dict[int | None, JobStatus]:
+        """The same of a database that not every cluster has."""
+        options = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode")
+        done = run_slurm("sacct", *options, f"--jobs={self._id}", env=_WHOLE_LISTS)
+        lines = done.stdout.splitlines() if done.returncode == 0 else []
+        return self._by_number((line.partition("|")[0], _from_sacct(line)) for line in lines if "|" in line)
+
+    def _of_files(self, numbers: Iterable[int | None]) -> dict[int | None, JobStatus]:
+        """What those have left that have ended by themselves."""
+        found: dict[int | None, JobStatus] = {}
+        for number in numbers:
+            name = EXIT_CODE if number is None else f"{EXIT_CODE}-{self._id}_{number}"
+            with suppress(OSError, ValueError):
+                code = int((Path(self._reference["directory"]) / name).read_text())
+                found[number] = JobStatus(
+                    state="failed" if code else "succeeded", detail=f"exit code {code}", exit_code=code
+                )
+        return found
+
+    def _by_number(self, found: Iterable[tuple[str, JobStatus]]) -> dict[int | None, JobStatus]:
+        """Of words such as ``ArrayTaskId=1`` or ``4711_[2-5%2]``, by each number in the array."""
+        array = self._reference.get("array")
+        known: dict[int | None, JobStatus] = {}
+        for words, status in found:
+            named = re.search(r"(?:ArrayTaskId=|_)\[?(\d(?:[\d,:-]*\d)?)", words)
+            numbers = _array_indices(named[1] if named is not None and array is not None else None)
+            known.update(dict.fromkeys(numbers, status))
+        return known
 
     def _log_files(self) -> list[Path]:
         numbers = _array_indices(self._reference.get("array"))
@@ -88,39 +119,6 @@ class SlurmJob(JobHandle):
             for number in numbers:
                 files += _expanded(pattern, self._id, self._reference["name"], number)
         return list(dict.fromkeys(files))
-
-
-class _Watch:
-    """Asks after a job, at intervals that grow, and bears with a controller that is away for a while."""
-
-    def __init__(self, job: SlurmJob) -> None:
-        self._job = job
-        self._interval_s = _FIRST_POLL_S
-        self._next = 0.0
-        self._silent_since: float | None = None
-
-    def ended(self) -> bool:
-        """Whether it has, as far as is known.
-
-        Raises:
-            LaunchError: Slurm has forgotten the job, or has not answered for long.
-        """
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + self._interval_s
-        self._interval_s = min(_LAST_POLL_S, self._interval_s * 1.3)
-        try:
-            status = self._job.status()
-        except LaunchError:
-            self._silent_since = self._silent_since or now
-            if now - self._silent_since > _PATIENCE_S:
-                raise
-            return False
-        self._silent_since = None
-        if status.state == "unknown":
-            raise LaunchError(f"{status.detail}. Its logs: {', '.join(self._job.reference['logs'])}")
-        return status.ended
 
 
 def _from_scontrol(line: str) -> JobStatus:
@@ -135,7 +133,7 @@ def _from_scontrol(line: str) -> JobStatus:
 
 
 def _from_sacct(line: str) -> JobStatus:
-    words, code = line.split("|")[:2]
+    words, code = line.split("|")[1:3]
     return _status(words.split()[0], words, code, 0)
 
 
@@ -153,10 +151,10 @@ def _status(slurm_state: str, detail: str, exit_code: str, restarts: int) -> Job
 
 
 def _together(tasks: Sequence[JobStatus]) -> JobStatus:
-    """The status of an array: at work while one task of it is, and failed if one has."""
+    """The status of an array: at work while one task of it is, failed if one has, succeeded if all have."""
     if len(tasks) == 1:
         return tasks[0]
-    order: tuple[State, ...] = ("unknown", "running", "pending", "failed", "cancelled", "succeeded")
+    order: tuple[State, ...] = ("running", "pending", "failed", "unknown", "cancelled", "succeeded")
     worst = min(tasks, key=lambda task: order.index(task.state))
     counts = Counter(task.detail for task in tasks)
     return JobStatus(
@@ -182,8 +180,15 @@ def _expanded(pattern: str, job: str, name: str, index: int | None) -> list[Path
     """The file that Slurm writes for a pattern; those there are, where only Slurm knows a part of it."""
     known = {"%": "%", "x": name, "A": job, "u": getpass.getuser()}
     known |= {"j": job} if index is None else {"a": str(index)}
-    parts = re.split(r"%\d*(.)", pattern)
-    texts = [known.get(part) if number % 2 else part for number, part in enumerate(parts)]
+
+    def value(field: str) -> str | None:
+        # Slurm pads numbers only, and to ten digits at most.
+        width = min(10, int(field[1:-1] or 0)) if field[-1] in "Aaj" else 0
+        found = known.get(field[-1])
+        return None if found is None else found.zfill(width)
+
+    parts = re.split(r"(%\d*.)", pattern)
+    texts = [value(part) if number % 2 else part for number, part in enumerate(parts)]
     if None not in texts:
         return [Path("".join(text for text in texts if text is not None))]
     return sorted(

@@ -54,6 +54,11 @@ class Slurm(Launcher):
             command = Command(title="in this allocation", argv=("bash", str(script)), env=spec.env)
         return Rendered(spec=spec, options=options, files=files, commands=(command,))
 
+    def common_directory(self, spec: JobSpec, options: SlurmOptions | None) -> Path:
+        """The job's; of an array, one for each of its jobs, which may begin at once."""
+        array = options is not None and options.array is not None
+        return spec.directory / ARRAY_INDEX if array else spec.directory
+
     def submit(self, rendered: Rendered) -> JobHandle:
         """Have sbatch take the script; in an allocation, start it."""
         spec, options = rendered.spec, rendered.options
@@ -121,5 +126,10 @@ def _with_its_python(spec: JobSpec) -> JobSpec:
     """The environment that is activated has a python, unless --python has named another."""
     if spec.python != sys.executable:
         return spec
-    command = ("python", *spec.command[1:]) if spec.command[0] == spec.python else spec.command
-    return dataclasses.replace(spec, python="python", command=command)
+
+    def changed(command: tuple[str, ...]) -> tuple[str, ...]:
+        return ("python", *command[1:]) if command[:1] == (spec.python,) else command
+
+    return dataclasses.replace(
+        spec, python="python", command=changed(spec.command), preflight=changed(spec.preflight)
+    )

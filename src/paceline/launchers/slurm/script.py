@@ -22,7 +22,13 @@ from paceline.launchers.node import node_command
 from paceline.launchers.rank import rank_command
 from paceline.launchers.rank_starters import command_of_a_rank
 from paceline.launchers.secret_variables import IN_HOROVODS_SHELL, refuse_secrets
-from paceline.launchers.slurm.directives import cpus_per_task, directive_value, directives, requeues
+from paceline.launchers.slurm.directives import (
+    cpus_per_task,
+    directive_value,
+    directives,
+    requeues,
+    slurm_time,
+)
 from paceline.launchers.slurm.ssh_by_steps import ssh_by_steps
 
 if TYPE_CHECKING:
@@ -63,11 +69,15 @@ _TRAPS_OF_MPIRUN = """\
 trap 'signalled=1; kill -s TERM "${steps[@]}"' INT TERM
 trap 'signalled=1; kill -s USR1 "${steps[@]}"' USR1"""
 
+# The SLURM_JOB_ID of one job in each array names the whole array.
+_IN_ARRAY = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+
 _REQUEUE = """\
 # 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
-if [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="{job}" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
-  scontrol requeue "$SLURM_JOB_ID"
+  scontrol requeue "{job}"
 fi
 """
 
@@ -81,10 +91,10 @@ code=$?
 setting() { scontrol show config | awk -v name="$1" '$1 == name { print $3 }'; }
 port=$(setting SlurmdPort)
 for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
-  read -r script_host nodes <<<"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%B %N')"
+  read -r script_host nodes <<<"$(squeue --noheader --jobs="{job}" --format='%B %N')"
   [ -n "$nodes" ] || break
   if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
-    {again} "$SLURM_JOB_ID"
+    {again} "{job}"
     break
   fi
   timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break
@@ -103,7 +113,7 @@ def batch_files(spec: JobSpec, options: SlurmOptions) -> dict[str, str]:
     files = {SCRIPT: batch_script(spec, options)}
     if spec.inner == "agent":
         again = "scontrol requeue" if requeues(spec, options) else "scancel"
-        files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", again)
+        files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", again).replace("{job}", _this_job(options))
     return files
 
 
@@ -124,13 +134,22 @@ def allocation_script(spec: JobSpec, options: SlurmOptions) -> str:
     """The same job's steps, for an allocation that is there already.
 
     Raises:
-        ConfigError: an option asks the queue for something.
+        ConfigError: an option asks the queue for something, or nobody could keep to it.
     """
     asked = [f"--{name.replace('_', '-')}" for name in _QUEUE_OPTIONS if getattr(options, name)]
     if asked:
         raise ConfigError(
             f"{', '.join(asked)}: here is an allocation of Slurm's already (SLURM_JOB_ID is set), in which "
             "--on slurm starts steps. Leave these out; or, for a job of its own, begin with: "
+            "env -u SLURM_JOB_ID paceline"
+        )
+    limits = ["--gpus-per-node"] if spec.gpus_per_node else []
+    # A task looks at the time itself.
+    limits += ["--walltime"] if spec.walltime_s is not None and not spec.is_task else []
+    if limits and spec.inner in ("mpi", "horovod"):
+        raise ConfigError(
+            f"{', '.join(limits)}: in an allocation of Slurm's that is there already, --inner {spec.inner} "
+            "starts no step that Slurm could hold to it. Leave it out; or, for a job of its own, begin with: "
             "env -u SLURM_JOB_ID paceline"
         )
     return "\n".join(["#!/bin/bash", *_shell(spec, options, batch=False), ""])
@@ -166,17 +185,25 @@ def _shell(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str
     if setup:
         yield from ("set -e", *setup, "set +e")
     result = shlex.quote(str(spec.directory / EXIT_CODE))
-    if batch and options.array is None:
+    if options.array is not None:
+        result += f'-"{_IN_ARRAY}"'
+    if batch:
         yield f"rm -f {result}"
     of_allocation = _TRAPS_OF_MPIRUN if spec.inner == "mpi" else _TRAPS_OF_ALLOCATION
     yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else of_allocation).rstrip()
     yield ""
     yield from BODIES[spec.inner](spec, _of_step(spec, options, batch=batch), batch)
     if batch and requeues(spec, options):
-        yield _REQUEUE.rstrip()
-    if batch and options.array is None:
+        yield _REQUEUE.replace("{job}", _this_job(options)).rstrip()
+    if batch:
         yield f'echo "$code" >{result}'
     yield 'exit "$code"'
+
+
+def _this_job(options: SlurmOptions) -> str:
+    """What a job calls itself when it asks Slurm for something, in double quotes."""
+    # Only where there is an array: a job that is submitted from one has its variables.
+    return "$SLURM_JOB_ID" if options.array is None else _IN_ARRAY
 
 
 def _agents(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
@@ -214,9 +241,11 @@ def _agents(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
 def _one_step(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
     """One step on all nodes: a task for each rank, or one on each machine that starts its ranks."""
     least, most = spec.nodes
-    nodes = str(least) if least == most else '"$SLURM_JOB_NUM_NODES"'
+    # sbatch gives a job as many as there are; an allocation may have more.
+    known = least == most or not batch
+    nodes = str(most) if known else '"$SLURM_JOB_NUM_NODES"'
     each = spec.nproc[0] if spec.starts_each_rank else 1
-    tasks = str(least * each) if least == most else f"$((SLURM_JOB_NUM_NODES * {each}))"
+    tasks = str(most * each) if known else f"$((SLURM_JOB_NUM_NODES * {each}))"
     srun = ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={tasks}"]
     srun += [f"--ntasks-per-node={each}", of_step]
     command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
@@ -231,17 +260,23 @@ def _alone(texts: list[str]) -> Iterator[str]:
 
 
 def _of_step(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> str:
-    """The CPUs of a step's tasks, and in an allocation the name by which its steps are found."""
-    name = "" if batch else '--job-name="paceline-$$" '
+    """The CPUs of a step's tasks; in an allocation also its GPUs, its time, and a name to find it by."""
+    words = [] if batch else ['--job-name="paceline-$$"']
+    if not batch and spec.gpus_per_node:
+        words.append(f"--gres=gpu:{spec.gpus_per_node}")
+    if not batch and spec.walltime_s is not None:
+        words.append(f"--time={slurm_time(spec.walltime_s)}")
     cpus = cpus_per_task(spec, options)
-    # Since Slurm 22.05 srun no longer does as sbatch was told.
-    if cpus is not None and (batch or spec.cpus_per_task is not None):
-        return f"{name}--cpus-per-task={cpus}"
     # Such as 8(x2),4: the CPUs of the first node.
     whole = "${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}"
-    if spec.starts_each_rank:
-        return f"{name}--cpus-per-task=$(({whole} / {spec.nproc[0]}))"
-    return f'{name}--cpus-per-task="{whole}"'
+    # Since Slurm 22.05 srun no longer does as sbatch was told.
+    if cpus is not None and (batch or spec.cpus_per_task is not None):
+        words.append(f"--cpus-per-task={cpus}")
+    elif spec.starts_each_rank:
+        words.append(f"--cpus-per-task=$(({whole} / {spec.nproc[0]}))")
+    else:
+        words.append(f'--cpus-per-task="{whole}"')
+    return " ".join(words)
 
 
 def quoted(words: Iterable[str]) -> list[str]:
@@ -269,7 +304,7 @@ def _mpirun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
     if spec.is_task:
         # On SIGTERM it would kill the ranks before they have saved.
-        yield "trap 'pass_on USR1' TERM INT"
+        yield """trap 'signalled=1; kill -s USR1 "${steps[@]}"' TERM INT"""
     yield from _alone(quoted(mpirun_in_allocation(spec, nodes, each)))
 
 

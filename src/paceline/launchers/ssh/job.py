@@ -11,7 +11,13 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from paceline.distributed.process import STOP_SIGNALS, StopRequests, passed_on, signals_handled
+from paceline.distributed.process import (
+    STOP_SIGNALS,
+    StopRequests,
+    interrupted_afterwards,
+    passed_on,
+    signals_handled,
+)
 from paceline.errors import LaunchError
 from paceline.launchers.base import Command
 from paceline.launchers.local.failures import STOPPED
@@ -66,7 +72,8 @@ class SshJob:
         try:
             for name, command in zip(names, commands, strict=True):
                 prefix = f"{name:{self._width}} | " if self._width else ""
-                self._machines.append(SshMachine(name, command, prefix))
+                with interrupted_afterwards():
+                    self._machines.append(SshMachine(name, command, prefix))
             self._reach_all(connect_timeout_s + _START_S)
         except BaseException:
             self._end_all()

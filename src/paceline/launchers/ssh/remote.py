@@ -10,7 +10,6 @@ at once; an empty line: somebody is there. The end of the input, or silence, is 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import select
 import signal
@@ -31,7 +30,6 @@ from paceline.distributed.process import STOP_SIGNALS, passed_on, signals_handle
 READY = "paceline: ready"
 """Printed when nothing is in the way of the command any more."""
 
-_PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 30.0
 _LAST_OUTPUT_S = 10.0
 
@@ -89,7 +87,7 @@ class _Supervised:
     """The command, and all that it starts, however deep: orphans become this process's children."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        tether.adopt_orphans()
         mine = [sys.executable, "-I", "-S", tether.__file__, str(int(signal.SIGKILL)), str(os.getpid())]
         # Through pipes of our own: a write must not fail in the job because the connection has.
         self._popen = subprocess.Popen(

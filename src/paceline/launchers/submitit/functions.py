@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.launchers.base import JobSpec, job_name
-from paceline.launchers.registry import JobRecord, add_record
-from paceline.launchers.submission import job_directory
+from paceline.launchers.registry import JobRecord, record_id, room_for_record
+from paceline.launchers.submission import job_directory, remember
 from paceline.launchers.submitit.folder import check_private, make_private
 from paceline.launchers.submitit.job import SubmititJob
 from paceline.launchers.submitit.launcher import require_submitit, submission_error
@@ -111,7 +112,8 @@ def submit_functions(
         python: the interpreter on the machines.
 
     Raises:
-        ConfigError: an option is wrong, or the folder is not private.
+        ConfigError: an option is wrong, the folder is not private, or the jobs cannot be recorded; none is
+            left.
         LaunchError: submitit or Slurm refused.
     """
     for option, value in (("nodes", nodes), ("nproc", nproc)):
@@ -147,32 +149,55 @@ def submit_functions(
     fresh = not chosen.exists()
     private = make_private(chosen)
     try:
-        executor = submitit.AutoExecutor(private, **executor_arguments(options, python))
-        executor.update_parameters(**parameters)
-        with executor.batch():
-            jobs = [executor.submit(wrapped, *args, **kwargs) for args, kwargs in calls]
+        with room_for_record():
+            executor = submitit.AutoExecutor(private, **executor_arguments(options, python))
+            executor.update_parameters(**parameters)
+            with executor.batch():
+                jobs = [executor.submit(wrapped, *args, **kwargs) for args, kwargs in calls]
+    except ConfigError:
+        _clear(private, fresh=fresh)
+        raise
     except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
         _clear(private, fresh=fresh)
         raise submission_error(str(error), spec, options) from error
     except TypeError as error:
         _clear(private, fresh=fresh)
         raise ConfigError(f"{name} or its arguments cannot be sent to another process: {error}.") from error
-    return [_remembered(job, options, private, nodes * nproc, name) for job in jobs]
+    handles = [_handle(job, options, private, nodes * nproc) for job in jobs]
+    for handle in handles:
+        try:
+            remember(_record(handle, private, name), handle)
+        except (ConfigError, LaunchError):
+            _end(handles, cancelled=handle)
+            raise
+    return handles
 
 
-def _remembered(job: Any, options: SubmititOptions, folder: Path, tasks: int, name: str) -> FunctionJob:
+def _end(handles: Sequence[FunctionJob], *, cancelled: FunctionJob) -> None:
+    """Cancel all jobs but the one that is already; those of this machine have ended then."""
+    for handle in handles:
+        with suppress(LaunchError):
+            if handle is not cancelled:
+                handle.cancel()
+    for handle in handles:
+        if handle.reference["executor"] == "local":
+            handle.wait()
+
+
+def _handle(job: Any, options: SubmititOptions, folder: Path, tasks: int) -> FunctionJob:
     plain = SubmititJob.submitted(job.job_id, options.executor, folder, tasks=tasks, is_command=False)
-    add_record(
-        JobRecord(
-            id=f"submitit-{plain.id}",
-            launcher="submitit",
-            name=name,
-            command=(name,),
-            directory=str(folder),
-            reference=plain.reference,
-        )
-    )
     return FunctionJob(plain.reference, job)
+
+
+def _record(handle: FunctionJob, folder: Path, name: str) -> JobRecord:
+    return JobRecord(
+        id=record_id("submitit", handle.reference),
+        launcher="submitit",
+        name=name,
+        command=(name,),
+        directory=str(folder),
+        reference=handle.reference,
+    )
 
 
 def _clear(folder: Path, *, fresh: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +10,17 @@ from typing import Any
 
 import psutil
 
-from paceline.errors import LaunchError
-from paceline.launchers.attached import ended_status, recorded_process
+from paceline.launchers.attached import (
+    ended_status,
+    process_reference,
+    process_status,
+    process_to_end,
+)
 from paceline.launchers.base import JobHandle, JobStatus
 from paceline.launchers.log_files import follow_files
 from paceline.launchers.slurm.job import SlurmJob
 from paceline.launchers.submitit.running import exit_code_file
+from paceline.launchers.watch import Watch
 
 _POLL_S = 0.2
 _SLURM_POLL_S = 2.0
@@ -27,7 +31,7 @@ class SubmititJob(JobHandle):
 
     Args:
         reference: ``id``, ``executor``, ``folder``, ``tasks``, ``is_command`` and, of a local job, the
-            controller's ``pid`` and when it was ``created``.
+            controller's ``pid``, when it was ``created``, and where.
     """
 
     def __init__(self, reference: Mapping[str, Any]) -> None:
@@ -57,7 +61,7 @@ class SubmititJob(JobHandle):
         }
         if executor == "local":
             with suppress(psutil.NoSuchProcess):
-                reference |= {"pid": int(number), "created": psutil.Process(int(number)).create_time()}
+                reference |= process_reference(int(number))
         return cls(reference)
 
     @property
@@ -92,17 +96,23 @@ class SubmititJob(JobHandle):
             for task in range(self._tasks)
             for kind in self._kinds
         ]
-        ended = (lambda: self.status().ended) if follow else None
-        yield from follow_files(paths, ended=ended)
+        # A controller on another machine is unknown here, and its tasks leave their codes all the same.
+        ended = self._watch().ended if self._reference["executor"] == "slurm" else self._has_ended
+        yield from follow_files(paths, ended=ended if follow else None)
 
     def cancel(self) -> None:
-        """End it; a command is asked first, and killed by a second call."""
+        """End it; a command is asked first, and killed by a second call.
+
+        Raises:
+            LaunchError: Slurm refused it, or the controller is not one of this machine's processes.
+        """
         asked = self._cancelled.exists()
-        self._cancelled.touch()
         if self._reference["executor"] == "slurm":
+            self._cancelled.touch()
             self._slurm.cancel()
             return
-        process = self._controller()
+        process = process_to_end(self._reference, self.status())
+        self._cancelled.touch()
         if process is not None:
             with suppress(psutil.NoSuchProcess):
                 # submitit's controller passes SIGTERM on; at SIGINT it kills its tasks after a second.
@@ -114,13 +124,18 @@ class SubmititJob(JobHandle):
         """Wait for all tasks; return the first code that is not 0.
 
         Raises:
-            LaunchError: Slurm has forgotten the job, which has left no exit code.
+            LaunchError: Slurm has forgotten the job, which has left no exit code, or has not answered for
+                long.
         """
-        while not (status := self.status()).ended:
-            if status.state == "unknown":
-                raise LaunchError(f"{status.detail}. Its logs: {self._folder}")
-            time.sleep(_SLURM_POLL_S if self._reference["executor"] == "slurm" else _POLL_S)
-        return 1 if status.exit_code is None else status.exit_code
+        code = self._watch().wait().exit_code
+        return 1 if code is None else code
+
+    def _has_ended(self) -> bool:
+        return self.status().ended
+
+    def _watch(self) -> Watch:
+        interval_s = _SLURM_POLL_S if self._reference["executor"] == "slurm" else _POLL_S
+        return Watch(self.status, (interval_s, interval_s), logs=str(self._folder))
 
     @property
     def _slurm(self) -> SlurmJob:
@@ -145,12 +160,6 @@ class SubmititJob(JobHandle):
     def _system_status(self) -> JobStatus:
         if self._reference["executor"] == "slurm":
             return self._slurm.status()
-        if self._controller() is not None:
-            return JobStatus(state="running", detail=f"process {self.id}")
+        if "pid" in self._reference:
+            return process_status(self._reference)
         return JobStatus(state="failed", detail="its process is gone, and left no exit code")
-
-    def _controller(self) -> psutil.Process | None:
-        """The controller of a local job, unless its number is another's by now."""
-        if "pid" not in self._reference:
-            return None
-        return recorded_process(self._reference)
