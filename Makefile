@@ -25,11 +25,11 @@ quickstart: install ## Install, get the data, then train, analyse, export, serve
 	@$(BIN)/python scripts/quickstart.py $(ARGS)
 
 .PHONY: test
-test: install-dev test-packages test-systems ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
+test: install-dev test-packages test-systems compiled ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-all
-test-all: install-dev test-packages test-systems $(VENV)/.horovod-tensorflow ## Run all tests
+test-all: install-dev test-packages test-systems compiled $(VENV)/.horovod-tensorflow ## Run all tests
 	@$(PYTEST) $(ARGS)
 
 .PHONY: check
@@ -70,9 +70,13 @@ clean: ## Remove .venv and everything that the tools made; runs/ is kept
 
 # --- installing: each stamp is newer than what it was installed from ---------------------------
 
-.PHONY: install install-dev test-packages test-systems
+.PHONY: install install-dev compiled test-packages test-systems
 install: $(VENV)/.paceline ## Install Paceline into .venv
 install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
+
+# Where the environment keeps Python from storing what it compiled, each process of the tests would compile anew.
+compiled: install-dev
+	@$(BIN)/python -m compileall -q src
 
 # Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without; for
 # tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a browser for the pages; a Slurm

@@ -74,7 +74,7 @@ class Processes:
         return popen
 
     def finish(
-        self, popen: subprocess.Popen[str], *, timeout_s: float = 60
+        self, popen: subprocess.Popen[str], *, timeout_s: float = 120
     ) -> subprocess.CompletedProcess[str]:
         """Wait for a command; past its limit, fail with all Python stacks of its ranks."""
         try:
@@ -92,7 +92,7 @@ class Processes:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Start a command and wait for it."""
         return self.finish(self.start(argv, env=env, cwd=cwd), timeout_s=timeout_s)
@@ -197,7 +197,7 @@ def ssh_machines(machines: Machines, wait_until: Callable[..., None]) -> Callabl
 def wait_until() -> Callable[..., None]:
     """Wait for a condition that another process brings about."""
 
-    def wait(condition: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    def wait(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"

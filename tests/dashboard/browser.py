@@ -32,7 +32,7 @@ def browser(profile: Path, width: int = 1280, height: int = 900) -> Iterator[Chr
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     chrome = Chrome(options=options, service=Service(str(DRIVER)))
-    chrome.set_page_load_timeout(30)
+    chrome.set_page_load_timeout(120)
     try:
         yield chrome
     finally:

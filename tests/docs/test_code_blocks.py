@@ -34,7 +34,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 240
 LONG = (
     *(
         "adapters",

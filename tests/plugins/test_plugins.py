@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -43,25 +44,38 @@ def test_anywhere():
 """
 
 
-def outcomes(directory: Path, plugin: str, ci: bool, **files: str) -> tuple[int, dict[str, int], str]:
+def outcomes(
+    directory: Path, plugin: str, ci: bool, *, workers: int = 0, **files: str
+) -> tuple[int, dict[str, int], str]:
     """Exit status, counts of the summary line, and output of pytest on these files."""
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text, encoding="utf-8")
     (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n", encoding="utf-8")
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", f"tests.plugins.{plugin}", "-q", "-rs", directory],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            f"tests.plugins.{plugin}",
+            "-q",
+            "-rs",
+            f"-n{workers}",
+            directory,
+        ],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CI": "true" if ci else ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     counts = {word: int(n) for n, word in re.findall(r"(\d+) ([a-z]+)", finished.stdout.splitlines()[-1])}
     return finished.returncode, counts, finished.stdout
 
 
-def test_skips_are_failures_in_ci(tmp_path: Path) -> None:
-    status, counts, output = outcomes(tmp_path, "ci_skips", True, one=SKIPS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skips_are_failures_in_ci(tmp_path: Path, workers: int) -> None:
+    status, counts, output = outcomes(tmp_path, "ci_skips", True, workers=workers, one=SKIPS)
     assert status == 1
     assert counts["passed"] == 1
     assert counts["xfailed"] == 1

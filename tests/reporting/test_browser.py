@@ -6,23 +6,21 @@ import base64
 import io
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver import Chrome
+from selenium.webdriver.support.wait import WebDriverWait
+from tests.dashboard.browser import browser as a_browser
+from tests.dashboard.browser import complaints, show_as, why_not
 from tests.reporting.conftest import HOSTILE
 
 from paceline.cli.report import report
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-)
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +32,22 @@ def page(reported_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Any]:
+def browser(tmp_path: Path) -> Iterator[Chrome]:
     """Chromium, which ends with the test."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=Service(driver))
-    try:
-        yield started
-    finally:
-        started.quit()
+    with a_browser(tmp_path / "profile") as chrome:
+        yield chrome
 
 
-def shown(browser: Any, page: Path, scheme: str, width: int) -> Image.Image:
+def shown(browser: Chrome, page: Path, scheme: str, width: int) -> Image.Image:
     """Open the page; return what is on the first screen."""
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    show_as(browser, scheme)
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.get(page.as_uri())
+    # The driver's own get() gives up where the browser's first page is still on its way.
+    browser.execute_cdp_cmd("Page.navigate", {"url": page.as_uri()})
+    there = "return document.readyState == 'complete' && location.href == arguments[0]"
+    patient = WebDriverWait(browser, 60, ignored_exceptions=(WebDriverException,))
+    patient.until(lambda chrome: chrome.execute_script(there, page.as_uri()))
     picture = browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"]
     return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
 
@@ -69,7 +59,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_the_page_asks_for_nothing_and_reads_well(browser: Any, page: Path) -> None:
+def test_the_page_asks_for_nothing_and_reads_well(browser: Chrome, page: Path) -> None:
     backgrounds = set()
     for scheme, width in (("light", 1200), ("dark", 1200), ("light", 420)):
         picture = shown(browser, page, scheme, width)
@@ -100,7 +90,7 @@ def test_the_page_asks_for_nothing_and_reads_well(browser: Any, page: Path) -> N
     broken = "return [...document.images].filter(image => !image.naturalWidth).length"
     assert browser.execute_script(broken) == 0
     assert browser.execute_script("return document.scripts.length") == 0
-    assert [entry["message"] for entry in browser.get_log("browser")] == []
+    assert complaints(browser) == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [
         message["params"]["request"]["url"]
