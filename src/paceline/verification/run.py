@@ -50,6 +50,8 @@ _FIXED: dict[str, Any] = {
 _DOUBLE, _ALONE, _AGAIN, _LONG = "float64", "alone", "again", "alone-long"
 _CONVERGES_IN = 40
 """Steps, at least, in which a method that promises convergence is to show it."""
+_PATIENCE = 4
+"""Times as many where the machine decides who comes first: such a run is one throw of dice."""
 
 
 def verify(request: Request, tell: Tell) -> Report:
@@ -132,11 +134,10 @@ class _Verification:
                     continue
                 name = f"{method.name}-{world_size}"
                 training = self._training(name, world_size, options, reference=_DOUBLE)
-                if method.promises == "convergence":
-                    training = _lengthened(training)
                 if not method.takes_callbacks:
-                    options = {**training.options, "log_every": 1}
-                    training = replace(training, noted=False, options=options)
+                    training = replace(training, noted=False)
+                if method.promises == "convergence":
+                    training = _lengthened(training, 1 if training.noted else _PATIENCE)
                 planned.append(training)
                 if method.simulation is not None:
                     simulated = replace(training, name=f"{name}-simulated", simulation=method.simulation)
@@ -324,10 +325,14 @@ class _Verification:
         return [Finding(**warning) for warning in json.loads(path.read_bytes())]
 
 
-def _lengthened(training: Training) -> Training:
-    """The same without what is compared step by step, and long enough for a loss to fall."""
-    steps = max(_CONVERGES_IN, training.options["max_steps"])
-    return replace(training, options={**training.options, "max_steps": steps}, reference=None)
+def _lengthened(training: Training, times: int = 1) -> Training:
+    """The same without what is compared step by step, and long enough for a loss to fall.
+
+    It records as many losses whatever ``times`` is; Hogwild's processes come together at each.
+    """
+    steps = max(_CONVERGES_IN, training.options["max_steps"]) * times
+    options = {**training.options, "max_steps": steps, "log_every": times}
+    return replace(training, options=options, reference=None)
 
 
 def _raise(failed: Failure | None) -> None:
