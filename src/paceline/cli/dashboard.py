@@ -10,12 +10,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from paceline.distributed.process import signals_handled, wait_for
 from paceline.errors import ConfigError, RunDirectoryError
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
 _PORT = 8899
-_TURN_S = 0.5
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -55,23 +55,20 @@ def dashboard(
             raise RunDirectoryError(f"there is no folder {root}. Name folders that hold runs.")
     token = None if token_file is None else _token(token_file)
     ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in _ENDING}
-    try:
-        with DashboardServer(list(roots) or [_DEFAULT_ROOT], host=host, port=port, token=token) as server:
-            if json:
-                print(json_module.dumps({"url": server.url, "port": server.port}), flush=True)
-            else:
-                secret = "" if token_file is None else f"\nVisitors are asked for the token in {token_file}."
-                print(f"The dashboard is at {server.url} (Ctrl-C ends it){secret}", flush=True)
-            if open:
-                import webbrowser
+    with (
+        signals_handled(_ENDING, lambda *_: ended.set()),
+        DashboardServer(list(roots) or [_DEFAULT_ROOT], host=host, port=port, token=token) as server,
+    ):
+        if json:
+            print(json_module.dumps({"url": server.url, "port": server.port}), flush=True)
+        else:
+            secret = "" if token_file is None else f"\nVisitors are asked for the token in {token_file}."
+            print(f"The dashboard is at {server.url} (Ctrl-C ends it){secret}", flush=True)
+        if open:
+            import webbrowser
 
-                webbrowser.open(server.url)
-            while not ended.wait(_TURN_S):
-                pass  # a signal that comes just before a wait is heard only after it
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            webbrowser.open(server.url)
+        wait_for(ended)
     return 0
 
 

@@ -255,12 +255,21 @@ def interrupted_afterwards() -> Iterator[None]:
 def join_all(threads: Iterable[threading.Thread]) -> None:
     """Wait in the main thread until these have ended, or until a signal's handler raises.
 
-    In turns: Python looks for signals before it begins a wait, and one that comes just then would be heard
-    only when the wait is over.
+    In turns, as :func:`wait_for` says.
     """
     for thread in threads:
         while thread.is_alive():
             thread.join(_TURN_S)
+
+
+def wait_for(event: threading.Event) -> None:
+    """Wait in the main thread for what a signal's handler may set.
+
+    In turns: Python looks for signals before it begins a wait, and one that comes just then would be heard
+    only when the wait is over.
+    """
+    while not event.wait(_TURN_S):
+        pass
 
 
 def dump_stacks_on_signal() -> None:
