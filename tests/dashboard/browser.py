@@ -50,8 +50,13 @@ def complaints(chrome: Chrome) -> list[str]:
     return [entry["message"] for entry in chrome.get_log("browser")]
 
 
+def asked(chrome: Chrome) -> list[tuple[str, str]]:
+    """Of each request since the last call: the page that it was for, and the address."""
+    messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
+    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    return [(request["documentURL"], request["request"]["url"]) for request in sent]
+
+
 def requested(chrome: Chrome) -> set[str]:
     """The addresses that were asked for since the last call."""
-    messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
-    sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    return {url for url in sent if not url.startswith(("chrome", "data:"))}
+    return {url for _, url in asked(chrome) if not url.startswith(("chrome", "data:"))}

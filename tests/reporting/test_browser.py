@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ from PIL import Image
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Chrome
 from selenium.webdriver.support.wait import WebDriverWait
+from tests.dashboard.browser import asked, complaints, show_as, why_not
 from tests.dashboard.browser import browser as a_browser
-from tests.dashboard.browser import complaints, show_as, why_not
 from tests.reporting.conftest import HOSTILE
 
 from paceline.cli.report import report
@@ -91,12 +90,7 @@ def test_the_page_asks_for_nothing_and_reads_well(browser: Chrome, page: Path) -
     assert browser.execute_script(broken) == 0
     assert browser.execute_script("return document.scripts.length") == 0
     assert complaints(browser) == []
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-        and message["params"]["documentURL"] == page.as_uri()  # and not the browser's own first page
-    ]
-    assert page.as_uri() in asked
-    assert {url for url in asked if not url.startswith("data:image/png")} == {page.as_uri()}
+    # And not what the browser's own first page asks for.
+    urls = {url for document, url in asked(browser) if document == page.as_uri()}
+    assert page.as_uri() in urls
+    assert {url for url in urls if not url.startswith("data:image/png")} == {page.as_uri()}
