@@ -6,12 +6,14 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 from tests.conftest import Processes
 from tests.serving.conftest import Server, json_request, start_server
@@ -146,21 +148,43 @@ def test_an_answer_is_waited_for_while_another_request_is_on_its_way(small: Serv
         replica.send_signal(signal.SIGCONT)
 
 
-def test_a_server_ends_although_a_client_does_not_read(start: Callable[..., Server]) -> None:
-    server = start("fashion-mnist@prod", "--drain-notice", "1ms")
-    asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
+def test_who_asks_and_does_not_read_fills_no_memory(server: Server) -> None:
+    process = psutil.Process(server.popen.pid)
+    before = process.memory_info().rss
     with connected(server) as connection:
-        connection.setblocking(False)
-        try:
-            for _ in range(100):
-                connection.send(asked)
-        except BlockingIOError:
-            pass
+        ask_until_it_waits(server, connection)
+        assert process.memory_info().rss - before < 100 * 2**20
+
+
+def test_a_server_ends_although_a_client_does_not_read(
+    run_processes: Processes, start: Callable[..., Server]
+) -> None:
+    server = start("fashion-mnist@prod", "--drain-notice", "1ms")
+    with connected(server) as connection:
+        ask_until_it_waits(server, connection)
         server.popen.send_signal(signal.SIGINT)
         while takes_connections(server):
             pass
+        assert server.popen.poll() is None
         server.popen.send_signal(signal.SIGINT)
-        assert server.popen.wait(60) == 0
+        ended = run_processes.finish(server.popen, timeout_s=60)
+        assert ended.returncode == 0
+        assert "broke off the connection" in ended.stderr
+
+
+def ask_until_it_waits(server: Server, connection: socket.socket) -> None:
+    """Ask and read nothing until the server does not read on either, although it has nothing else to do."""
+    asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000
+    process = psutil.Process(server.popen.pid)
+    connection.setblocking(False)
+    looks = unsent = 0
+    while looks < 20:
+        try:
+            unsent = (unsent or len(asked)) - connection.send(asked[-unsent:])
+            looks = 0
+        except BlockingIOError:
+            looks = looks + 1 if process.status() == psutil.STATUS_SLEEPING else 0
+            time.sleep(0.01)
 
 
 def takes_connections(server: Server) -> bool:

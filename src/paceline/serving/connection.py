@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.serving.app import ON_DISCONNECT, error_answer
@@ -23,6 +24,22 @@ _TOO_SLOW = (
 )
 
 
+class _Flow(FlowControl):
+    """Reads no further while a request waits that was read before.
+
+    uvicorn reads on whenever it has answered one: a client that sends thousands and reads slowly would
+    fill the memory with them.
+    """
+
+    def __init__(self, transport: asyncio.Transport, waiting: Sized) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
 def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.Protocol]:
     """A protocol for uvicorn whose clients must have sent a request within so many seconds.
 
@@ -33,6 +50,7 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
     class Connection(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.flow = _Flow(transport, self.pipeline)
             self._waiting: set[asyncio.Future[Any]] = set()
             self._before: RequestResponseCycle | None = None
             self._refused = False
