@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from tests.lab import sshd
 from tests.lab.machines import Lab, Machines, Node, why_not
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.slurm_cluster import why_not as why_no_slurm
+
+from paceline.launchers.local.base import bound_loopback_socket
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
 # inherit that: Ctrl-C could not be tried.
@@ -45,6 +48,16 @@ class Processes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._started: list[subprocess.Popen[str]] = []
+        self._ports: list[socket.socket] = []
+
+    def free_port(self) -> int:
+        """A port of loopback where these processes can listen; nobody else is given it until they end.
+
+        Who listens there sets SO_REUSEADDR, as torch and Paceline do.
+        """
+        self._ports.append(bound_loopback_socket())
+        port: int = self._ports[-1].getsockname()[1]
+        return port
 
     def start(
         self,
@@ -52,6 +65,7 @@ class Processes:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
         shared: bool = False,
     ) -> subprocess.Popen[str]:
         """Start a command in a process group of its own; its stdout and stderr are pipes.
@@ -67,6 +81,7 @@ class Processes:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            pass_fds=tuple(pass_fds),
         )
         self._started.append(popen)
         if shared:
@@ -110,6 +125,8 @@ class Processes:
             for pipe in (popen.stdout, popen.stderr):
                 if pipe is not None:
                     pipe.close()
+        for reserved in self._ports:
+            reserved.close()
 
 
 @pytest.fixture
@@ -293,10 +310,20 @@ def _dump_stacks(pid: int) -> None:
     time.sleep(1)
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process, of whomever it is the child, has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def _kill_tree(popen: subprocess.Popen[str]) -> None:
-    for process in _tree(popen.pid):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    if popen.poll() is None:
+        for process in _tree(popen.pid):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    elif psutil.pid_exists(popen.pid):
+        return  # its number is another's by now
     with suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)
     popen.wait()

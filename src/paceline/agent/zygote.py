@@ -74,6 +74,8 @@ class Zygote:
         # What is left in a buffer would be printed by the child once more.
         sys.stdout.flush()
         sys.stderr.flush()
+        # A worker may be asked to stop before it heeds signals: it would ignore that as this process does.
+        signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_STOP_SIGNALS)
         try:
             pid = os.fork()
         except OSError as error:
@@ -85,6 +87,7 @@ class Zygote:
             self._pids[pidfd] = pid
             self._selector.register(pidfd, selectors.EVENT_READ)
             self._answer({"forked": worker, "pid": pid}, pidfd)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_STOP_SIGNALS)
         for descriptor in descriptors:
             os.close(descriptor)
         return None
@@ -96,10 +99,12 @@ class Zygote:
         self._requests.close()
         for pidfd in self._pids:
             os.close(pidfd)
+        if "fork" in request:
+            for number in WORKER_STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # until it handles them, there is nothing to save
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_STOP_SIGNALS)
         if "fork" not in request:
             return lambda: _serve_stores(descriptors[0])
-        for number in WORKER_STOP_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         channel, *log = descriptors
         # A worker that rises to rank 0 later prints to the terminal, wherever it prints now.
         terminal = (os.dup(1), os.dup(2))
