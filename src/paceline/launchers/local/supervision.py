@@ -145,13 +145,13 @@ class SupervisedJob:
 
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code."""
-        try:
-            with signals_handled(STOP_SIGNALS, self._on_signal):
+        with signals_handled(STOP_SIGNALS, self._on_signal):
+            try:
                 while self._running:
                     self._wait_once()
-        finally:
-            self._kill_all()
-            self._reap_all()
+            finally:  # one more Ctrl-C must not interrupt this
+                self._kill_all()
+                self._reap_all()
         return self._conclude()
 
     def cancel(self) -> None:
@@ -214,9 +214,11 @@ class SupervisedJob:
                 signal.pidfd_send_signal(running.pidfd, number)
 
     def _kill_all(self) -> None:
-        for running in self._running:
+        for running in tuple(self._running):
             # Open MPI's mpirun starts its ranks in groups of their own, and they outlive it.
-            below = psutil.Process(running.popen.pid).children(recursive=True)
+            below: list[psutil.Process] = []
+            with suppress(psutil.NoSuchProcess):  # a signal may come just as it is reaped
+                below = psutil.Process(running.popen.pid).children(recursive=True)
             with suppress(ProcessLookupError):
                 os.killpg(running.popen.pid, signal.SIGKILL)
             for process in below:
@@ -248,7 +250,7 @@ class SupervisedJob:
                 self._signal = number
                 told = None if self._starter is None else self._starter.stop_signal
                 self._send(told or passed_on(number))
-                if self._deaf:
+                if self._deaf and self._running:
                     self._deadline = time.monotonic() + self._grace_s
                     os.eventfd_write(self._wake, 1)  # what waits knows of no deadline yet
             case "end" if self._says_why and self._deadline is None:

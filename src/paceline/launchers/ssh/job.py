@@ -86,16 +86,16 @@ class SshJob:
 
     def wait(self) -> int:
         """Watch the job to its end; say what failed; return its exit code."""
-        try:
-            with signals_handled(STOP_SIGNALS, self._on_signal):
+        with signals_handled(STOP_SIGNALS, self._on_signal):
+            try:
                 self._tell("go")
                 while self._running:
                     self._poll(self._deadline)
                     self._obey()
                     if self._deadline is not None and time.monotonic() >= self._deadline:
                         self._hurry()
-        finally:
-            self._end_all()
+            finally:  # one more Ctrl-C must not interrupt this
+                self._end_all()
         return self._conclude()
 
     def cancel(self) -> None:
@@ -178,7 +178,8 @@ class SshJob:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._heard.append(number)
-        os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def _obey(self) -> None:
         """Do what signals and other threads ask for, where nothing is being written."""

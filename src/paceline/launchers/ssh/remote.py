@@ -110,8 +110,8 @@ class _Supervised:
     def run(self, control: _Control) -> int:
         """Do as told until the command ends."""
         connected = True
-        try:
-            with signals_handled(STOP_SIGNALS, self._on_signal):
+        with signals_handled(STOP_SIGNALS, self._on_signal):
+            try:
                 while (word := control.next(self._pidfd)) is not None and word not in ("ended", "kill"):
                     if word.startswith("signal "):
                         self._signal(int(word.removeprefix("signal ")))
@@ -120,8 +120,8 @@ class _Supervised:
                 if not connected:
                     self._signal(signal.SIGTERM)
                     select.select([self._pidfd], [], [], _GRACE_S)
-        finally:
-            code = self._end()
+            finally:
+                code = self._end()
         for copier in self._copiers if connected else ():
             copier.join(_LAST_OUTPUT_S)
         if code < 0:
