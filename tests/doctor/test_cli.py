@@ -349,17 +349,23 @@ def test_ctrl_c_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: C
 
 
 @pytest.mark.parametrize(
-    ("number", "everywhere"),
-    [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGTERM, True), (signal.SIGINT, True)],
+    ("number", "to"),
+    [
+        (signal.SIGTERM, "the launcher"),
+        (signal.SIGUSR1, "the launcher"),
+        (signal.SIGTERM, "all"),
+        (signal.SIGINT, "all"),
+        (signal.SIGTERM, "the examination"),
+    ],
 )
 def test_a_preflight_that_is_stopped_leaves_nothing(
     run_processes: Any,
     tmp_path: Path,
     wait_until: Callable[..., None],
     number: signal.Signals,
-    everywhere: bool,
+    to: str,
 ) -> None:
-    """Schedulers send a signal to what they have started, or to all processes at once, as a terminal does."""
+    """Schedulers send a signal to what they have started, or to all processes, in whichever order."""
     (tmp_path / "tmp").mkdir()
     doctor = Examination(directory=tmp_path / "preflight", run=tmp_path, preflight=True)
     popen = run_processes.start(
@@ -378,8 +384,14 @@ def test_a_preflight_that_is_stopped_leaves_nothing(
     wait_until((tmp_path / "preflight/meeting.json").exists, "waiting for the other machine", 60)
     assert (tmp_path / "preflight/token").exists()
     below = psutil.Process(popen.pid).children(recursive=True)
-    for pid in (*(process.pid for process in below if everywhere), popen.pid):
-        os.kill(pid, number)
+    match to:
+        case "the launcher":
+            popen.send_signal(number)
+        case "all":
+            os.killpg(popen.pid, number)
+        case _:
+            [examination] = psutil.Process(popen.pid).children()
+            examination.send_signal(number)
     done = run_processes.finish(popen)
     assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr

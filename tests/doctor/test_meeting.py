@@ -23,11 +23,11 @@ def test_no_way_at_all_and_a_machine_that_was_not_started(machines: Machines) ->
     need("nft")
     nodes = machines(3)
     sh(nodes[0], FIREWALL, "tcp", "dport", "1024-65535")
-    report = examine(nodes, "--timeout", "12", present=[0, 1], codes=[0, 1])
+    report = examine(nodes, "--timeout", "20", present=[0, 1], codes=[0, 1])
     assert report.machines == ("node0", "node1", "machine 2")
     blocked = found(report, "machines", "node1").found
     assert blocked.startswith(f"it does not reach node0:{PORT} (no answer) nor 10.77.0.1:")
-    assert found(report, "machines", "machine 2").found == "nothing was heard of it within 12 s"
+    assert found(report, "machines", "machine 2").found == "nothing was heard of it within 20 s"
     assert "paceline: machine 1 did not reach machine 0" in nodes[1].processes[-1].text
 
 
@@ -36,7 +36,7 @@ def test_a_directory_that_is_not_shared(machines: Machines) -> None:
     meeting = nodes[0].lab.directory / "meeting"
     meeting.mkdir()
     sh(nodes[1], 'mount -t tmpfs tmpfs "$1"', meeting)
-    report = examine(nodes, "--timeout", "6", codes=[0, 1])
+    report = examine(nodes, "--timeout", "15", codes=[0, 1])
     why = absent(report)
     assert f"does not see {meeting}" in why
     assert "10.77.0.2" in why

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -56,13 +57,13 @@ def main(argv: list[str]) -> int:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as asked:
+        return 128 + next(iter(asked.args), signal.SIGINT)
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, any request to stop is what Ctrl-C is, so that nothing is left behind.
+    """Inside, any request to stop is what Ctrl-C is, so that nothing is left behind; it holds the signal.
 
     The same request may come from a launcher too: that must not interrupt the cleaning up.
     """
@@ -70,7 +71,7 @@ def stoppable() -> Iterator[None]:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if requests.hear(number) != "again":
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
 
     with signals_handled(STOP_SIGNALS, interrupt):
         yield
