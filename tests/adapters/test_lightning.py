@@ -45,6 +45,8 @@ def runs(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dic
             [
                 *(sys.executable, "-m", "paceline", "train", f"{LIT}:Classified", "--run", name),
                 *("--threads", "1", "--seed", "3", "--log-every", "5", "--quiet", *arguments),
+                # An end is seen without it, and a machine that stalls is no fault.
+                *("--heartbeat", "60"),
             ],
             cwd=directory,
         )

@@ -187,7 +187,7 @@ def test_ctrl_c_ends_threads(run_processes: Processes, tmp_path: Path) -> None:
     assert popen.stdout is not None
     assert [popen.stdout.readline() for _ in range(2)] == ["measuring\n"] * 2
     popen.send_signal(signal.SIGINT)
-    done = run_processes.finish(popen, timeout_s=20)
+    done = run_processes.finish(popen, timeout_s=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

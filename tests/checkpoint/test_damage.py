@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,11 +95,8 @@ def test_ranks_that_see_different_damage_fall_back_together(tmp_path: Path, run_
     flip(checkpoint(first, 40) / "model.safetensors")
     flip(checkpoint(second, 30) / "optimizers.safetensors")
     (checkpoint(second, 40) / "manifest.json").unlink()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     resume = [sys.executable, "-m", "paceline", "resume", "run", "--quiet", "--nproc", "2"]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run_processes.free_port())}
     ranks = [
         run_processes.start(resume, cwd=machine, env={**os.environ, **shared, "RANK": str(rank)})
         for rank, machine in enumerate((first, second))

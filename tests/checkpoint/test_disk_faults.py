@@ -177,6 +177,8 @@ def test_a_last_save_that_fails_for_good_says_what_is_kept(
         def counted(self: saving.Saver, *arguments: Any) -> None:
             nonlocal steps
             steps += 1
+            if steps == 48:
+                self._checkpointer.wait()  # what was saved before is on disk
             faults.strikes = lambda call: call == "mkdir" and steps >= 48
             record_step(self, *arguments)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cli.logs import logs
@@ -247,6 +247,7 @@ def test_what_several_ranks_print_is_shown_once(
     ]
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 4), st.lists(st.sampled_from("abc"), max_size=8), max_size=4))
 def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, list[str]]) -> None:
     unfolded: dict[int, list[str]] = {rank: [] for rank in lines}
@@ -256,6 +257,7 @@ def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, li
     assert unfolded == lines
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 9), st.lists(st.sampled_from("abcd"), max_size=8), max_size=6))
 def test_folding_holds_back_what_others_print_later(lines: dict[int, list[str]]) -> None:
     """What comes next is what the fewest other ranks print later; then, what the lowest rank prints."""

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -152,9 +151,7 @@ def test_a_script_needs_no_change(
 def test_two_machines_by_hand(
     start: Callable[..., Any], run_processes: Any, tmp_path: Path, sha256: str
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{run_processes.free_port()}"
     machines = [
         start(
             *(*PYTHON, *TRAIN, "--run", "run", "--json", "--nodes", "2"),

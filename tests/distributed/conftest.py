@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,9 +22,7 @@ def start_ranks(
     processes: Any, world_size: int, script: str, argument: Callable[[int], str | Path]
 ) -> list[subprocess.Popen[str]]:
     """Start a script of this directory once for each rank, with an argument that may depend on it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.free_port()
     return [
         processes.start(
             [sys.executable, HERE / script, argument(rank)],
@@ -51,7 +48,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list
         for world_size in WORLD_SIZES:
             paths = [directory / f"{world_size}-{rank}.json" for rank in range(world_size)]
             ranks = start_ranks(processes, world_size, "reduction_worker.py", paths.__getitem__)
-            finished = [processes.finish(rank, timeout_s=120) for rank in ranks]
+            finished = [processes.finish(rank, timeout_s=240) for rank in ranks]
             errors = "\n".join(f"--- rank {rank}\n{f.stderr}" for rank, f in enumerate(finished))
             assert [f.returncode for f in finished] == [0] * world_size, errors
             found[world_size] = [json.loads(path.read_text()) for path in paths]

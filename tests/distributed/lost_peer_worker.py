@@ -54,7 +54,7 @@ def main(mode: str) -> None:
         reducer.supported = lambda _: False
     with open_world(detect_environment(), device="cpu") as world:
         model = nn.Linear(64, 64)
-        patient, impatient = build(model, world, 1800.0), build(model, world, 0.2)
+        patient, impatient = build(model, world, 1800.0), build(model, world, 3.0)
         step(patient, model, world)
         if mode == "shared":
             if world.rank != 2:

@@ -34,10 +34,8 @@ def say(**values): print(json.dumps(values), flush=True)
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
+def port(run_processes: Any) -> int:
+    number: int = run_processes.free_port()
     return number
 
 
@@ -106,19 +104,27 @@ say(gathered=gathered, sent=sent, listening=listening, facts=facts, again=again,
 
 
 def test_absent_ranks_are_named(
-    ranks: Callable[..., list[subprocess.Popen[str]]], run_processes: Any
+    ranks: Callable[..., list[subprocess.Popen[str]]], run_processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = """
+import socket
 from paceline.errors import PeerLostError
+with socket.create_connection(("127.0.0.1", int(os.environ["GATE"]))) as gate:
+    gate.recv(1)  # until both are here: each waits by a clock of its own
 try:
-    with open_world(environment, device="cpu", init_timeout_s=1.5): pass
+    with open_world(environment, device="cpu", init_timeout_s=5): pass
 except PeerLostError as error:
     say(message=str(error), rank=error.rank)
 """
-    processes = ranks(script, range(2), 4)
+    with socket.create_server(("127.0.0.1", 0)) as gate:
+        monkeypatch.setenv("GATE", str(gate.getsockname()[1]))
+        gate.settimeout(60)
+        processes = ranks(script, range(2), 4)
+        for rank in [gate.accept()[0] for _ in processes]:
+            rank.close()
     said = json.loads(run_processes.finish(processes[0]).stdout)
     assert said["rank"] == 2
-    assert said["message"].startswith("2 of 4 ranks did not appear within 1.5 s: rank 2, 3. ")
+    assert said["message"].startswith("2 of 4 ranks did not appear within 5 s: rank 2, 3. ")
     assert "--init-timeout" in said["message"]
     run_processes.finish(processes[1])
 
@@ -161,6 +167,7 @@ def test_a_taken_master_port_says_so(port: int) -> None:
         world_size=2, local_world_size=2, master_addr="127.0.0.1", master_port=port, source="variables"
     )
     with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
         with (

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.conftest import runs
 from tests.lab.machines import Lab, Machines, Node
 
 SUMS = """
@@ -268,4 +269,4 @@ def test_nothing_is_left_when_the_tests_are_ended(
     assert len(left) >= 7, "the switch, two nodes with two processes each, and a command with two"
     user.send_signal(how)
     user.wait(30)
-    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in left), "the end of all")
+    wait_until(lambda: not any(map(runs, left)), "the end of all")

@@ -78,12 +78,9 @@ def test_spawn_starts_a_script_that_knows_nothing_of_paceline(tmp_path: Path) ->
     assert [(tmp_path / f"{rank}.json").read_text() for rank in (0, 1)] == ["3", "3"]
 
 
-def test_two_machines_by_hand(tmp_path: Path) -> None:
+def test_two_machines_by_hand(tmp_path: Path, run_processes: Any) -> None:
     spawn = get_local_launcher("spawn")
-    from paceline.launchers.local.base import bound_loopback_socket
-
-    with bound_loopback_socket() as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{run_processes.free_port()}"
     handles = [
         spawn.submit(
             spawn.render(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -345,7 +344,7 @@ def test_a_script_in_the_pods_of_a_train_job(run_processes: Any, tmp_path: Path)
         nodes=(2, 2),
         nproc=(2,),
         python=sys.executable,
-        master_port=free_port(),
+        master_port=run_processes.free_port(),
     )
     job = Kubernetes().render(spec, KubernetesOptions(image="train:1")).objects[-1]["spec"]["trainer"]
     pods = []
@@ -358,10 +357,3 @@ def test_a_script_in_the_pods_of_a_train_job(run_processes: Any, tmp_path: Path)
     done = [run_processes.finish(pod, timeout_s=100) for pod in pods]
     assert [pod.returncode for pod in done] == [0, 0], done[0].stderr
     assert "".join(pod.stdout for pod in done).splitlines() == ["4 10"] * 4
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

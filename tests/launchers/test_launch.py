@@ -29,8 +29,8 @@ os.write(1, " ".join(words).encode() + b"\\n")
 
 WAITS = """
 import os, pathlib, sys, time
-pathlib.Path(f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
 print("waiting", flush=True)
+pathlib.Path(f"ready{os.environ['RANK']}").write_text(str(os.getpid()))
 time.sleep(600)
 """
 
@@ -313,8 +313,9 @@ def test_a_job_whose_process_was_killed_has_failed(
     popen = run_processes.start(
         [sys.executable, "-m", "paceline", "launch", "--on", "spawn", "--", "waits.py"]
     )
-    wait_until(lambda: (tmp_path / "ready0").exists(), "the rank runs")
-    rank = psutil.Process(int((tmp_path / "ready0").read_text()))
+    ready = tmp_path / "ready0"
+    wait_until(lambda: ready.exists() and ready.read_text(), "the rank runs")
+    rank = psutil.Process(int(ready.read_text()))
     wait_until(lambda: run_processes.paceline("status", str(popen.pid)).returncode == 0, "it is recorded")
     popen.kill()
     popen.wait()

@@ -174,11 +174,24 @@ class Run:
         (self._path / "hold").unlink()
 
     def wait_for(self, what: str, matching: Callable[[dict[str, Any]], bool] = lambda event: True) -> None:
-        def happened() -> bool:
-            events = self.directory.read_events() if self.directory.events.exists() else []
-            return any(event["event"] == what and matching(event) for event in events)
+        self.cluster.wait_until(lambda: self._happened(what, matching), what)
 
-        self.cluster.wait_until(happened, what)
+    def step_until(self, what: str, matching: Callable[[dict[str, Any]], bool]) -> None:
+        """Go on step by step until this event is there."""
+
+        def there() -> bool:
+            if self._happened(what, matching):
+                return True
+            held = int((self._path / "hold").read_text())
+            if (self._path / f"held-{held}").exists():
+                self.hold(held + 1)
+            return False
+
+        self.cluster.wait_until(there, what)
+
+    def _happened(self, what: str, matching: Callable[[dict[str, Any]], bool]) -> bool:
+        events = self.directory.read_events() if self.directory.events.exists() else []
+        return any(event["event"] == what and matching(event) for event in events)
 
     @property
     def log(self) -> str:
@@ -236,8 +249,8 @@ def test_a_preempted_task_is_saved_requeued_and_goes_on(jobs: Jobs, undisturbed:
     cluster = run.cluster
     urgent = cluster.sbatch("--partition=high", "--nodes=3", "--exclusive", "--wrap", "true")
     cluster.wait_until(lambda: "CANCELLED AT" in run.log, "the signal of Slurm's")
-    run.hold(14)
-    run.wait_for("stopped", lambda event: event["cause"] == "SIGTERM")
+    # Slurm's own word may be there before the workers have got theirs.
+    run.step_until("stopped", lambda event: event["cause"] == "SIGTERM")
     cluster.wait_for(urgent, "COMPLETED")
     run.go_on()
     cluster.wait_for(run.job, "COMPLETED")

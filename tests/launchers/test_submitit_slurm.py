@@ -51,7 +51,7 @@ def test_a_task_on_two_machines_is_requeued_and_ends_with_the_same_model(
     env = {"XDG_STATE_HOME": str(tmp_path)}
     undisturbed = run_processes.paceline(*TRAIN, "--run", "undisturbed", "--json", "--quiet")
     expected = json.loads(undisturbed.stdout.splitlines()[-1])["model_sha256"]
-    on = ("--on", "submitit", "--nodes", "2", "--nproc", "2", "--run", "run")
+    on = ("--on", "submitit", "--nodes", "2", "--nproc", "2", "--run", "run", "--heartbeat", "60")
     submitted = slurm_cluster.run(*PACELINE, *TRAIN, *on, "--json", env=env)
     assert submitted.returncode == 0, submitted.stderr
     job = json.loads(submitted.stdout)

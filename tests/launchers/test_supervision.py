@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import runs
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.launchers.local.base import LocalSpec, get_local_launcher
@@ -87,13 +89,13 @@ class Job:
         self._wait_until(there, f"files {names}")
 
     def wait_gone(self, pids: list[int]) -> None:
-        def gone() -> bool:
-            return not any(
-                psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-                for pid in pids
-            )
+        self._wait_until(lambda: not any(map(_runs, pids)), f"the end of {pids}")
 
-        self._wait_until(gone, f"the end of {pids}")
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return runs(psutil.Process(pid))
+    return False
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,6 @@ def launch(run_processes: Any, tmp_path: Path) -> Any:
     return start
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
 def printed(done: Any) -> list[str]:
     assert done.returncode == 0, done.stderr
     return sorted(line for line in done.stdout.splitlines() if line.startswith(("rank", "argument", "came")))
@@ -81,7 +74,7 @@ def test_two_jobs_stacked_on_one_machine(launch: Any, run_processes: Any) -> Non
 def test_machines_that_differ_in_their_processes(launch: Any, run_processes: Any) -> None:
     meeting = (
         *("--on", "torchrun", "--nodes", "2", "--nproc", "2,1"),
-        *("--rdzv-endpoint", f"localhost:{free_port()}"),
+        *("--rdzv-endpoint", f"localhost:{run_processes.free_port()}"),
     )
     both = [launch(*meeting, "--node-rank", str(rank), "--", "plain.py") for rank in (0, 1)]
     lines = [line for popen in both for line in printed(run_processes.finish(popen))]
@@ -89,7 +82,14 @@ def test_machines_that_differ_in_their_processes(launch: Any, run_processes: Any
 
 
 def test_static_ranks(launch: Any, run_processes: Any) -> None:
-    meeting = ("--on", "torchrun", "--nodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
+    meeting = (
+        "--on",
+        "torchrun",
+        "--nodes",
+        "2",
+        "--rdzv-endpoint",
+        f"localhost:{run_processes.free_port()}",
+    )
     static = (*meeting, "--rdzv-backend", "static")
     both = [launch(*static, "--node-rank", str(rank), "--", "plain.py") for rank in (0, 1)]
     # Static: machine 1 is rank 1, whichever came first.
@@ -107,7 +107,15 @@ def test_workers_meet_at_the_address_that_the_hosts_are_given_by(run_processes: 
         "os.write(1, line.encode())\n"
     )
     agent = [sys.executable, "-m", "paceline.launchers.node", "--inner", "torchrun", "--nodes", "2"]
-    agent += ["--threads", "1", "--master-port", str(free_port()), "--", sys.executable, "meets.py"]
+    agent += [
+        "--threads",
+        "1",
+        "--master-port",
+        str(run_processes.free_port()),
+        "--",
+        sys.executable,
+        "meets.py",
+    ]
     place = {"PACELINE_HOSTS": "127.0.0.1,127.0.0.2", "PACELINE_JOB_ID": tmp_path.name}
     both = [run_processes.start(agent, env={**place, "PACELINE_NODE_RANK": str(rank)}) for rank in (0, 1)]
     assert sorted(line for popen in both for line in printed(run_processes.finish(popen))) == [
@@ -127,7 +135,8 @@ def test_workers_are_started_again(launch: Any, run_processes: Any) -> None:
 def test_elastic_with_fewer_machines_than_may_come(launch: Any, run_processes: Any) -> None:
     elastic = ("--on", "torchrun", "--nodes", "1:3", "--nproc", "2", "--max-restarts", "3")
     done = run_processes.finish(
-        launch(*elastic, "--rdzv-endpoint", f"localhost:{free_port()}", "--", "plain.py"), timeout_s=120
+        launch(*elastic, "--rdzv-endpoint", f"localhost:{run_processes.free_port()}", "--", "plain.py"),
+        timeout_s=120,
     )
     assert printed(done) == ["rank 0 of 2 sums to 3", "rank 1 of 2 sums to 3"]
 

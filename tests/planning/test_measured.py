@@ -54,6 +54,7 @@ def taken(run_processes: Any, directory: Path, name: str, strategy: str) -> list
         "--max-steps": 4,
         "--eval-every": "never",
         "--checkpoint-every": "never",
+        "--heartbeat": 60,  # whoever replaced a rank would not have measured all steps
         "--run": directory / f"{name}-{strategy}",
     }
     fields = {"report": report, "warmup": 1, "steps": 2, "loss_calls": SHARDS // WAYS[strategy].data_ranks}

@@ -77,10 +77,15 @@ def hurt():
     if action == "slow":
         time.sleep(0.1)
         return
-    if action == "hang":
+    if action == "sigkill-once-saved":  # the others wait for this rank, but for the one that writes
+        while not list(Path("run/checkpoints").glob("step-*")):
+            time.sleep(0.01)
+        action = "sigkill"
+    if action == "kill-parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if action in ("hang", "kill-parent"):
         time.sleep(600)
-    os.kill(os.getppid() if action == "kill-parent" else os.getpid(), signal.Signals[action.upper()]
-            if action != "kill-parent" else signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[action.upper()])
 
 
 if __name__ == "__main__":

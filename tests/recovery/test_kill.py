@@ -32,7 +32,7 @@ def test_a_killed_worker_and_a_killed_launcher(small: Any, undisturbed: dict[str
     (small.path / "happened").unlink()
     done = small.finish(small.start("resume", "run", *UNRECOVERED, fault="kill-parent 10 0"))
     assert done.returncode == -9
-    assert 8 <= small.step() <= 16  # the checkpoint of step 12 may have been on its way
+    assert 8 <= small.step() <= 12  # the checkpoint of step 12 may have been on its way
 
     result = small.resume("--nproc", "1")
     assert result["restarts"] == 2

@@ -61,7 +61,7 @@ def test_all_come_back_from_the_newest_checkpoint(small: Any, by_torch: str, fau
 
 
 def test_a_step_that_always_kills_ends_the_run(small: Any) -> None:
-    again = "; ".join(["sigkill 6 1"] + ["sigkill 2 1"] * 7)
+    again = "; ".join(["sigkill-once-saved 6 1"] + ["sigkill 2 1"] * 7)
     done = small.finish(small.train(*RESTART, "--max-restarts", "2", fault=again))
     assert done.returncode == 1
     (verdict,) = (line for line in done.stderr.splitlines() if "it would happen again" in line)

@@ -5,7 +5,8 @@ A plan is a directory of empty files, ``PLACE-STEP-RANK-KIND``: whoever removes 
 ``formed``), tensors (``copy``) or checkpoints (``save``). ``KIND`` is ``kill``, ``stop``, ``term``, ``usr1``,
 ``hold`` (the thread stays there until its process ends) or another way to hang (``WAYS``). In ``data`` the
 step is a sample's number, whoever reads it, and the rank ``any``. A rank with a file
-``reform-GENERATION-RANK-wait`` goes on only once somebody waits to join: else a short run may end first.
+``reform-GENERATION-RANK-join`` goes on only once somebody waits to join, unless nobody is lacking: else a
+short run may end first. With ``-hold`` it goes on once the view is to change, or the file is removed.
 """
 
 from __future__ import annotations
@@ -81,10 +82,11 @@ class Harm:
         self.plan = Path()
         # An agent's worker is told by its view.
         self.rank = int(os.environ.get("RANK", "-1"))
+        self.members = 0  # of its first view
 
     def awaited(self, generation: int) -> Path | None:
-        path = self.plan / f"reform-{generation}-{self.rank}-wait"
-        return path if path.exists() else None
+        paths = self.plan.glob(f"reform-{generation}-{self.rank}-*")
+        return next(paths, None)
 
     def at(self, place: str, step: int, rank: int | str | None = None) -> None:
         for path in self.plan.glob(f"{place}-{step}-{self.rank if rank is None else rank}-*"):
@@ -113,6 +115,10 @@ def _hooked() -> None:
         harm.rank = place.rank
         harm.at("form", place.generation)
         form(place, backend)
+        harm.members = harm.members or place.world_size
+        if place.generation and place.world_size == harm.members:
+            # Who was lost is replaced already: nobody else will wait to join.
+            (harm.plan / f"reform-{place.generation}-{place.rank}-join").unlink(missing_ok=True)
         harm.at("formed", place.generation)
 
     def sent(world: Any, tensors: Any, behind: Any) -> None:
@@ -138,10 +144,10 @@ def _hooked() -> None:
 
     def should_reform(member: Member, generation: int) -> bool:
         awaited = harm.awaited(generation)
-        while awaited is not None and not asked_to_reform(member, generation):
+        while awaited is not None and awaited.exists() and not asked_to_reform(member, generation):
             time.sleep(0.005)
         if awaited is not None:
-            awaited.unlink()
+            awaited.unlink(missing_ok=True)
         return asked_to_reform(member, generation)
 
     join._form, handover._send, storage.write_file = formed, sent, written

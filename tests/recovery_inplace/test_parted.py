@@ -29,7 +29,7 @@ class Run:
             *("train", TASK, "--run", str(path), "--threads", "1", "--quiet", "--set", f"plan={plan}"),
             *("--mesh", mesh, "--nproc", ranks, "--recover", "restart", "--pp-split", "equal"),
             *("--eval-every", "never", "--checkpoint-every", "4steps", "--max-steps", "12"),
-            *("--hang-timeout", "6s", "--max-restarts", "3"),
+            *("--hang-timeout", "6s", "--heartbeat", "30", "--max-restarts", "3"),
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
         assert self.done.returncode == 0, self.done.stderr

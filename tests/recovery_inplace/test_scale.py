@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline.agent.control_socket import AgentConnection, Status
@@ -20,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.run_directory import RunDirectory
 
 TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"
+_MOST_VIEWS = 20
 STEPS = 40  # of the whole run; an evaluation every 3, a checkpoint every 7
 
 
@@ -30,15 +32,20 @@ class Run:
         self.processes, self.wait_until = processes, wait_until
         self.directory = RunDirectory(path)
 
-    def start(self, nproc: int, recover: str, waits: int = 0) -> subprocess.Popen[str]:
-        """Start to train; the first ``waits`` views train only on once they are asked to re-form."""
-        plan = self.directory.path.with_name("plan")
+    @property
+    def _plan(self) -> Path:
+        return self.directory.path.with_name("plan")
+
+    def start(self, nproc: int, recover: str, *, held: bool = True) -> subprocess.Popen[str]:
+        """Start to train; while ``held``, each view trains on only once it is asked to re-form."""
+        plan = self._plan
         plan.mkdir(exist_ok=True)
-        for generation in range(waits):
-            (plan / f"reform-{generation}-0-wait").touch()
+        for generation in range(_MOST_VIEWS if held else 0):
+            (plan / f"reform-{generation}-0-hold").touch()
         command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(self.directory.path)]
         command += ["--nproc", str(nproc), "--threads", "1", "--recover", recover, "--set", f"plan={plan}"]
         command += ["--eval-every", "3steps", "--checkpoint-every", "7steps", "--best", "accuracy:max"]
+        command += ["--heartbeat", "30"]  # a machine that stalls is no fault
         started: subprocess.Popen[str] = self.processes.start(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
         return started
 
@@ -62,7 +69,13 @@ class Run:
         self.wait_until(there, f"{size} members")
         return seen[-1]
 
+    def go_on(self) -> None:
+        """Train on in the last view."""
+        for held in self._plan.glob("reform-*"):
+            held.unlink(missing_ok=True)
+
     def finish(self, popen: subprocess.Popen[str]) -> dict[str, Any]:
+        self.go_on()
         done = self.processes.finish(popen, timeout_s=120)
         assert done.returncode == 0, done.stdout + done.stderr
         report = audit(self.directory)
@@ -84,7 +97,7 @@ def run(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> 
 @pytest.fixture(scope="module")
 def undisturbed(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     quiet = Run(module_processes, tmp_path_factory.mktemp("undisturbed") / "run", lambda *_: None)
-    return quiet.finish(quiet.start(1, "none"))
+    return quiet.finish(quiet.start(1, "none", held=False))
 
 
 def same(result: dict[str, Any], undisturbed: dict[str, Any]) -> None:
@@ -97,12 +110,15 @@ def sizes(events: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def test_down_to_one_and_up_again(run: Run, undisturbed: dict[str, Any]) -> None:
-    popen = run.start(3, "inplace", waits=4)
+    popen = run.start(3, "inplace")
     with run.connect(popen) as agent:
         run.whole(agent, 3)
+        [zygote] = psutil.Process(popen.pid).children()
         for target in (1, 4, 2, 3):
+            zygote.suspend()  # or the first may be forked before it is known that there are more to come
             assert agent.scale(nproc=target).target == target
             agent.gather()  # four at once, not one after another
+            zygote.resume()
             run.whole(agent, target)
             if target == 2:
                 refused(agent)
@@ -130,7 +146,7 @@ def test_before_the_first_view(run: Run, undisturbed: dict[str, Any]) -> None:
 
 
 def test_who_is_to_leave_is_killed_before_it_has(run: Run, undisturbed: dict[str, Any]) -> None:
-    popen = run.start(3, "inplace", waits=1)
+    popen = run.start(3, "inplace")
     with run.connect(popen) as agent:
         status = run.whole(agent, 3)
         agent.scale(nproc=2)
@@ -143,7 +159,7 @@ def test_who_is_to_leave_is_killed_before_it_has(run: Run, undisturbed: dict[str
 
 
 def test_those_who_stay_are_killed_while_another_leaves(run: Run, undisturbed: dict[str, Any]) -> None:
-    popen = run.start(3, "inplace", waits=2)
+    popen = run.start(3, "inplace")
     with run.connect(popen) as agent:
         status = run.whole(agent, 3)
         agent.scale(nproc=2)
@@ -155,7 +171,7 @@ def test_those_who_stay_are_killed_while_another_leaves(run: Run, undisturbed: d
 
 
 def test_the_command_says_what_became_of_it(run: Run, undisturbed: dict[str, Any]) -> None:
-    popen = run.start(2, "inplace", waits=1)
+    popen = run.start(2, "inplace")
     with run.connect(popen) as agent:
         run.whole(agent, 2)
     done = run.processes.paceline("scale", run.directory.path, "--nproc", "9")

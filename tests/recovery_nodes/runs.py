@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.lab.machines import Lab, Node, NodeProcess
 
-from paceline.agent.control_socket import AgentConnection
+from paceline.agent.control_socket import AgentConnection, Status
 from paceline.data.audit import audit
 from paceline.run_directory import RunDirectory
 
@@ -65,8 +65,8 @@ class Small(paceline.Task):
         return nn.functional.cross_entropy(model(inputs), labels)
 '''
 OPTIONS = ("--max-steps", "40", "--seed", "5", "--threads", "1", "--checkpoint-every", "10steps")
-# A run that stands still for a test does not hang.
-PATIENT = ("--hang-timeout", "never")
+# A run that stands still for a test does not hang; who is kept from the processor for a while is not lost.
+PATIENT = ("--hang-timeout", "never", "--heartbeat", "8")
 
 
 class Run:
@@ -130,22 +130,28 @@ class Run:
 
     def wait_for_joiners(self, number: int, *processes: NodeProcess, leader: Node | None = None) -> None:
         """Wait until so many workers wait to take part, as the leading machine knows: the first, or this."""
-        leader = leader or self.lab.nodes[0]
-        seen = RunDirectory(self.path / "seen")
-        seen.path.mkdir(exist_ok=True)
 
         def there() -> bool:
             assert all(process.poll() is None for process in processes), processes[-1].text
-            note = json.loads(self.directory.agent.read_text())
-            # The socket is in the machine's own /dev/shm.
-            note["socket"] = f"/proc/{leader.pid}/root{note['socket']}"
-            seen.agent.write_text(json.dumps(note))
-            with AgentConnection(seen) as agent:
-                workers = agent.status().workers
+            workers = self._status(leader or self.lab.nodes[0]).workers
             waiting = [w for w in workers if w.rank is None and w.phase == "waiting for a view"]
             return len(waiting) >= number
 
         self._wait_until(there, "workers that wait", timeout_s=120)
+
+    def wait_for_the_stop(self) -> None:
+        """Wait until the first machine, which leads, has told its workers to stop after their step."""
+        self._wait_until(lambda: self._status(self.lab.nodes[0]).stopping, "the stop", timeout_s=90)
+
+    def _status(self, leader: Node) -> Status:
+        seen = RunDirectory(self.path / "seen")
+        seen.path.mkdir(exist_ok=True)
+        note = json.loads(self.directory.agent.read_text())
+        # The socket is in the machine's own /dev/shm.
+        note["socket"] = f"/proc/{leader.pid}/root{note['socket']}"
+        seen.agent.write_text(json.dumps(note))
+        with AgentConnection(seen) as agent:
+            return agent.status()
 
     def go_on(self) -> None:
         (self.path / "hold").unlink()

@@ -78,6 +78,7 @@ def test_a_scheduler_that_repeats_itself_hurries_nobody(run: Run, undisturbed: s
     for number in (signal.SIGUSR1, signal.SIGTERM):
         for process in processes:
             process.send_signal(number)
+    run.wait_for_the_stop()
     run.go_on()
     assert [process.wait(90) for process in processes] == [75, 75], processes[-1].text
     (stopped,) = (event for event in run.directory.read_events() if event["event"] == "stopped")

@@ -58,6 +58,7 @@ def test_a_job_grows_and_shrinks(run: Run, undisturbed: str) -> None:
     run.wait_for_joiners(2, first, second)
     run.step_until("view", lambda event: event["nodes"] == 2, first, second)
     second.send_signal(signal.SIGTERM)
+    run.wait_for("scale", lambda event: event["nodes"] == 1, first)
     run.step_until("machines", lambda event: len(event["nodes"]) == 1, first)
     assert second.wait() == 75, second.text
     run.go_on()

@@ -27,6 +27,7 @@ def test_a_run_is_cancelled_continued_and_loses_its_first_machine(
     wait_until((run.path / "held-7").exists, "the run to stand at step 7", timeout_s=90)
     cancel = lab.paceline(lab.nodes[2], "cancel", "run")
     assert cancel.wait() == 0, cancel.text
+    run.wait_for_the_stop()
     run.go_on()
     assert launcher.wait(90) == 75, launcher.text
     assert "everything is saved" in launcher.text

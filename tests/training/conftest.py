@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ TASKS = HERE / "tasks.py"
 
 
 class Runner(Protocol):
+    def free_port(self) -> int: ...
+
     def start(
         self, argv: list[str | Path], *, env: Mapping[str, str], cwd: Path, shared: bool
     ) -> subprocess.Popen[str]: ...
@@ -45,7 +46,8 @@ class Trainings:
         command = [sys.executable, HERE / "driver.py", directory / "jobs.json"]
         # Several are started at once, and a test may wait for one of them alone.
         self._started = [
-            processes.start([*command], env=env, cwd=directory, shared=True) for env in _environments(ranks)
+            processes.start([*command], env=env, cwd=directory, shared=True)
+            for env in ([{}] if ranks == 1 else _environments(ranks, processes.free_port()))
         ]
 
     def results(self) -> dict[str, dict[str, Any]]:
@@ -76,12 +78,7 @@ def _with_runs(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
     return {name: {"options": {}, **job} for name, job in jobs.items()}
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
-    if ranks == 1:
-        return [{}]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _environments(ranks: int, port: int) -> list[dict[str, str]]:
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{**shared, "RANK": str(rank)} for rank in range(ranks)]
 

@@ -133,7 +133,7 @@ def test_a_trial_is_no_rank_of_the_step_that_starts_ray(
     for name, value in (("NODEID", "1"), ("PROCID", "1"), ("LOCALID", "0")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     with closing(TrialServer()) as server:
-        trial = start(server, options(tmp_path / "a", init_timeout="5s"))
+        trial = start(server, options(tmp_path / "a", init_timeout="1min"))
         assert trial.next().step == 3
         trial.end()
 

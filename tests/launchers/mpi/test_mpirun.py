@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import runs
 
 pytestmark = pytest.mark.mpi
 
@@ -186,9 +187,7 @@ def test_no_rank_outlives_its_job(
     else:
         ranks[0].parent().kill()
     run_processes.finish(job)
-    wait_until(
-        lambda: not any(rank.is_running() and rank.status() != "zombie" for rank in ranks), "their end"
-    )
+    wait_until(lambda: not any(map(runs, ranks)), "their end")
 
 
 def test_a_rank_that_fails_ends_the_job_with_its_code(run: Callable[..., Any], tmp_path: Path) -> None:
