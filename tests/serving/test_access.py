@@ -97,14 +97,14 @@ def test_options_out_of_range() -> None:
 def test_what_a_browser_or_another_machine_could_send_exchanges_nothing(server: Server) -> None:
     address = f"{server.url}/v2/repository/models/fashion-mnist/load"
     body = json.dumps({"parameters": {"package": "fashion-mnist@next"}})
-    as_json = {"Content-Type": "application/json"}
-    assert httpx.post(address, content=body, headers={"Content-Type": "text/plain"}).status_code == 415
-    assert (
-        httpx.post(address, content=body, headers={**as_json, "Host": "evil.example:80"}).status_code == 403
-    )
-    assert httpx.post(address, content="{}", headers=as_json).status_code == 400
     missing = json.dumps({"parameters": {"package": "fashion-mnist@nobody"}})
-    assert httpx.post(address, content=missing, headers=as_json).status_code == 409
+    as_json = {"Content-Type": "application/json"}
+    with httpx.Client(timeout=60) as client:
+        assert client.post(address, content=body, headers={"Content-Type": "text/plain"}).status_code == 415
+        elsewhere = {**as_json, "Host": "evil.example:80"}
+        assert client.post(address, content=body, headers=elsewhere).status_code == 403
+        assert client.post(address, content="{}", headers=as_json).status_code == 400
+        assert client.post(address, content=missing, headers=as_json).status_code == 409
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:
@@ -124,7 +124,8 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
 def test_a_request_says_how_long_it_may_take(server: Server) -> None:
     for wrong in ("0", "-1", "x", "1e3", "9" * 20):
-        answer = httpx.post(f"{server.url}{PATH}", json=json_request(), headers={"Request-Timeout-Ms": wrong})
+        headers = {"Request-Timeout-Ms": wrong}
+        answer = httpx.post(f"{server.url}{PATH}", json=json_request(), headers=headers, timeout=60)
         assert answer.status_code == 400, wrong
 
 

@@ -23,31 +23,49 @@ BODY = json.dumps(json_request()).encode()
 WAITING = 'waiting_rows{model="fashion-mnist"} '
 
 
+def start_small(processes: Processes, env: dict[str, str], receive_timeout: str) -> Server:
+    words = ("--max-batch", "1", "--max-queue", "1", "--hang-timeout", "5min")
+    words = (*words, "--receive-timeout", receive_timeout)
+    return start_server(processes, env, "fashion-mnist@prod", *words, shared=True)
+
+
 @pytest.fixture(scope="module")
 def small(module_processes: Processes, serving_env: dict[str, str]) -> Server:
-    words = ("--max-batch", "1", "--max-queue", "1", "--receive-timeout", "1s", "--hang-timeout", "5min")
-    return start_server(module_processes, serving_env, "fashion-mnist@prod", *words, shared=True)
+    """One that soon sends away who does not go on."""
+    return start_small(module_processes, serving_env, "1s")
+
+
+@pytest.fixture(scope="module")
+def patient(module_processes: Processes, serving_env: dict[str, str]) -> Server:
+    """One that waits also for a client that is kept from the processor."""
+    return start_small(module_processes, serving_env, "1min")
 
 
 @pytest.fixture
-def full(small: Server) -> Iterator[Server]:
-    """Its replica stands still with two rows, and one row waits."""
-    [replica] = small.replicas()
+def full(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The patient one, or another; its replica stands still with two rows, and one row waits."""
+    server: Server = request.getfixturevalue(getattr(request, "param", "patient"))
+    [replica] = server.replicas()
     replica.send_signal(signal.SIGSTOP)
-    askers = [threading.Thread(target=ask_until_taken, args=(small,)) for _ in range(3)]
+    askers = [threading.Thread(target=ask_until_taken, args=(server,)) for _ in range(3)]
     try:
         for asker in askers:
             asker.start()
         # Each of the first two may be seen waiting, once, before it goes to the replica.
         times_seen = 0
         while times_seen < 3:
-            waits = f"{WAITING}1.0" in httpx.get(f"{small.url}/metrics").text
+            assert all(asker.is_alive() for asker in askers)
+            waits = f"{WAITING}1.0" in metrics(server)
             times_seen = times_seen + 1 if waits else 0
-        yield small
+        yield server
     finally:
         replica.send_signal(signal.SIGCONT)
         for asker in askers:
             asker.join()
+
+
+def metrics(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics", timeout=60).text
 
 
 def ask_until_taken(server: Server) -> None:
@@ -87,7 +105,7 @@ def test_who_is_refused_can_go_on_with_the_connection(full: Server) -> None:
         assert answer(connection)[0] == 429
         connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer(connection)[0] == 200
-    assert 'requests_total{code="429",model="fashion-mnist"}' in httpx.get(f"{full.url}/metrics").text
+    assert 'requests_total{code="429",model="fashion-mnist"}' in metrics(full)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +126,7 @@ def test_who_wants_no_other_answer_is_refused_and_left(full: Server, request_hea
     assert b"connection: close" in said.lower()
 
 
+@pytest.mark.parametrize("full", ["small"], indirect=True)
 def test_who_does_not_send_what_is_refused_is_sent_away(full: Server) -> None:
     with connected(full) as connection:
         connection.sendall(head() + BODY[:10])

@@ -104,7 +104,7 @@ def test_a_package_that_is_exchanged_while_a_client_sends(
 
 
 def test_readiness_and_the_end(start: Callable[..., Server], wait_until: Callable[..., None]) -> None:
-    server = start("fashion-mnist@prod", "--drain-notice", "2s", "--timeout", "2min")
+    server = start("fashion-mnist@prod", "--drain-notice", "10s", "--timeout", "2min")
     assert ready(server)
     with Load(server.url) as load:
         wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=120)

@@ -45,20 +45,17 @@ def test_loopback_another_version_and_the_end(
     ray_server: Server, run_processes: Processes, serving_env: dict[str, str], wait_until: Callable[..., None]
 ) -> None:
     """The last to use this server, which it ends."""
-    tree = psutil.Process(ray_server.popen.pid).children(recursive=True)
-    listening = {
-        connection.laddr.ip
-        for process in (psutil.Process(ray_server.popen.pid), *tree)
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    head = psutil.Process(ray_server.popen.pid)
+    tree = head.children(recursive=True)
+    listening: set[str] = set()
+    words: set[str] = set()
+    for process in (head, *tree):
+        with suppress(psutil.NoSuchProcess):  # Ray ends a worker that has been idle for long
+            connections = process.net_connections("tcp")
+            listening |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+            words |= set(process.cmdline())
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-    [directory] = {
-        Path(word.partition("=")[2]).parent
-        for process in tree
-        for word in process.cmdline()
-        if word.startswith("--temp-dir=")
-    }
+    [directory] = {Path(word.partition("=")[2]).parent for word in words if word.startswith("--temp-dir=")}
     assert directory.stat().st_mode & 0o777 == 0o700
 
     with Load(ray_server.url, connections=2) as load:

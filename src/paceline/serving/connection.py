@@ -110,6 +110,9 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 self._unset_keepalive_if_required()
                 if math.isinf(self._expected_by):
                     self._await_another()
+            elif not math.isinf(self._expected_by):
+                # While this answer was owed we did not read on: only now can its client send the rest.
+                self._await_request()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)

@@ -1,0 +1,84 @@
+"""How long a replica may take, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import numpy as np
+import pytest
+
+from paceline.serving import frames
+from paceline.serving.options import ServingOptions
+from paceline.serving.replica_process import ReplicaDied, ReplicaProcess
+from paceline.serving.servable import ModelSpec, Source
+from paceline.serving.starting import Starter
+
+INPUTS = {"x": np.zeros((1, 1), np.float32)}
+SOURCE = Source(package="nowhere", digest="0" * 64, kind="pt2")
+SPEC = ModelSpec(name="m", version="1", inputs={}, outputs={})
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop in which time passes when a test says so."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class Puppet(Starter):
+    """Starts a process that answers when it is told to, and none else."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.killed = asyncio.Event()
+
+    async def start(self, source: Source, device: str, channel: socket.socket) -> Puppet:
+        self.channel = channel.dup()
+        frames.send(self.channel, frames.encode({}))
+        return self
+
+    def answer(self, number: int) -> None:
+        frames.send(self.channel, frames.encode({"id": number}, INPUTS))
+
+    async def wait(self) -> object:
+        return await self.killed.wait()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def test_a_batch_that_was_sent_ahead_has_its_own_time() -> None:
+    """Together two batches take longer than one may, and neither does; then the second does."""
+    clock = Clock()
+
+    async def pass_by(seconds: float) -> None:
+        clock.now += seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        puppet = Puppet()
+        options = ServingOptions(hang_timeout_s=4.0)
+        replica = await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
+        first, second = (asyncio.create_task(replica.predict(INPUTS)) for _ in range(2))
+        await pass_by(3.0)
+        puppet.answer(0)
+        await first
+        await pass_by(3.0)
+        assert not puppet.killed.is_set()
+        await pass_by(1.5)
+        assert puppet.killed.is_set()
+        await pass_by(1.0)
+        with pytest.raises(ReplicaDied):
+            await second
+        await replica.end()
+        puppet.channel.close()
+
+    try:
+        clock.run_until_complete(run())
+    finally:
+        clock.close()
