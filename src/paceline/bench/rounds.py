@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from paceline.bench.workload import REPORT
-from paceline.distributed.process import sigterm_interrupts
+from paceline.distributed.process import interrupted_afterwards, sigterm_interrupts
 from paceline.errors import LaunchError
 
 Sample = dict[str, float]
@@ -115,7 +115,10 @@ def _run_to_the_end(contender: Contender, directory: Path) -> None:
     throttles = ExitStack()
     try:
         for index, command in enumerate(contender.commands(directory)):
-            with (directory / f"process-{index}.log").open("wb") as log:
+            with (
+                (directory / f"process-{index}.log").open("wb") as log,
+                interrupted_afterwards((signal.SIGINT, signal.SIGTERM)),
+            ):
                 process = subprocess.Popen(
                     command.argv,
                     env={**os.environ, "OMP_NUM_THREADS": "1", **command.variables},
@@ -125,7 +128,7 @@ def _run_to_the_end(contender: Contender, directory: Path) -> None:
                     # A Ctrl-C in the terminal is for us alone; we end the others below.
                     process_group=0,
                 )
-            processes.append(process)
+                processes.append(process)
             if command.half_speed:
                 throttles.enter_context(_half_speed(process))
         _wait(contender, processes, directory)

@@ -234,10 +234,10 @@ def signals_handled(
 
 
 @contextmanager
-def interrupted_afterwards() -> Iterator[None]:
+def interrupted_afterwards(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
     """Ctrl-C is raised where the block ends, if it ends well: by then it is known what was done.
 
-    A second one is raised at once.
+    A second one is raised at once; any of these signals is Ctrl-C.
     """
     asked: list[int] = []
 
@@ -246,7 +246,7 @@ def interrupted_afterwards() -> Iterator[None]:
             raise KeyboardInterrupt
         asked.append(number)
 
-    with signals_handled((signal.SIGINT,), on_signal):
+    with signals_handled(numbers, on_signal):
         yield
     if asked:
         raise KeyboardInterrupt
