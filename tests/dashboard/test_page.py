@@ -67,6 +67,15 @@ def points(chrome: Chrome) -> int:
         return 0
 
 
+def clicked(chrome: Chrome, link: str) -> bool:
+    """Click on it, unless it is drawn anew just then."""
+    try:
+        chrome.find_element(By.LINK_TEXT, link).click()
+    except (NoSuchElementException, StaleElementReferenceException):
+        return False
+    return True
+
+
 @pytest.mark.timeout(600)
 def test_a_run_is_watched_while_it_is_trained(
     run_processes: Processes, tmp_path: Path, chrome: Chrome, wait_until: Callable[..., None], no_jobs: None
@@ -86,9 +95,9 @@ def test_a_run_is_watched_while_it_is_trained(
 
     chrome.get(url)
     wait_until(lambda: "seen" in texts(chrome, ".runs a"), "the run is listed", WAIT_S)
-    chrome.find_element(By.LINK_TEXT, "seen").click()
+    wait_until(lambda: clicked(chrome, "seen"), "its page", WAIT_S)
     wait_until(lambda: points(chrome) >= 8, "eight steps are drawn", WAIT_S)
-    assert texts(chrome, ".title .pill") == ["running"]
+    wait_until(lambda: texts(chrome, ".title .pill") == ["running"], "that it is at work", WAIT_S)
     before = points(chrome)
     allow(pace, 16)
     wait_until(lambda: points(chrome) >= before + 8, "the curve grows", WAIT_S)

@@ -44,9 +44,11 @@ def shown(browser: Chrome, page: Path, scheme: str, width: int) -> Image.Image:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     # The driver's own get() gives up where the browser's first page is still on its way.
     browser.execute_cdp_cmd("Page.navigate", {"url": page.as_uri()})
-    there = "return document.readyState == 'complete' && location.href == arguments[0]"
+    # The same page may be there from before: only a new document lacks this mark.
+    there = "return document.readyState == 'complete' && location.href == arguments[0] && !window.seen"
     patient = WebDriverWait(browser, 60, ignored_exceptions=(WebDriverException,))
     patient.until(lambda chrome: chrome.execute_script(there, page.as_uri()))
+    browser.execute_script("window.seen = true")
     picture = browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"]
     return Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
 

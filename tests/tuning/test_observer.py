@@ -178,6 +178,7 @@ def test_dollars_are_those_of_the_clock_over_all_starts(
     spent_s: float,
     warning: str | None,
     tmp_path: Path,
+    clock: list[float],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,21 @@ def steps_told(search: Path) -> dict[int, list[int]]:
     return {number: [result.step for result in trials[number].results] for number in sorted(trials)}
 
 
+def trial_runs(head: psutil.Process) -> list[psutil.Process]:
+    """The actors of searches below a cluster's head."""
+    found = []
+    for process in head.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "TrialRun" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def test_trials_of_two_processes_in_a_cluster_that_is_there(
-    cluster: tuple[dict[str, str], psutil.Process], run_processes: Processes, tmp_path: Path
+    cluster: tuple[dict[str, str], psutil.Process],
+    run_processes: Processes,
+    tmp_path: Path,
+    wait_until: Callable[..., None],
 ) -> None:
     """One of them is killed on the way, and goes on; the cluster stays, and the search's actors do not."""
     env, head = cluster
@@ -87,7 +101,7 @@ def test_trials_of_two_processes_in_a_cluster_that_is_there(
     assert steps_told(search) == {0: STEPS, 1: STEPS}
     assert json.loads((search / "tune.json").read_text())["cpus"] == 2
     assert head.is_running()
-    assert not [p for p in head.children(recursive=True) if "TrialRun" in " ".join(p.cmdline())]
+    wait_until(lambda: not trial_runs(head), "the end of the search's actors")
 
 
 @pytest.mark.slow
