@@ -249,7 +249,10 @@ class RunningTrial:
         ready, _, _ = select.select(watched, [], [], _POLL_S)
         if self._connection in ready:
             assert self._connection is not None
-            content = self._connection.recv(LONGEST)
+            try:
+                content = self._connection.recv(LONGEST)
+            except ConnectionResetError:  # killed before it has read the last answer
+                content = b""
             self._received += content
             line, separator, rest = self._received.partition(b"\n")
             if separator:
