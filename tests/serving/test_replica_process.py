@@ -28,6 +28,13 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
 
+async def pass_by(clock: Clock, seconds: float) -> None:
+    """Let so much time pass at once, and then whatever is due happen."""
+    clock.now += seconds
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 class Puppet(Starter):
     """Starts a process that answers when it is told to, and none else."""
 
@@ -55,26 +62,46 @@ def test_a_batch_that_was_sent_ahead_has_its_own_time() -> None:
     """Together two batches take longer than one may, and neither does; then the second does."""
     clock = Clock()
 
-    async def pass_by(seconds: float) -> None:
-        clock.now += seconds
-        for _ in range(10):
-            await asyncio.sleep(0)
-
     async def run() -> None:
         puppet = Puppet()
         options = ServingOptions(hang_timeout_s=4.0)
         replica = await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
         first, second = (asyncio.create_task(replica.predict(INPUTS)) for _ in range(2))
-        await pass_by(3.0)
+        await pass_by(clock, 3.0)
         puppet.answer(0)
         await first
-        await pass_by(3.0)
+        await pass_by(clock, 3.0)
         assert not puppet.killed.is_set()
-        await pass_by(1.5)
+        await pass_by(clock, 1.5)
+        await pass_by(clock, 1.0)
         assert puppet.killed.is_set()
-        await pass_by(1.0)
+        await pass_by(clock, 1.0)
         with pytest.raises(ReplicaDied):
             await second
+        await replica.end()
+        puppet.channel.close()
+
+    try:
+        clock.run_until_complete(run())
+    finally:
+        clock.close()
+
+
+def test_an_answer_that_came_while_the_server_stood_still_is_taken() -> None:
+    clock = Clock()
+
+    async def run() -> None:
+        puppet = Puppet()
+        options = ServingOptions(hang_timeout_s=4.0)
+        replica = await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
+        answer = asyncio.create_task(replica.predict(INPUTS))
+        await asyncio.sleep(0)
+        puppet.answer(0)
+        await pass_by(clock, 60.0)
+        assert (await answer).keys() == INPUTS.keys()
+        await pass_by(clock, 60.0)
+        assert not puppet.killed.is_set()
+        puppet.kill()
         await replica.end()
         puppet.channel.close()
 

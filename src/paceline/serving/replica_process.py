@@ -163,7 +163,11 @@ class ReplicaProcess:
         if self._hang is not None:
             self._hang.cancel()
         loop = asyncio.get_running_loop()
-        self._hang = loop.call_later(self._hang_timeout_s, self.kill) if self._answers else None
+        self._hang = loop.call_later(self._hang_timeout_s, self._overdue) if self._answers else None
+
+    def _overdue(self) -> None:
+        # Perhaps it is this process that stood still: an answer that has come meanwhile is read first.
+        self._hang = asyncio.get_running_loop().call_later(_LAST_WORDS_S, self.kill)
 
     async def _listen(self) -> None:
         try:
