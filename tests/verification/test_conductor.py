@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,21 @@ def test_a_run_that_dies_does_not_keep_back_the_others(run_processes: Any) -> No
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes(run_processes: Any, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes(
+    run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
     command = [sys.executable, "-m", "paceline", "verify", "fashion-mnist", "--worlds", "2"]
-    popen = run_processes.start([*command, "--steps", "100000", "--strategies", "ddp"])
-    deadline = time.monotonic() + 120
-    while not (children := psutil.Process(popen.pid).children(recursive=True)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(3)
+    popen = run_processes.start(
+        [*command, "--steps", "100000", "--strategies", "ddp"], env={"TMPDIR": str(tmp_path)}
+    )
+
+    def at_work() -> bool:
+        traces = tmp_path.glob("paceline-verify-*/*/trace-*.jsonl")
+        return any(trace.stat().st_size for trace in traces)
+
+    wait_until(at_work, "a step", timeout_s=120)
+    children = psutil.Process(popen.pid).children(recursive=True)
+    assert children
     os.kill(popen.pid, signal.SIGINT)
     done = run_processes.finish(popen, timeout_s=120)
     assert done.returncode == 130, done.stderr
