@@ -310,9 +310,10 @@ def _dump_stacks(pid: int) -> None:
     time.sleep(1)
 
 
-def runs(process: psutil.Process) -> bool:
-    """Whether a process, of whomever it is the child, has not ended."""
+def runs(process: psutil.Process | int) -> bool:
+    """Whether a process, or one of that number, has not ended, of whomever it is the child."""
     with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(process) if isinstance(process, int) else process
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import runs
 
 from paceline.agent.company import Company
 from paceline.launchers.local.base import LocalSpec
@@ -63,14 +64,14 @@ class Job:
         self.wait_until(there, f"step {step}")
 
     def wait_gone(self, pids: list[int]) -> None:
-        self.wait_until(lambda: not any(_runs(pid) for pid in pids), f"the end of {pids}")
+        self.wait_until(lambda: not any(runs(pid) for pid in pids), f"the end of {pids}")
 
     def pids(self, slot: int) -> list[int]:
         return [int(line) for line in (self.path / f"starts-{slot}").read_text().split()]
 
     def alive(self) -> list[int]:
         started = [int(pid) for file in self.path.glob("starts-*") for pid in file.read_text().split()]
-        return [pid for pid in started if _runs(pid)]
+        return [pid for pid in started if runs(pid)]
 
     def views(self) -> dict[int, list[int]]:
         """The slots of each generation, by rank."""
@@ -89,13 +90,6 @@ class Job:
         file = self.path / "events.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

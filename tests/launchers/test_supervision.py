@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,7 @@ class Job:
         self._wait_until(there, f"files {names}")
 
     def wait_gone(self, pids: list[int]) -> None:
-        self._wait_until(lambda: not any(map(_runs, pids)), f"the end of {pids}")
-
-
-def _runs(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return runs(psutil.Process(pid))
-    return False
+        self._wait_until(lambda: not any(map(runs, pids)), f"the end of {pids}")
 
 
 @pytest.fixture

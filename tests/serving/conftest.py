@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from tests.conftest import Processes
@@ -104,6 +105,11 @@ def base_url(request: pytest.FixtureRequest) -> str:
     if other is not None:
         return other
     return request.getfixturevalue("server" if request.param == "embedded" else "ray_server").url
+
+
+def metrics(server: Server) -> str:
+    """What it counts, as Prometheus reads it."""
+    return httpx.get(f"{server.url}/metrics", timeout=60).text
 
 
 def json_request(**changes: Any) -> dict[str, Any]:

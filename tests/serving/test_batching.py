@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from tests.serving.clock import Clock
 
 from paceline.serving.batching import Batcher
 from paceline.serving.failures import Overloaded
@@ -13,15 +14,6 @@ from paceline.serving.options import ServingOptions
 from paceline.serving.servable import Array, Arrays
 
 BATCH = {"x": np.zeros((4, 1), np.float32)}
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop in which time passes when a replica says so."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
 
 
 class Replica:

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from tests.conftest import Processes
-from tests.serving.conftest import Server, json_request, start_server
+from tests.serving.conftest import Server, json_request, metrics, start_server
 from tests.serving.load import PATH
 
 BODY = json.dumps(json_request()).encode()
@@ -62,10 +62,6 @@ def full(request: pytest.FixtureRequest) -> Iterator[Server]:
         replica.send_signal(signal.SIGCONT)
         for asker in askers:
             asker.join()
-
-
-def metrics(server: Server) -> str:
-    return httpx.get(f"{server.url}/metrics", timeout=60).text
 
 
 def ask_until_taken(server: Server) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from tests.conftest import Processes
-from tests.serving.conftest import Server, json_request, start_server
+from tests.serving.conftest import Server, json_request, metrics, start_server
 from tests.serving.load import PATH, Load
 
 
@@ -40,10 +40,6 @@ def test_a_killed_replica_fails_no_request(faulty: Server, wait_until: Callable[
     assert load.statuses.keys() == {200}
     assert load.broken == []
     assert 'replica_restarts_total{model="fashion-mnist"} 1.0' in metrics(faulty)
-
-
-def metrics(server: Server) -> str:
-    return httpx.get(f"{server.url}/metrics", timeout=60).text
 
 
 @pytest.mark.slow

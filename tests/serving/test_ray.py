@@ -9,11 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from tests.conftest import Processes
-from tests.serving.conftest import Server
+from tests.serving.conftest import Server, metrics
 from tests.serving.load import Load
 
 from paceline.errors import ConfigError, LaunchError
@@ -24,10 +23,6 @@ from paceline.serving.ray.options import RayOptions
 
 MODEL = 'model="fashion-mnist"'
 PATIENCE_S = 240
-
-
-def metrics(server: Server) -> str:
-    return httpx.get(f"{server.url}/metrics", timeout=60).text
 
 
 def replicas_of(server: Server) -> list[psutil.Process]:

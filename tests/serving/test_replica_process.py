@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import closing
 
 import numpy as np
 import pytest
+from tests.serving.clock import Clock
 
 from paceline.serving import frames
 from paceline.serving.options import ServingOptions
@@ -17,15 +19,6 @@ from paceline.serving.starting import Starter
 INPUTS = {"x": np.zeros((1, 1), np.float32)}
 SOURCE = Source(package="nowhere", digest="0" * 64, kind="pt2")
 SPEC = ModelSpec(name="m", version="1", inputs={}, outputs={})
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop in which time passes when a test says so."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
 
 
 async def pass_by(clock: Clock, seconds: float) -> None:
@@ -58,14 +51,24 @@ class Puppet(Starter):
         self.killed.set()
 
 
+async def started() -> tuple[Puppet, ReplicaProcess]:
+    """A replica whose batches may take 4 s."""
+    puppet = Puppet()
+    options = ServingOptions(hang_timeout_s=4.0)
+    return puppet, await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
+
+
+async def end(puppet: Puppet, replica: ReplicaProcess) -> None:
+    await replica.end()
+    puppet.channel.close()
+
+
 def test_a_batch_that_was_sent_ahead_has_its_own_time() -> None:
     """Together two batches take longer than one may, and neither does; then the second does."""
     clock = Clock()
 
     async def run() -> None:
-        puppet = Puppet()
-        options = ServingOptions(hang_timeout_s=4.0)
-        replica = await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
+        puppet, replica = await started()
         first, second = (asyncio.create_task(replica.predict(INPUTS)) for _ in range(2))
         await pass_by(clock, 3.0)
         puppet.answer(0)
@@ -73,27 +76,22 @@ def test_a_batch_that_was_sent_ahead_has_its_own_time() -> None:
         await pass_by(clock, 3.0)
         assert not puppet.killed.is_set()
         await pass_by(clock, 1.5)
-        await pass_by(clock, 1.0)
+        await pass_by(clock, 1.0)  # in which an answer that is there would be read
         assert puppet.killed.is_set()
         await pass_by(clock, 1.0)
         with pytest.raises(ReplicaDied):
             await second
-        await replica.end()
-        puppet.channel.close()
+        await end(puppet, replica)
 
-    try:
+    with closing(clock):
         clock.run_until_complete(run())
-    finally:
-        clock.close()
 
 
 def test_an_answer_that_came_while_the_server_stood_still_is_taken() -> None:
     clock = Clock()
 
     async def run() -> None:
-        puppet = Puppet()
-        options = ServingOptions(hang_timeout_s=4.0)
-        replica = await ReplicaProcess.start(SOURCE, SPEC, "cpu", options, puppet)
+        puppet, replica = await started()
         answer = asyncio.create_task(replica.predict(INPUTS))
         await asyncio.sleep(0)
         puppet.answer(0)
@@ -102,10 +100,7 @@ def test_an_answer_that_came_while_the_server_stood_still_is_taken() -> None:
         await pass_by(clock, 60.0)
         assert not puppet.killed.is_set()
         puppet.kill()
-        await replica.end()
-        puppet.channel.close()
+        await end(puppet, replica)
 
-    try:
+    with closing(clock):
         clock.run_until_complete(run())
-    finally:
-        clock.close()
