@@ -10,10 +10,13 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-# An activated environment or a PYTHONPATH of the caller must not leak in.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# An activated environment or a PYTHONPATH of the caller must not leak in; and where Python is told not to keep
+# what it has compiled, each process of the tests would compile it once more.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
-PYTEST := $(BIN)/python -m pytest -p tests.plugins.ci_skips -p tests.plugins.gpu
+# Two files of tests at a time, those first that start processes.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: help
 help: ## List the commands
@@ -25,12 +28,16 @@ quickstart: install ## Install, get the data, then train, analyse, export, serve
 	@$(BIN)/python scripts/quickstart.py $(ARGS)
 
 .PHONY: test
-test: install-dev test-packages test-systems compiled ## Run all tests but the slow ones (ARGS="-k order" goes to pytest)
-	@$(PYTEST) -m "not slow" $(ARGS)
+test: install-dev test-packages ## Run the unit and integration tests, in minutes (ARGS="-k order" goes to pytest)
+	@$(PYTEST) -m "not system and not slow" $(ARGS)
+
+.PHONY: test-systems
+test-systems: install-dev test-packages system-packages other-launchers ## Run the tests with real systems: Slurm, Ray, ...
+	@$(PYTEST) -m "system and not slow" $(ARGS)
 
 .PHONY: test-all
-test-all: install-dev test-packages test-systems compiled $(VENV)/.horovod-tensorflow ## Run all tests
-	@$(PYTEST) $(ARGS)
+test-all: install-dev test-packages system-packages other-launchers $(VENV)/.horovod-tensorflow ## Run all tests
+	@$(PYTEST) --cold --hypothesis-profile=long $(ARGS)
 
 .PHONY: check
 check: install-dev ## Check style, formatting, types and import rules
@@ -70,25 +77,22 @@ clean: ## Remove .venv and everything that the tools made; runs/ is kept
 
 # --- installing: each stamp is newer than what it was installed from ---------------------------
 
-.PHONY: install install-dev compiled test-packages test-systems
+.PHONY: install install-dev test-packages system-packages other-launchers
 install: $(VENV)/.paceline ## Install Paceline into .venv
 install-dev: $(VENV)/.dev ## Install Paceline and what its tests and checks need
 
-# Where the environment keeps Python from storing what it compiled, each process of the tests would compile anew.
-compiled: install-dev
-	@$(BIN)/python -m compileall -q src
+# Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without.
+test-packages: $(VENV)/.dev
+	@scripts/apt-install dataset-fashion-mnist g++ $$($(BIN)/python scripts/python_headers.py)
 
-# Fashion-MNIST; for torch.compile, a C++ compiler and the headers of this Python where it came without; for
-# tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a browser for the pages; a Slurm
-# cluster with its accounting.
-test-packages:
-	@scripts/apt-install dataset-fashion-mnist g++ iproute2 nftables faketime openssh-client openssh-server \
-		chromium chromium-driver \
-		$$($(BIN)/python scripts/python_headers.py) \
+# For tests on several machines, ip, tc, firewalls, clocks that differ and an ssh server; a browser for the pages; a
+# Slurm cluster with its accounting.
+system-packages:
+	@scripts/apt-install iproute2 nftables faketime openssh-client openssh-server chromium chromium-driver \
 		slurm-wlm munge slurmdbd slurm-wlm-mysql-plugin mariadb-server-core mariadb-client-core
 
 # Other people's launchers: MPICH, beside the Open MPI that is in the environment, and Horovod, which is built.
-test-systems: $(VENV)/.mpich $(VENV)/.horovod
+other-launchers: $(VENV)/.mpich $(VENV)/.horovod
 
 $(VENV)/.created:
 	@python=$$(scripts/find-python $(PYTHON)) && echo "creating $(VENV) with $$python" && \

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 
+import hypothesis
 import psutil
 import pytest
 from tests.lab import sshd
 from tests.lab.machines import Lab, Machines, Node, why_not
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.slurm_cluster import why_not as why_no_slurm
+from tests.lab.warm_start import WarmStarts, is_template
 
 from paceline.launchers.local.base import bound_loopback_socket
 
@@ -33,6 +35,11 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 # TensorBoard reads files with TensorFlow where there is one, whose import takes long and sets variables.
 sys.modules["tensorboard.compat.notf"] = ModuleType("tensorboard.compat.notf")
+
+# Without a deadline: any moment may be a slow one. `make test-all` chooses the long profile.
+hypothesis.settings.register_profile("short", max_examples=100, deadline=None)
+hypothesis.settings.register_profile("long", max_examples=400, deadline=None)
+hypothesis.settings.load_profile("short")
 
 _shared_pids: set[int] = set()
 
@@ -129,24 +136,34 @@ class Processes:
             reserved.close()
 
 
-@pytest.fixture
-def run_processes(tmp_path: Path) -> Iterator[Processes]:
-    """Start commands under ``tmp_path``; see :class:`Processes`."""
-    processes = Processes(tmp_path)
+@contextmanager
+def _processes_in(directory: Path) -> Iterator[Processes]:
+    processes = Processes(directory)
     try:
         yield processes
     finally:
         processes.end_all()
+
+
+@pytest.fixture
+def run_processes(tmp_path: Path) -> Iterator[Processes]:
+    """Start commands under ``tmp_path``; see :class:`Processes`."""
+    with _processes_in(tmp_path) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """The same for a whole module, whose tests look at what one run did."""
-    processes = Processes(tmp_path_factory.mktemp("module"))
-    try:
+    with _processes_in(tmp_path_factory.mktemp("module")) as processes:
         yield processes
-    finally:
-        processes.end_all()
+
+
+@pytest.fixture(scope="session")
+def session_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """The same for all tests, as of a server that many of them ask."""
+    with _processes_in(tmp_path_factory.mktemp("session")) as processes:
+        yield processes
 
 
 @pytest.fixture
@@ -242,6 +259,32 @@ def plain_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 _SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
+_warm_starts = WarmStarts(share)
+
+
+def pytest_sessionstart() -> None:
+    """Where workers share the cores, threads that wait for each other can take a hundred times as long."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """A test that is marked ``cold`` starts each process from nothing, and so do its fixtures."""
+    cold = item.get_closest_marker("cold") or (
+        item.config.getoption("--cold") and not item.get_closest_marker("warm")
+    )
+    with _warm_starts.resting() if cold else nullcontext():
+        return (yield)
+
+
+def pytest_sessionfinish() -> None:
+    """Nothing outlives the tests."""
+    _warm_starts.close()
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fail a test that leaves a variable, a child process or a thread behind."""
@@ -282,9 +325,14 @@ def _descendants() -> list[psutil.Process]:
     for child in psutil.Process().children():
         if child.pid in shared:
             continue
+        if is_template(child):  # of a process that was killed while this one adopted orphans
+            child.kill()
+            with suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+            continue
         found.append(child)
         with suppress(psutil.NoSuchProcess):
-            found += child.children(recursive=True)
+            found += children(child.pid, recursive=True)
     return found
 
 
@@ -308,6 +356,11 @@ def _dump_stacks(pid: int) -> None:
                 os.kill(process.pid, signal.SIGUSR2)
     # They write without taking part in anything that could be waited for.
     time.sleep(1)
+
+
+def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    """The children of a process, or all below it, but for the templates that processes are forked from."""
+    return [each for each in psutil.Process(pid).children(recursive) if not is_template(each)]
 
 
 def runs(process: psutil.Process | int) -> bool:

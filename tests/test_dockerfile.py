@@ -10,6 +10,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -59,6 +61,7 @@ def test_every_package_of_the_lock_has_a_hash() -> None:
     assert not [name for name, _, rest in entries if "--hash=sha256:" not in rest]
 
 
+@pytest.mark.integration
 def test_what_is_copied_is_enough_to_build_paceline(tmp_path: Path) -> None:
     for source, target in copied():
         place = tmp_path / target / Path(source).name if target.endswith("/") else tmp_path / target

@@ -125,18 +125,24 @@ def test_package_is_typed() -> None:
     assert importlib.resources.files("paceline").joinpath("py.typed").is_file()
 
 
+@pytest.mark.integration
+@pytest.mark.cold
 def test_import_is_light() -> None:
     imported = modules_imported_by("import paceline")
     assert "paceline" in imported
     assert not imported & {"torch", "numpy", "rich", "cyclopts", "paceline.api"}
 
 
+@pytest.mark.integration
+@pytest.mark.cold
 def test_names_of_the_user_interface_need_no_torch() -> None:
     imported = modules_imported_by("from paceline import Defaults, Loss, Task, TaskError")
     assert "paceline.task" in imported
     assert "torch" not in imported
 
 
+@pytest.mark.integration
+@pytest.mark.cold
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["version", "--help"]], ids=" ".join)
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     command = f"sys.argv[1:] = {arguments}; runpy.run_module('paceline', run_name='__main__')"
@@ -145,6 +151,8 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
     assert not imported & {"torch", "numpy", "tensorboard"}
 
 
+@pytest.mark.integration
+@pytest.mark.cold
 @pytest.mark.parametrize("command", ["train", "resume", "launch", "tune", "scan"])
 def test_help_imports_nothing_that_starts_processes(command: str) -> None:
     words = ["paceline", command, "--help"]
@@ -155,6 +163,7 @@ def test_help_imports_nothing_that_starts_processes(command: str) -> None:
     assert not imported & {"psutil", "paceline.launchers.base", "paceline.run_directory", "paceline.task"}
 
 
+@pytest.mark.integration
 def test_help_lists_every_command() -> None:
     finished = run_python("-m", "paceline", "--help")
     assert finished.returncode == 0, finished.stderr

@@ -11,6 +11,8 @@ import pytest
 
 from paceline.recipes.fashion_mnist import LABELS
 
+pytestmark = pytest.mark.docs
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "quickstart.py"
 
 

@@ -94,6 +94,7 @@ def test_only_one_may_hold_the_lock(run: RunDirectory) -> None:
         pass
 
 
+@pytest.mark.integration
 def test_who_inherits_the_lock_holds_it_too_whenever_it_is_taken(run: RunDirectory) -> None:
     lock = RunLock(run)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=(lock.fileno(),)) as heir:

@@ -35,6 +35,7 @@ def script(name: str, *, machines: int) -> list[str]:
     return ["--", str(EXAMPLES / "lightning_script.py"), *sizes]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", ["accelerate", "lightning", pytest.param("trl", marks=pytest.mark.slow)])
 def test_the_script_is_two_ranks_with_the_same_weights(run_processes: Any, tmp_path: Path, name: str) -> None:
     launch = [sys.executable, "-m", "paceline", "launch", "--nproc", "2", "--threads", "1"]

@@ -27,6 +27,8 @@ import paceline
 from paceline.adapters.transformers import IGNORED, TransformersTask
 from paceline.checkpoint.checkpointer import load
 
+pytestmark = pytest.mark.matrix
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_text.py"
 WORDS, LENGTH, SAMPLES = 13, 7, 6
 

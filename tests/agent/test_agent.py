@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.conftest import runs
+from tests.conftest import children, runs
 
 from paceline.agent.company import Company
 from paceline.launchers.local.base import LocalSpec
@@ -130,6 +129,7 @@ def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> 
     assert f"slot 1 of {job.pids(1)[0]}" in done.stdout.splitlines()
 
 
+@pytest.mark.integration
 def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
     program = "from paceline.agent.chronicle import say; say('the run goes on.'); print('so does the agent')"
     with open("/dev/full", "w") as full:
@@ -238,7 +238,7 @@ def test_a_second_signal_kills(job: Job) -> None:
 def test_workers_do_not_survive_an_agent_that_is_killed(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
-    family = [child.pid for child in psutil.Process(popen.pid).children(recursive=True)]
+    family = [child.pid for child in children(popen.pid, recursive=True)]
     # Not even one that is stopped, and would see no end of file.
     os.kill(job.pids(1)[0], signal.SIGSTOP)
     popen.kill()
@@ -259,8 +259,8 @@ def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
     workers = {job.pids(0)[0], job.pids(1)[0]}
-    (zygote,) = psutil.Process(popen.pid).children()
-    (host,) = [child for child in zygote.children() if child.pid not in workers]
+    (zygote,) = children(popen.pid)
+    (host,) = [child for child in children(zygote.pid) if child.pid not in workers]
     os.kill(host.pid, signal.SIGSTOP)
     os.kill(job.pids(1)[0], signal.SIGKILL)  # the next view needs a store
     job.wait_gone([host.pid])
@@ -273,8 +273,8 @@ def test_the_zygote_and_the_store_host_are_replaced_too(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
     workers = {job.pids(0)[0], job.pids(1)[0]}
-    (zygote,) = psutil.Process(popen.pid).children()
-    others = [child for child in zygote.children() if child.pid not in workers]
+    (zygote,) = children(popen.pid)
+    others = [child for child in children(zygote.pid) if child.pid not in workers]
     assert len(others) == 1
     others[0].kill()
     zygote.kill()

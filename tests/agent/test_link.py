@@ -353,9 +353,7 @@ def wires() -> Iterator[Callable[[], Wire]]:
 
 
 MESSAGES = [{"n": n, "text": "x" * n} for n in range(4)]
-PROPERTY = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def test_untouched_bytes_arrive_cut_as_one_likes(wires: Callable[[], Wire]) -> None:

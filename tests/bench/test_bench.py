@@ -21,6 +21,8 @@ from paceline.bench.workload import MLP, REPORT
 from paceline.cli import bench as command
 from paceline.errors import ConfigError, LaunchError
 
+pytestmark = pytest.mark.integration
+
 
 def ignore(line: str) -> None:
     """A progress that shows nothing."""
@@ -281,6 +283,7 @@ def test_every_peer_can_be_named() -> None:
     assert get_args(command.PeerName) == tuple(PEERS)
 
 
+@pytest.mark.cold
 def test_the_commands_import_no_torch() -> None:
     code = "import sys, paceline.cli.bench, paceline.bench.suites; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -27,6 +27,7 @@ def chaos(processes: Any, path: Path, *options: str) -> dict[str, Any]:
     return {kind["kind"]: kind for kind in report["kinds"]} | {"report": report}
 
 
+@pytest.mark.chaos
 def test_ten_of_each_kind_and_nothing_is_lost(run_processes: Any, tmp_path: Path) -> None:
     kinds = chaos(
         run_processes,

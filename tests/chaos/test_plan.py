@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.chaos.plan import KINDS, plan_faults
@@ -32,7 +32,6 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(requests())
-@settings(deadline=None)
 def test_any_plan_is_even_and_can_be_carried_out(request: dict[str, Any]) -> None:
     kinds, nproc, steps = request["kinds"], request["nproc"], request["steps"]
     plan = plan_faults(**request)

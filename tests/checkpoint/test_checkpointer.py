@@ -159,6 +159,7 @@ def test_a_synchronous_save_raises_its_own_error(tmp_path: Path, make_info: Make
         checkpointer.save(state_of(1), make_info(1), synchronous=True)
 
 
+@pytest.mark.integration
 def test_a_full_disk_surfaces_and_saving_goes_on_later(small_disk: Path, make_info: MakeInfo) -> None:
     with Checkpointer(small_disk, keep=2) as checkpointer:
         checkpointer.save(state_of(1), make_info(1), synchronous=True)
@@ -292,6 +293,7 @@ for step in count():
 """
 
 
+@pytest.mark.integration
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, make_info: MakeInfo) -> None:
     directory = tmp_path / "checkpoints"
     child = subprocess.Popen(

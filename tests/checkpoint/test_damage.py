@@ -22,6 +22,7 @@ TASK = Path(__file__).with_name("disk_task.py")
 FAULTS = 1000
 
 
+@pytest.mark.integration
 def test_a_thousand_truncations_and_flipped_bits_are_noticed(
     tmp_path: Path, make_info: Callable[..., CheckpointInfo]
 ) -> None:

@@ -61,6 +61,7 @@ def test_verify_gives_what_was_committed(
     assert read_verified(checkpoint) == (manifest, {"model.safetensors": b"head5", "state.json": b"{}"})
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
 def test_any_flipped_bit_of_any_file_is_seen(tmp_path: Path, commit_step: CommitStep, name: str) -> None:
     file = commit_step(tmp_path, 5) / name

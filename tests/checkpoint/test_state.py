@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -73,13 +73,11 @@ states = st.recursive(
 
 
 @given(states)
-@settings(max_examples=300, deadline=None)
 def test_any_nested_state_comes_back_exactly(state: Any) -> None:
     assert same(state, through_json(state))
 
 
 @given(states)
-@settings(max_examples=100, deadline=None)
 def test_skeleton_shares_nothing_with_the_state(state: Any) -> None:
     _, skeleton = flatten({"state": state, "list": [1]})
     again = json.dumps(skeleton)

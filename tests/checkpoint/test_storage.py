@@ -273,6 +273,7 @@ def crash_at_every_point(tmp_path: Path, prepare: Callable[[Path], None]) -> Ite
     raise AssertionError("the writer never got through")
 
 
+@pytest.mark.integration
 def test_a_crash_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, commit_step: CommitStep) -> None:
     def prepare(directory: Path) -> None:
         commit_step(directory, 1)
@@ -298,6 +299,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, commit_st
     assert steps.count(2) > 5
 
 
+@pytest.mark.integration
 def test_a_full_disk_is_told_and_harms_nothing(
     small_disk: Path, commit_step: CommitStep, make_info: MakeInfo
 ) -> None:
@@ -313,6 +315,7 @@ def test_a_full_disk_is_told_and_harms_nothing(
     commit(small_disk, make_info(2), [("model.safetensors", [bytes(100_000)])])
 
 
+@pytest.mark.integration
 def test_a_disk_without_room_for_the_manifest_alone(
     small_disk: Path, commit_step: CommitStep, make_info: MakeInfo
 ) -> None:
@@ -331,6 +334,7 @@ def test_a_disk_without_room_for_the_manifest_alone(
     assert newest_verified(small_disk).path == good
 
 
+@pytest.mark.integration
 def test_a_read_only_disk_is_told(small_disk: Path, commit_step: CommitStep) -> None:
     commit_step(small_disk, 1)
     newest = commit_step(small_disk, 2)

@@ -192,6 +192,7 @@ def test_a_wrong_loss(paceline: Paceline, fault: str, code: int, parts: tuple[st
     assert_refused(train(paceline, "--set", f"fault={fault}"), *parts, code=code)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize(
     ("fault", "part"),
@@ -207,6 +208,7 @@ def test_a_bad_sample(paceline: Paceline, tmp_path: Path, fault: str, part: str,
     assert "Traceback" in (tmp_path / "run/logs/rank-0.log").read_text()
 
 
+@pytest.mark.integration
 def test_a_data_worker_that_dies(paceline: Paceline) -> None:
     said = train(paceline, "--set", "fault=die", "--workers", "1")
     assert_refused(said, "a worker process of the train dataset died", "--workers 0")

@@ -17,7 +17,7 @@ from tests.small_disk import small_disk as mounted_at
 from paceline.data.audit import audit
 from paceline.run_directory import RunDirectory
 
-pytestmark = pytest.mark.usefixtures("numerics")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], None]]:
         yield remount
 
 
+@pytest.mark.chaos
 def test_a_full_disk_and_a_read_only_one(
     paceline: Paceline, tmp_path: Path, trained: Path, small_disk: Callable[[str], None]
 ) -> None:

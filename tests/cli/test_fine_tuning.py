@@ -143,6 +143,7 @@ def test_a_checkpoints_directory_will_do(here: Path) -> None:
     assert find_parent(str(path)).record["step"] == 4
 
 
+@pytest.mark.integration
 def test_the_parent_may_go_once_the_child_is_there(here: Path) -> None:
     """The child is stopped before it has a checkpoint, and begins again without its parent."""
     options = ("--init-from", "parent", "--freeze", "0", "--lr-scale", "2=0.5", "--max-steps", "3")

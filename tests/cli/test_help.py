@@ -17,6 +17,8 @@ from paceline.cli.launcher_options import in_question
 from paceline.config import RunConfig, flag
 from paceline.launchers.names import LAUNCHER_NAMES
 
+pytestmark = [pytest.mark.integration, pytest.mark.cold]
+
 SCRIPT = """
 import contextlib, io, json, sys
 from paceline.cli import main

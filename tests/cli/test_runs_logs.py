@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli.logs import logs
@@ -199,6 +199,8 @@ def test_markup_in_names_is_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.
     assert "list[int] [bold]" in out
 
 
+@pytest.mark.cold
+@pytest.mark.integration
 def test_neither_command_imports_torch() -> None:
     code = (
         "import sys, paceline.cli.runs, paceline.cli.logs;"
@@ -247,7 +249,6 @@ def test_what_several_ranks_print_is_shown_once(
     ]
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 4), st.lists(st.sampled_from("abc"), max_size=8), max_size=4))
 def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, list[str]]) -> None:
     unfolded: dict[int, list[str]] = {rank: [] for rank in lines}
@@ -257,7 +258,6 @@ def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, li
     assert unfolded == lines
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 9), st.lists(st.sampled_from("abcd"), max_size=8), max_size=6))
 def test_folding_holds_back_what_others_print_later(lines: dict[int, list[str]]) -> None:
     """What comes next is what the fewest other ranks print later; then, what the lowest rank prints."""
@@ -382,6 +382,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(60)
 def test_following_shows_new_lines_new_ranks_and_replaced_files_until_the_run_ends(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "run", started())
@@ -420,6 +421,7 @@ def add_job(launcher: str, run: RunDirectory, reference: dict[str, Any]) -> None
     add_record(record)
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(60)
 def test_following_a_job_goes_on_where_its_run_has_stopped_but_the_job_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -464,6 +466,7 @@ def test_following_a_job_bears_with_a_system_that_is_away(
     assert printed.err == "paceline: the cluster is not reachable. Asking again, for 10 min.\n"
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(60)
 def test_ctrl_c_ends_following_without_a_traceback(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "run", started())
@@ -476,6 +479,8 @@ def test_ctrl_c_ends_following_without_a_traceback(tmp_path: Path) -> None:
         assert process.stdout.read() == ""
 
 
+@pytest.mark.integration
+@pytest.mark.cold
 def test_a_reader_that_has_seen_enough_is_no_error(run: RunDirectory) -> None:
     run.log_of(0).write_text("x" * 100 + "\n" * 50_000)
     command = [sys.executable, "-m", "paceline", "logs", str(run.path), "--lines", "10000"]

@@ -20,7 +20,7 @@ from tests.dashboard.made import make_run
 from paceline.agent.token import create_token
 from paceline.dashboard.server import DashboardServer
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 TASK = Path(__file__).with_name("paced.py")
 WAIT_S = 120

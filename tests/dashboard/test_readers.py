@@ -269,6 +269,7 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
     assert log_tail(directory, 2) is None
 
 
+@pytest.mark.integration
 def test_a_rank_beats_until_it_leaves(
     tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

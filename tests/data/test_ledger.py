@@ -253,6 +253,7 @@ def test_flushes_from_another_thread_tear_nothing(tmp_path: Path) -> None:
     assert versions(read_ledger(tmp_path)) == [(version, True) for version in range(1, 20_001)]
 
 
+@pytest.mark.integration
 def test_a_killed_writer_leaves_what_it_flushed(tmp_path: Path) -> None:
     program = """
         import os, signal, sys

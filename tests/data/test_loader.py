@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
@@ -39,6 +39,8 @@ from paceline.data.order import DataOrder, carve
 from paceline.data.tensors import TensorLoader
 from paceline.errors import DataError
 from paceline.task import Task, load_task_class
+
+pytestmark = pytest.mark.integration
 
 CPU = torch.device("cpu")
 
@@ -112,7 +114,6 @@ def flat(micro_batches: list[MicroBatch]) -> list[tuple[Any, ...]]:
     return [(m.shard, m.num_samples, m.checksum, [t.tolist() for t in m.batch]) for m in micro_batches]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(2, 400),
     per_shard=st.integers(2, 9),

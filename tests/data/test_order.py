@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import Shuffle
@@ -48,13 +48,11 @@ def test_it_is_a_permutation_for_every_small_n(key: int) -> None:
 
 
 @given(n=st.integers(601, 5000), key=KEYS)
-@settings(max_examples=60, deadline=None)
 def test_it_is_a_permutation_for_larger_n(n: int, key: int) -> None:
     assert np.array_equal(np.sort(Permutation(n, key)(np.arange(n))), np.arange(n))
 
 
 @given(n=st.integers(10_000, 10**12), key=KEYS, data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_windows_of_huge_permutations_repeat_nothing(n: int, key: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, n - 2000))
     second = data.draw(st.integers(0, n - 2000))
@@ -66,7 +64,6 @@ def test_windows_of_huge_permutations_repeat_nothing(n: int, key: int, data: st.
 
 
 @given(n=st.one_of(st.integers(1, 40), st.integers(1, MAX_SIZE)), key=KEYS, data=st.data())
-@settings(max_examples=150, deadline=None)
 def test_it_equals_its_definition_in_plain_integers(n: int, key: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=5))
     expected = [reference_permutation(n, key, position) for position in positions]
@@ -133,6 +130,7 @@ def test_each_number_comes_first_equally_often() -> None:
     assert abs(chi_square_sigmas(np.bincount(firsts, minlength=10))) < 4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("n", [3, 4, 5])
 def test_every_arrangement_of_a_few_comes_equally_often(n: int) -> None:
     codes = [
@@ -154,7 +152,6 @@ def orders(draw: st.DrawFn) -> DataOrder:
 
 
 @given(order=orders(), epoch=st.integers(0, 1000))
-@settings(max_examples=200, deadline=None)
 def test_an_epoch_is_partitioned_into_steps_and_steps_into_shards(order: DataOrder, epoch: int) -> None:
     position = 0
     numbers = []
@@ -176,7 +173,6 @@ def test_an_epoch_is_partitioned_into_steps_and_steps_into_shards(order: DataOrd
 
 
 @given(order=orders(), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_any_number_of_ranks_sees_the_same_batch(order: DataOrder, data: st.DataObject) -> None:
     epoch = data.draw(st.integers(0, 5))
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
@@ -252,7 +248,6 @@ def test_the_short_block_moves_between_epochs() -> None:
 
 
 @given(order=orders(), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_a_range_of_positions_is_a_part_of_the_epoch(order: DataOrder, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, order.num_samples))
     stop = data.draw(st.integers(start, order.num_samples))
@@ -329,7 +324,6 @@ def test_steps_shards_and_positions_outside_are_refused() -> None:
 
 
 @given(num_samples=st.integers(2, 800), fraction=st.floats(0.001, 0.999), seed=KEYS)
-@settings(max_examples=150, deadline=None)
 def test_carved_splits_are_disjoint_exhaustive_and_in_order(
     num_samples: int, fraction: float, seed: int
 ) -> None:
@@ -342,7 +336,6 @@ def test_carved_splits_are_disjoint_exhaustive_and_in_order(
 
 
 @given(num_samples=st.integers(10**9, 2**52), fraction=st.floats(0.001, 0.9), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_carving_is_exact_where_products_exceed_64_bits(
     num_samples: int, fraction: float, data: st.DataObject
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
@@ -98,7 +98,6 @@ def epoch_of(loader: StreamLoader, epoch: int, shards: range) -> list[list[Micro
     return steps
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 90),
     num_shards=st.integers(1, 4),

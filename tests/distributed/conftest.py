@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,20 @@ def start_ranks(
 
 
 @pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[Report]]]:
+def reports(
+    session_processes: Processes, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[Report]]:
     """What ``reduction_worker.py`` reported: for each number of ranks, each rank's report."""
     directory = tmp_path_factory.mktemp("reduction")
-    processes = Processes(directory)
-    try:
-        found = {}
-        for world_size in WORLD_SIZES:
-            paths = [directory / f"{world_size}-{rank}.json" for rank in range(world_size)]
-            ranks = start_ranks(processes, world_size, "reduction_worker.py", paths.__getitem__)
-            finished = [processes.finish(rank, timeout_s=240) for rank in ranks]
-            errors = "\n".join(f"--- rank {rank}\n{f.stderr}" for rank, f in enumerate(finished))
-            assert [f.returncode for f in finished] == [0] * world_size, errors
-            found[world_size] = [json.loads(path.read_text()) for path in paths]
-        yield found
-    finally:
-        processes.end_all()
+    found = {}
+    for world_size in WORLD_SIZES:
+        paths = [directory / f"{world_size}-{rank}.json" for rank in range(world_size)]
+        ranks = start_ranks(session_processes, world_size, "reduction_worker.py", paths.__getitem__)
+        finished = [session_processes.finish(rank, timeout_s=240) for rank in ranks]
+        errors = "\n".join(f"--- rank {rank}\n{f.stderr}" for rank, f in enumerate(finished))
+        assert [f.returncode for f in finished] == [0] * world_size, errors
+        found[world_size] = [json.loads(path.read_text()) for path in paths]
+    return found
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ def test_after_the_group_has_closed_nothing_is_cut(stack: ExitStack) -> None:
     assert other.recv(1) == b"x"
 
 
+@pytest.mark.integration
 def test_a_collective_that_waits_for_a_stopped_peer_is_freed(stack: ExitStack, tmp_path: Path) -> None:
     """In a process of its own: a group belongs to a whole process."""
     script = tmp_path / "waits.py"

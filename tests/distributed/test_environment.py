@@ -235,6 +235,7 @@ def test_threads_under_srun_count_the_jobs_cpus_not_the_tasks_binding() -> None:
     assert default_threads(e, None, SLURM) == 4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("users", [None, "1"])
 def test_threads_look_through_what_torchrun_sets_by_itself(users: str | None) -> None:
     # A stand-in for the agent: like torchrun, it sets the variable only in its own memory.
@@ -256,6 +257,8 @@ def test_threads_look_through_what_torchrun_sets_by_itself(users: str | None) ->
     assert out.stdout.strip() == ("4" if users is None else "1")
 
 
+@pytest.mark.cold
+@pytest.mark.integration
 def test_no_torch_is_imported() -> None:
     code = "import sys, paceline.distributed.environment; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.distributed.shares import (
@@ -37,7 +37,6 @@ def subtrees(shares: Sequence[int]) -> int:
 
 
 @given(st.integers(1, 5), st.integers(0, 8), st.data())
-@settings(max_examples=200, deadline=None)
 def test_best_shares_make_the_shortest_step_with_the_fewest_subtrees(
     ranks: int, more: int, data: st.DataObject
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.distributed.tree import ReductionPlan, whole_subtrees
@@ -69,7 +69,6 @@ def execute(plan: ReductionPlan, present: Set[int]) -> str:
 @example((LARGEST, LARGEST, frozenset(range(LARGEST))))
 @example((11, 3, frozenset({10})))
 @example((12, 2, frozenset({0, 11})))
-@settings(max_examples=400, deadline=None)
 def test_exact_adds_along_one_tree_whatever_the_ranks(world: tuple[int, int, frozenset[int]]) -> None:
     num_shards, world_size, present = world
     assert execute(ReductionPlan(num_shards, world_size), present) == reference(0, LARGEST, present)
@@ -78,7 +77,6 @@ def test_exact_adds_along_one_tree_whatever_the_ranks(world: tuple[int, int, fro
 @given(shared_worlds())
 @example(((0, 3, 0, 8, 0), frozenset(range(11))))
 @example(((1, 10, 1), frozenset({0, 11})))
-@settings(max_examples=400, deadline=None)
 def test_exact_adds_along_one_tree_whatever_the_shares(world: tuple[tuple[int, ...], frozenset[int]]) -> None:
     shares, present = world
     plan = ReductionPlan(sum(shares), len(shares), "exact", shares)
@@ -90,7 +88,6 @@ def test_exact_adds_along_one_tree_whatever_the_shares(world: tuple[tuple[int, .
 
 
 @given(shared_worlds())
-@settings(max_examples=100, deadline=None)
 def test_fast_needs_one_buffer_whatever_the_shares(world: tuple[tuple[int, ...], frozenset[int]]) -> None:
     shares, present = world
     plan = ReductionPlan(sum(shares), len(shares), "fast", shares)
@@ -109,7 +106,6 @@ def test_exact_adds_along_one_tree_for_every_short_batch_up_to_24_shards() -> No
 
 
 @given(worlds())
-@settings(max_examples=100, deadline=None)
 def test_fast_adds_shards_from_left_to_right_then_ranks(world: tuple[int, int, frozenset[int]]) -> None:
     num_shards, world_size, present = world
     plan = ReductionPlan(num_shards, world_size, "fast")
@@ -129,7 +125,6 @@ def test_fast_adds_shards_from_left_to_right_then_ranks(world: tuple[int, int, f
 
 
 @given(st.integers(1, LARGEST), st.data())
-@settings(max_examples=200, deadline=None)
 def test_ranks_share_the_shards_and_cut_them_into_the_fewest_aligned_nodes(
     num_shards: int, data: st.DataObject
 ) -> None:
@@ -151,7 +146,6 @@ def test_ranks_share_the_shards_and_cut_them_into_the_fewest_aligned_nodes(
 
 
 @given(worlds())
-@settings(max_examples=100, deadline=None)
 def test_the_buffers_of_a_rank_are_as_many_as_documented(world: tuple[int, int, frozenset[int]]) -> None:
     """The formula of the documentation: the largest i + max(1, k) over nodes i of 2^k shards."""
     num_shards, world_size, present = world

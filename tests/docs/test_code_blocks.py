@@ -165,6 +165,7 @@ def run_block(block: Block, directory: Path) -> None:
             pytest.fail(f"a block is python, console, toml, json, mermaid or text, not {other!r}")
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=_marks(page)) for page in PAGES],
@@ -207,6 +208,7 @@ $ paceline train fashion-mnist --max-steps 0
     assert commands(indented.text) == ["first \\\n    --second", "third"]
 
 
+@pytest.mark.integration
 def test_a_dry_run_checks_options_and_trains_nothing(tmp_path: Path) -> None:
     def block(steps: int) -> Block:
         text = f"$ paceline train fashion-mnist --max-steps {steps} --run run\n"
@@ -218,6 +220,7 @@ def test_a_dry_run_checks_options_and_trains_nothing(tmp_path: Path) -> None:
         run_block(block(-2), tmp_path)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("language", "text"),
     [("python", "raise SystemExit(3)\n"), ("console", "$ false\n"), ("toml", "a =\n"), ("bash", "ls\n")],

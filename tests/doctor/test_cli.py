@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from tests.conftest import children
 from tests.doctor.examined import found, not_passed
 from tests.lab.machines import Machines
 from tests.small_disk import small_disk
@@ -339,7 +340,7 @@ def test_ctrl_c_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: C
     command = [sys.executable, "-m", "paceline", "doctor", "slow.py:Task"]
     popen = run_processes.start(command, env={"TMPDIR": str(tmp_path / "tmp")})
     wait_until((tmp_path / "importing").exists, "the import", 60)
-    below = psutil.Process(popen.pid).children(recursive=True)
+    below = children(popen.pid, recursive=True)
     assert below
     os.kill(popen.pid, signal.SIGINT)
     assert run_processes.finish(popen).returncode == 130
@@ -383,14 +384,14 @@ def test_a_preflight_that_is_stopped_leaves_nothing(
     )
     wait_until((tmp_path / "preflight/meeting.json").exists, "waiting for the other machine", 60)
     assert (tmp_path / "preflight/token").exists()
-    below = psutil.Process(popen.pid).children(recursive=True)
+    below = children(popen.pid, recursive=True)
     match to:
         case "the launcher":
             popen.send_signal(number)
         case "all":
             os.killpg(popen.pid, number)
         case _:
-            [examination] = psutil.Process(popen.pid).children()
+            [examination] = children(popen.pid)
             examination.send_signal(number)
     done = run_processes.finish(popen)
     assert done.returncode == 128 + number, done.stderr

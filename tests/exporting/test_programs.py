@@ -23,6 +23,7 @@ def tokens(samples: int, length: int) -> torch.Tensor:
     return torch.randint(0, 256, (samples, length), generator=torch.Generator().manual_seed(length))
 
 
+@pytest.mark.integration
 def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
     inference = inference_of(TASK, TASK.build_model())
     program = capture(inference, [tokens(4, 12) + 1])

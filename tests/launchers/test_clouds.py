@@ -78,6 +78,7 @@ def test_azure_is_given_a_script_of_the_directory_that_it_copies(
         azure.place_of(str(tmp_path.parent / "elsewhere.py"), options)
 
 
+@pytest.mark.integration
 def test_azures_word_for_a_machine_reaches_the_ranks(tmp_path: Path) -> None:
     """The command as Azure's shell runs it, on each of two machines, with all that Azure sets."""
     (tmp_path / "place.py").write_text(PLACE)

@@ -59,6 +59,7 @@ def _script(tmp_path: Path, text: str) -> tuple[str, str]:
     return str(path), str(tmp_path)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
     spec = LocalSpec(
@@ -71,6 +72,7 @@ def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
         assert said == [[0, 1], ["127.0.0.1"], [rank, 2, 0, True]]
 
 
+@pytest.mark.integration
 def test_spawn_starts_a_script_that_knows_nothing_of_paceline(tmp_path: Path) -> None:
     spec = LocalSpec(command=_script(tmp_path, PLAIN), nproc=2, threads=1)
     spawn = get_local_launcher("spawn")

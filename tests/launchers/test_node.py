@@ -39,6 +39,7 @@ def start(run: Path, *, index: int, nodes: str, most: int, monkeypatch: pytest.M
     return node.main([*words, "--", *command])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("nodes", "examined"), [("1:4", "1"), ("2:4", "2"), ("4", "4")])
 def test_the_machines_that_a_job_begins_with_are_examined(
     tmp_path: Path, became: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, nodes: str, examined: str

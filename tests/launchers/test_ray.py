@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import runs
+from tests.conftest import children, runs
 
 from paceline.distributed.sockets import job_port
 from paceline.errors import ConfigError
@@ -118,7 +118,7 @@ class Cluster:
         return self.env["RAY_ADDRESS"]
 
     def processes(self) -> list[psutil.Process]:
-        return psutil.Process(self.pid).children(recursive=True)
+        return children(self.pid, recursive=True)
 
     def actors(self) -> list[psutil.Process]:
         return [process for process in self.processes() if "Machine" in _title(process)]
@@ -154,7 +154,7 @@ def cluster(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     assert line, started.stderr.read()
     env = {name: value for name, value in json.loads(line).items() if name.startswith("RAY_")}
     yield Cluster(env, started.pid)
-    below = psutil.Process(started.pid).children(recursive=True)
+    below = children(started.pid, recursive=True)
     started.send_signal(signal.SIGTERM)
     started.wait(60)
     # What belonged to it ended before it did; so did the files.
@@ -338,7 +338,7 @@ def test_ctrl_c_saves_and_leaves_nothing(
         ]
     )
     wait_until((tmp_path / "plan" / "here").exists, "the task waits", 120)
-    below = psutil.Process(started.pid).children(recursive=True)
+    below = children(started.pid, recursive=True)
     assert any("Machine" in _title(process) for process in below)
     started.send_signal(signal.SIGINT)
     (tmp_path / "plan" / "go").touch()

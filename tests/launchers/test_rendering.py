@@ -190,6 +190,8 @@ def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.cold
+@pytest.mark.integration
 def test_rendering_imports_no_torch() -> None:
     code = (
         "import sys; from paceline.launchers.local.base import *;"

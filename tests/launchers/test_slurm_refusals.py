@@ -179,6 +179,7 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return lambda array=None: Forgotten(tmp_path, array)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("said", "state", "exit_code"),
     [
@@ -197,6 +198,7 @@ def test_a_job_that_the_controller_has_forgotten(
     assert job.status() == (state, said.partition("|")[0], exit_code)
 
 
+@pytest.mark.integration
 def test_a_job_that_slurm_has_forgotten_has_left_its_exit_code(forgotten: Callable[..., Forgotten]) -> None:
     job = forgotten()
     assert job.status() == ("unknown", "Slurm does not know job 7 any more", None)
@@ -204,6 +206,7 @@ def test_a_job_that_slurm_has_forgotten_has_left_its_exit_code(forgotten: Callab
     assert job.status() == ("failed", "exit code 7", 7)
 
 
+@pytest.mark.integration
 def test_an_array_of_which_the_controller_has_forgotten_some(forgotten: Callable[..., Forgotten]) -> None:
     array = forgotten(array="0-2%1")
     array.controller_says("JobId=7 ArrayJobId=7 ArrayTaskId=2 JobName=a_1 JobState=COMPLETED")
@@ -219,6 +222,7 @@ def test_an_array_of_which_the_controller_has_forgotten_some(forgotten: Callable
     assert array.status() == ("succeeded", "2 exit code 0, 1 COMPLETED", 0)
 
 
+@pytest.mark.integration
 def test_an_array_that_is_at_work_has_not_failed_yet(forgotten: Callable[..., Forgotten]) -> None:
     array = forgotten(array="0-9:3,20%1")
     array.controller_says(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import Processes
+from tests.conftest import Processes, children
 from tests.launchers.submitit_programs import ADD, COUNT, NETWORK
 
 import paceline
@@ -267,6 +267,7 @@ def test_functions_that_cannot_be_recorded_are_not_submitted(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "jobs"]
 
 
+@pytest.mark.integration
 def test_functions_that_cannot_all_be_recorded_are_all_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,8 +281,8 @@ def test_functions_that_cannot_all_be_recorded_are_all_cancelled(
         kept.append(record)
 
     monkeypatch.setattr("paceline.launchers.submission.add_record", first_alone)
-    there = psutil.Process().children()  # whatever other tests share
+    there = children(os.getpid())  # whatever other tests share
     with pytest.raises(ConfigError, match=r"submitit-\d+ is cancelled: cannot record the job"):
         paceline.submit_array(time.sleep, [60, 60, 60], on="local")
     assert len(list(tmp_path.glob("jobs/*/*_cancelled"))) == 3
-    assert set(psutil.Process().children()) <= set(there)
+    assert set(children(os.getpid())) <= set(there)

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.conftest import runs
+from tests.conftest import children, runs
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.launchers.local.base import LocalSpec, get_local_launcher
@@ -97,7 +96,7 @@ def job(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> 
 
 
 def _descendants(popen: subprocess.Popen[str]) -> list[int]:
-    return [child.pid for child in psutil.Process(popen.pid).children(recursive=True)]
+    return [child.pid for child in children(popen.pid, recursive=True)]
 
 
 def test_rank_0_prints_here_and_the_others_into_their_logs(job: Job) -> None:
@@ -137,6 +136,7 @@ def test_a_killed_rank_is_named(job: Job) -> None:
     assert done.stderr.startswith("paceline: rank 1 was killed by SIGKILL (out of memory?).")
 
 
+@pytest.mark.integration
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -200,6 +200,7 @@ def test_grandchildren_end_with_their_rank(job: Job) -> None:
     job.wait_gone(children)
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_workers_do_not_survive_a_launcher_that_is_killed(job: Job, launcher: str) -> None:
     popen = job.start("wait()", launcher=launcher)
@@ -224,6 +225,7 @@ def test_workers_do_not_survive_a_torchrun_agent_that_is_killed(job: Job) -> Non
     job.wait_gone(workers)
 
 
+@pytest.mark.integration
 def test_a_cancelled_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")
@@ -233,6 +235,7 @@ def test_a_cancelled_job_ends(tmp_path: Path) -> None:
     assert handle.wait() == 128 + signal.SIGTERM
 
 
+@pytest.mark.integration
 def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -258,8 +261,9 @@ def test_an_interpreter_that_is_not_there_is_reported(tmp_path: Path) -> None:
         spawn.submit(spawn.render(spec))
 
 
+@pytest.mark.integration
 def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> None:
-    before = set(psutil.Process().children())
+    before = set(children(os.getpid()))
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")
     directory = RunDirectory(tmp_path / "run")
@@ -268,7 +272,7 @@ def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> Non
     spec = LocalSpec(command=(str(script),), nproc=2, directory=directory)
     with pytest.raises(LaunchError, match=r"could not be started: .*rank-1\.log"):
         spawn.submit(spawn.render(spec))
-    assert set(psutil.Process().children()) <= before
+    assert set(children(os.getpid())) <= before
 
 
 def test_inprocess_runs_here_and_returns_the_exit_code(

@@ -142,6 +142,7 @@ def test_a_job_that_slurm_has_forgotten_ends_the_wait(
             job.wait()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("said", ["Socket timed out on send/recv operation", "Zero Bytes were transmitted"])
 def test_a_controller_that_is_too_busy_has_not_forgotten_the_job(
     said: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

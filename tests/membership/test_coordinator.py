@@ -400,15 +400,16 @@ def check_at_rest(world: World) -> None:
     assert all(world.alive[w].acts_in == view.generation for w in view.members)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("target", "most", "deaths", "resizes", "at_least"),
     [
         (2, 2, 2, (), 300),
         (3, 2, 1, (), 300),
-        (2, 3, 1, (3,), 300),
+        pytest.param(2, 3, 1, (3,), 300, marks=pytest.mark.matrix),
         (3, 3, 0, (2,), 300),
         (2, 2, 1, (1,), 300),
-        (2, 2, 1, (1, 2), 300),
+        pytest.param(2, 2, 1, (1, 2), 300, marks=pytest.mark.matrix),
         (2, 2, 2, (GATHER,), 300),
     ],
 )

@@ -330,6 +330,7 @@ def search(start: World, *, at_least: int, at_most: int, settle_every: int) -> N
     assert not frontier or len(seen) >= at_most
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ties", [False, True], ids=["no-lease", "lease"])
 @pytest.mark.parametrize(
     ("world", "at_least"),

@@ -48,6 +48,7 @@ def run_loud(directory: RunDirectory, rank: int, *code: str) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.integration
 def test_a_rank_above_zero_prints_into_its_log_only(directory: RunDirectory) -> None:
     done = run_loud(directory, 1)
     assert (done.stdout, done.stderr) == ("after\n", "")
@@ -71,6 +72,7 @@ def test_a_rank_above_zero_prints_into_its_log_only(directory: RunDirectory) -> 
     )
 
 
+@pytest.mark.integration
 def test_rank_zero_prints_to_the_terminal_and_the_log(directory: RunDirectory) -> None:
     done = run_loud(directory, 0)
     assert sorted(done.stdout.splitlines()) == ["after", "from a child", "from print"]
@@ -80,6 +82,7 @@ def test_rank_zero_prints_to_the_terminal_and_the_log(directory: RunDirectory) -
     assert "from print\n" in directory.log_of(0).read_text()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_is_in_the_log(directory: RunDirectory, rank: int) -> None:
     done = run_loud(directory, rank, "1 / 0")
@@ -104,6 +107,7 @@ def test_a_restart_appends(directory: RunDirectory) -> None:
     assert len(lines) == 4
 
 
+@pytest.mark.integration
 def test_a_log_that_a_launcher_already_connected_is_left_alone(directory: RunDirectory) -> None:
     with directory.log_of(0).open("a") as log:
         command = [sys.executable, "-c", LOUD, str(directory.path), "0"]
@@ -113,6 +117,7 @@ def test_a_log_that_a_launcher_already_connected_is_left_alone(directory: RunDir
     assert text.count("from descriptor 2") == 1
 
 
+@pytest.mark.integration
 def test_descriptors_and_streams_come_back(
     directory: RunDirectory, capfd: pytest.CaptureFixture[str]
 ) -> None:

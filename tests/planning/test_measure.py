@@ -103,6 +103,7 @@ def test_a_small_dataset_gives_its_samples_again() -> None:
     assert measure(Two(), 20, "cpu").batch_bytes == 20 * 16 * 4
 
 
+@pytest.mark.integration
 def test_two_ranks_share_a_transformer_s_layers() -> None:
     m = measure(Transformer(layers=2, width=32, heads=2, context=16, held_out=4), 2, "cpu")
     assert m.degrees == (2,), "two heads"

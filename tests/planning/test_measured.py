@@ -13,6 +13,8 @@ from paceline.planning.measure import measure
 from paceline.planning.memory import predict_memory
 from paceline.task import TaskReference
 
+pytestmark = pytest.mark.matrix
+
 TASKS = Path(__file__).parent / "tasks.py"
 MICROBATCH = 4
 SHARDS = 2  # one a rank under ddp and fsdp

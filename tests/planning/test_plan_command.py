@@ -65,12 +65,14 @@ def test_the_recommended_command_works(run_processes: Any, tmp_path: Path, fits:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.integration
 def test_nothing_fits() -> None:
     made = make_plan(Transformer(), "transformer", machines(2, 2**20), assignments={})
     assert made.command is None
     assert made.reasons[0].startswith("Nothing fits: ")
 
 
+@pytest.mark.integration
 def test_several_machines_meet_somewhere() -> None:
     two = Machines(gpus=4, nodes=2, memory=2**34, bandwidth=1e10, flops_per_s=1e14)
     made = make_plan(Transformer(**{n: int(v) for n, v in TINY.items()}), "transformer", two, assignments={})

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.plugins import layers
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,13 +47,62 @@ def test_anywhere():
 """
 
 
+LAYERS = """
+import subprocess
+import sys
+import time
+
+import pytest
+
+@pytest.fixture
+def run_processes():
+    return subprocess.run
+
+def test_unit():
+    pass
+
+def test_by_fixture(run_processes):
+    run_processes([sys.executable, "-c", "pass"], check=True)
+
+@pytest.mark.integration
+def test_by_mark():
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+
+@pytest.mark.slurm
+def test_system():
+    pass
+
+@pytest.mark.parametrize("way", ["spawn", pytest.param("ray", marks=pytest.mark.ray)])
+def test_of_two_layers(way):
+    pass
+"""
+DISHONEST = """
+import subprocess
+import sys
+
+def test_starts_a_process():
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+"""
+STEADY_THE_SECOND_TIME = """
+from pathlib import Path
+
+def test_steady():
+    pass
+
+def test_unsteady():
+    assert Path("seen").exists() or Path("seen").write_text("") is None and False
+"""
+
+
 def outcomes(
-    directory: Path, plugin: str, ci: bool, *, workers: int = 0, **files: str
+    directory: Path, plugin: str, ci: bool, *more: str, workers: int = 0, **files: str
 ) -> tuple[int, dict[str, int], str]:
     """Exit status, counts of the summary line, and output of pytest on these files."""
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text, encoding="utf-8")
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n", encoding="utf-8")
+    (directory / "pytest.ini").write_text(
+        "[pytest]\nmarkers = gpu\naddopts = --strict-markers\n", encoding="utf-8"
+    )
     finished = subprocess.run(
         [
             sys.executable,
@@ -61,6 +113,7 @@ def outcomes(
             "-q",
             "-rs",
             f"-n{workers}",
+            *more,
             directory,
         ],
         cwd=directory,
@@ -71,6 +124,11 @@ def outcomes(
     )
     counts = {word: int(n) for n, word in re.findall(r"(\d+) ([a-z]+)", finished.stdout.splitlines()[-1])}
     return finished.returncode, counts, finished.stdout
+
+
+def test_every_run_uses_them(pytestconfig: pytest.Config) -> None:
+    for name in ("ci_skips", "gpu", "layers"):
+        assert pytestconfig.pluginmanager.has_plugin(f"tests.plugins.{name}")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -99,7 +157,83 @@ def test_skips_stay_skips_elsewhere(tmp_path: Path) -> None:
 
 
 def test_gpu_tests_are_deselected_where_there_is_none(tmp_path: Path) -> None:
-    status, counts, _ = outcomes(tmp_path, "gpu", True, gpu=NEEDS_A_GPU)
-    assert status == 0
+    status, counts, output = outcomes(tmp_path, "gpu", True, gpu=NEEDS_A_GPU)
+    assert status == 0, output
     assert counts["passed"] == (2 if torch.cuda.is_available() else 1)
     assert counts.get("deselected", 0) == (0 if torch.cuda.is_available() else 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "passed"), [("unit", 2), ("integration", 2), ("system", 2), ("not system", 4), ("slurm", 1)]
+)
+def test_what_a_test_uses_decides_its_layer(tmp_path: Path, layer: str, passed: int) -> None:
+    status, counts, output = outcomes(tmp_path, "layers", True, "-m", layer, layers=LAYERS)
+    assert (status, counts["passed"]) == (0, passed), output
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_unit_test_that_starts_a_process_fails(tmp_path: Path, workers: int) -> None:
+    status, counts, output = outcomes(tmp_path, "layers", True, workers=workers, dishonest=DISHONEST)
+    assert (status, counts["failed"]) == (1, 1)
+    assert "a unit test starts a process; mark it `integration`" in output
+
+
+def report(when: str, duration_s: float) -> pytest.TestReport:
+    return pytest.TestReport("a", ("a", 0, "a"), {}, "passed", None, when, duration=duration_s)  # type: ignore[arg-type]
+
+
+def test_budgets_grow_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    reports = [report("setup", 1.9), report("call", 0.2), report("teardown", 60.0)]
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert "setup took 1.9 s" in layers.time_over(reports, "unit")  # there is always one process: this one
+    assert layers.time_over(reports, "integration") == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.0, 0.0, 0.0))
+    assert layers.time_over(reports, "unit") == ""
+    assert "unit tests may take 1 s, 2.0 s at this load" in layers.time_over([report("call", 9.0)], "unit")
+
+
+def test_a_slow_test_is_measured_twice(tmp_path: Path) -> None:
+    slow = """
+import time
+from pathlib import Path
+
+def test_slow_once():
+    Path("once").touch()
+    time.sleep(0.0 if Path("twice").exists() else 2)
+    Path("twice").touch()
+
+def test_slow_always():
+    time.sleep(2)
+"""
+    (tmp_path / "conftest.py").write_text(
+        "import os\nfrom tests.plugins import layers\nlayers.BUDGETS_S['unit'] = 0.5\n"
+        "os.getloadavg = lambda: (0.0, 0.0, 0.0)\n"
+    )
+    status, counts, output = outcomes(tmp_path, "layers", True, slow=slow)
+    assert (status, counts) == (1, {"failed": 1, "passed": 1}), output
+    assert "test_slow_always" in output
+    assert "call took 2.0 s, and that twice" in output
+
+
+def test_what_passes_the_second_time_is_named(tmp_path: Path) -> None:
+    status, counts, _ = outcomes(tmp_path, "layers", True, unsteady=STEADY_THE_SECOND_TIME)
+    assert (status, counts) == (1, {"failed": 1, "passed": 1})
+    again = ("--last-failed", "--last-failed-no-failures=none")
+    status, counts, output = outcomes(tmp_path, "layers", True, *again, unsteady=STEADY_THE_SECOND_TIME)
+    assert (status, counts["passed"]) == (0, 1)
+    assert "unsteady: failed, and passed when run again alone" in output
+    assert "test_unsteady.py::test_unsteady\n" in output
+    status, _, _ = outcomes(tmp_path, "layers", True, *again, unsteady=STEADY_THE_SECOND_TIME)
+    assert status == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_tests_were_not_run_there_is_no_second_try(tmp_path: Path, workers: int) -> None:
+    failing = "".join(f"def test_{n}():\n    assert False\n\n" for n in range(40))
+    status, _, _ = outcomes(tmp_path, "layers", True, "--maxfail=1", workers=workers, failing=failing)
+    assert status != 0
+    again = ("--last-failed", "--last-failed-no-failures=none")
+    status, _, output = outcomes(tmp_path, "layers", True, *again, failing=failing)
+    assert status == pytest.ExitCode.NO_TESTS_COLLECTED, output

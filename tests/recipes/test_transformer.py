@@ -28,12 +28,14 @@ def test_the_corpus_is_split_by_file_and_free_of_what_was_installed(tmp_path: Pa
         load_stdlib_text("test", tmp_path)
 
 
+@pytest.mark.integration
 def test_the_real_corpus_is_megabytes_of_text() -> None:
     sizes = {split: len(load_stdlib_text(split)) for split in ("train", "val", "test")}
     assert sizes["train"] > 5_000_000
     assert min(sizes["val"], sizes["test"]) > 50_000
 
 
+@pytest.mark.integration
 def test_a_window_follows_the_one_before() -> None:
     task = Transformer(**TINY)
     (first,), (second,) = task.build_dataset("train")[0:2][0].split(1)[0], task.build_dataset("train")[1]
@@ -54,6 +56,7 @@ def test_no_position_sees_what_follows_it() -> None:
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
+@pytest.mark.integration
 def test_an_untrained_model_knows_nothing() -> None:
     torch.manual_seed(0)
     task = Transformer(**TINY)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import Processes
 
 from paceline.data.audit import AuditReport, audit
 from paceline.run_directory import RunDirectory
@@ -151,17 +152,15 @@ def small(run_processes: Any, wait_until: Callable[..., None], tmp_path: Path) -
 
 
 @pytest.fixture(scope="package")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(session_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The result of the same run, of one process that nobody disturbed."""
     path = tmp_path_factory.mktemp("undisturbed")
     (path / "small.py").write_text(TASK)
-    done = subprocess.run(
+    done = session_processes.run(
         [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run", "run", "--json"],
         cwd=path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
+        timeout_s=90,
     )
+    assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -15,6 +15,8 @@ from paceline.data.audit import audit
 from paceline.run_directory import RunDirectory
 from paceline.training.randomness import verification_key
 
+pytestmark = pytest.mark.chaos
+
 TASK = """
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.chaos
+
 UNRECOVERED = ("--recover", "none")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import children
 
 from paceline.agent.token import create_token
 from paceline.training.control import StopSignals
@@ -108,7 +109,7 @@ def test_a_scheduler_signals_every_process_more_than_once(
     running = small.train(*LAUNCHED[launcher], fault="slow 8 0")
     small.wait_for_the_fault(running)
     for _ in range(2):
-        for process in (*psutil.Process(running.pid).children(recursive=True), psutil.Process(running.pid)):
+        for process in (*children(running.pid, recursive=True), psutil.Process(running.pid)):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
     _assert_stopped(small, small.finish(running), 75, number.name)
@@ -158,6 +159,7 @@ def test_who_waits_for_the_other_machine_can_be_interrupted(
     assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
+@pytest.mark.integration
 def test_a_signal_to_a_forked_child_ends_the_child_alone() -> None:
     ready, say_ready = os.pipe()
     with StopSignals() as signals:

@@ -14,6 +14,8 @@ from tests.recovery.conftest import OPTIONS
 
 from paceline.run_directory import RunDirectory
 
+pytestmark = pytest.mark.chaos
+
 RESTART = ("--nproc", "2", "--on", "torchrun", "--recover", "restart", "--resume", "never")
 
 

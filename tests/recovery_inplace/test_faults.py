@@ -17,6 +17,8 @@ import pytest
 from paceline.data.audit import audit
 from paceline.run_directory import RunDirectory
 
+pytestmark = pytest.mark.chaos
+
 TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"
 STEPS = 40  # of the whole run; an evaluation every 7, a checkpoint every 5
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.chaos
+
 TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 TASK = str(Path(__file__).with_name("faulty.py")) + ":Parted"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
 class Run:

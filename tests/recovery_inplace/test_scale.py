@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from tests.conftest import children
 
 from paceline.agent.control_socket import AgentConnection, Status
 from paceline.data.audit import audit
@@ -113,7 +113,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: dict[str, Any]) -> None
     popen = run.start(3, "inplace")
     with run.connect(popen) as agent:
         run.whole(agent, 3)
-        [zygote] = psutil.Process(popen.pid).children()
+        [zygote] = children(popen.pid)
         for target in (1, 4, 2, 3):
             zygote.suspend()  # or the first may be forked before it is known that there are more to come
             assert agent.scale(nproc=target).target == target

@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import Processes
 
 TASKS = Path(__file__).with_name("tasks.py")
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="session")
-def reported_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reported_runs(session_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs: ``good``, ``HOSTILE`` (trained too slowly), ``seed``, ``line``, ``small-batches``."""
-    import subprocess
-
     folder = tmp_path_factory.mktemp("reported")
-    done = subprocess.run(
-        [sys.executable, TASKS, folder], capture_output=True, text=True, timeout=250, check=False
-    )
+    done = session_processes.run([sys.executable, TASKS, folder], timeout_s=250)
     assert done.returncode == 0, done.stderr
     return folder
 

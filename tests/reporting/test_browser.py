@@ -19,7 +19,7 @@ from tests.reporting.conftest import HOSTILE
 
 from paceline.cli.report import report
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,26 +76,18 @@ def start(run_processes: Processes, serving_env: dict[str, str]) -> Callable[...
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, serving_env: dict[str, str]) -> Iterator[Server]:
+def server(session_processes: Processes, serving_env: dict[str, str]) -> Server:
     """One that all tests share which leave it as it is."""
-    processes = Processes(tmp_path_factory.mktemp("server"))
-    try:
-        words = ("fashion-mnist@prod", "--max-body", "2", "--grpc-port", "0")
-        yield start_server(processes, serving_env, *words, shared=True)
-    finally:
-        processes.end_all()
+    words = ("fashion-mnist@prod", "--max-body", "2", "--grpc-port", "0")
+    return start_server(session_processes, serving_env, *words, shared=True)
 
 
 @pytest.fixture(scope="session")
-def ray_server(tmp_path_factory: pytest.TempPathFactory, serving_env: dict[str, str]) -> Iterator[Server]:
+def ray_server(session_processes: Processes, serving_env: dict[str, str]) -> Server:
     """The same on Ray Serve, in a cluster of its own."""
-    processes = Processes(tmp_path_factory.mktemp("ray_server"))
     words = ("fashion-mnist@prod", "--max-body", "2", "--on", "ray", "--startup-timeout", "5min")
     env = {**serving_env, "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 2**20)}
-    try:
-        yield start_server(processes, env, *words, shared=True)
-    finally:
-        processes.end_all()
+    return start_server(session_processes, env, *words, shared=True)
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("ray", marks=pytest.mark.ray)])

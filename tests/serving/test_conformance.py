@@ -12,6 +12,8 @@ import pytest
 import tritonclient.http as triton
 from tests.serving.conftest import json_request
 
+pytestmark = pytest.mark.integration
+
 MODEL = "fashion-mnist"
 
 

@@ -19,6 +19,8 @@ from tests.conftest import Processes
 from tests.serving.conftest import Server, json_request, metrics, start_server
 from tests.serving.load import PATH
 
+pytestmark = pytest.mark.integration
+
 BODY = json.dumps(json_request()).encode()
 WAITING = 'waiting_rows{model="fashion-mnist"} '
 

@@ -99,6 +99,7 @@ def test_a_package_that_is_exchanged_while_a_client_sends(
         connection.close()
 
 
+@pytest.mark.chaos
 def test_readiness_and_the_end(start: Callable[..., Server], wait_until: Callable[..., None]) -> None:
     server = start("fashion-mnist@prod", "--drain-notice", "10s", "--timeout", "2min")
     assert ready(server)

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from safetensors.torch import save
-from tests.conftest import Processes
+from tests.conftest import Processes, children
 from tests.serving import puppet
 from tests.serving.conftest import Server, start_server
 from tests.serving.packages import put_files
@@ -110,7 +109,7 @@ def test_control_c_while_replicas_are_started_says_nothing(
 ) -> None:
     words = ("fashion-mnist@prod", "--port", "0", "--replicas", "2")
     popen = run_processes.start([sys.executable, "-m", "paceline", "serve", *words], env=serving_env)
-    wait_until(lambda: psutil.Process(popen.pid).children(), "the first process of its own", timeout_s=120)
+    wait_until(lambda: children(popen.pid), "the first process of its own", timeout_s=120)
     os.killpg(popen.pid, signal.SIGINT)
     done = run_processes.finish(popen, timeout_s=120)
     assert "Traceback" not in done.stderr

@@ -99,6 +99,7 @@ def shares(chrome: Chrome) -> dict[str, str]:
     return dict(zip(names, numbers, strict=True))
 
 
+@pytest.mark.browser
 @needs_browser
 def test_a_picture_of_the_test_set_gets_its_label(
     page: Chrome, clothes: Clothes, tmp_path: Path, wait_until: Callable[..., None]
@@ -120,6 +121,7 @@ def test_a_picture_of_the_test_set_gets_its_label(
     wait_until(lambda: texts(page, ".best strong") == [clothes.label], "the label again", WAIT_S)
 
 
+@pytest.mark.browser
 @needs_browser
 def test_what_is_sent_can_be_sent_again_by_curl(
     page: Chrome, served: Server, run_processes: Processes, wait_until: Callable[..., None]
@@ -134,6 +136,7 @@ def test_what_is_sent_can_be_sent_again_by_curl(
     assert next(iter(shares(page).values())) == f"{100 * best:.1f} %"
 
 
+@pytest.mark.browser
 @needs_browser
 def test_drawing_with_mouse_finger_and_keyboard(page: Chrome, wait_until: Callable[..., None]) -> None:
     box = pad(page).rect
@@ -164,6 +167,7 @@ def test_drawing_with_mouse_finger_and_keyboard(page: Chrome, wait_until: Callab
     assert np.count_nonzero(sent(page)["data"]) > 12
 
 
+@pytest.mark.browser
 @needs_browser
 def test_a_coloured_picture_keeps_its_channels(
     page: Chrome, tmp_path: Path, wait_until: Callable[..., None]
@@ -182,6 +186,7 @@ def test_a_coloured_picture_keeps_its_channels(
     wait_until(lambda: any("text.png is no picture" in t for t in texts(page, ".problem")), "that", WAIT_S)
 
 
+@pytest.mark.browser
 @needs_browser
 def test_a_model_that_takes_no_picture_is_sent_json(page: Chrome, wait_until: Callable[..., None]) -> None:
     choose(page, "points", wait_until)
@@ -206,6 +211,7 @@ def test_a_model_that_takes_no_picture_is_sent_json(page: Chrome, wait_until: Ca
     assert [text for text in complaints(page) if not re.search(r"\b40[01] \(", text)] == []
 
 
+@pytest.mark.browser
 @needs_browser
 def test_the_token_is_nowhere_but_in_the_page(page: Chrome, wait_until: Callable[..., None]) -> None:
     kept = page.execute_script(
@@ -220,6 +226,7 @@ def test_the_token_is_nowhere_but_in_the_page(page: Chrome, wait_until: Callable
     wait_until(lambda: any("does not know" in t for t in texts(page, ".refused")), "that it is wrong", WAIT_S)
 
 
+@pytest.mark.browser
 @needs_browser
 def test_narrow_and_dark(page: Chrome) -> None:
     narrow = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
@@ -271,6 +278,7 @@ def proxy(target: str, prefix: str) -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.browser
 @needs_browser
 def test_the_page_works_under_a_sub_path(
     page: Chrome, served: Server, wait_until: Callable[..., None]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import Processes
+from tests.conftest import Processes, children
 from tests.serving.conftest import Server, metrics
 from tests.serving.load import Load
 
@@ -27,7 +27,7 @@ PATIENCE_S = 240
 
 def replicas_of(server: Server) -> list[psutil.Process]:
     found = []
-    for process in psutil.Process(server.popen.pid).children(recursive=True):
+    for process in children(server.popen.pid, recursive=True):
         with suppress(psutil.NoSuchProcess, IndexError):
             if process.cmdline()[0].startswith("ray::ServeReplica"):
                 found.append(process)
@@ -62,7 +62,7 @@ def test_loopback_another_version_and_the_end(
         wait_until(lambda: len(load.versions) == 2, "answers from the other version")
         seen = load.statuses[200]
         wait_until(lambda: load.statuses[200] > seen + 20, "answers after")
-        tree = psutil.Process(ray_server.popen.pid).children(recursive=True)
+        tree = children(ray_server.popen.pid, recursive=True)
         ray_server.popen.send_signal(signal.SIGTERM)
         load.join()
     assert load.statuses.keys() == {200}
@@ -89,7 +89,7 @@ def test_replicas_follow_the_load_and_lost_ones_are_replaced(
     assert load.statuses.keys() == {200}
     assert load.broken == []
     # Ctrl-C in a terminal reaches every process of its group; Ray's must not die before it has drained.
-    tree = psutil.Process(server.popen.pid).children(recursive=True)
+    tree = children(server.popen.pid, recursive=True)
     os.killpg(server.popen.pid, signal.SIGINT)
     assert server.popen.wait(60) == 0
     assert not [process for process in tree if process.is_running()]

@@ -46,6 +46,7 @@ def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPat
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.integration
 def test_what_does_not_fit_ddp_is_split_and_said() -> None:
     config, note = settled(130 * MIB)
     assert config.methods != ("ddp",)
@@ -55,10 +56,12 @@ def test_what_does_not_fit_ddp_is_split_and_said() -> None:
     assert dataclasses.replace(config, strategy="auto", mesh=None) == CONFIG
 
 
+@pytest.mark.integration
 def test_what_fits_after_all_is_ddp() -> None:
     assert settled(300 * MIB) == (CONFIG, None)
 
 
+@pytest.mark.integration
 def test_where_nothing_fits_it_is_ddp_and_said() -> None:
     config, note = settled(MIB)
     assert config == CONFIG

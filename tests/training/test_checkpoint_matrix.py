@@ -11,6 +11,8 @@ import pytest
 import torch
 from tests.training.states import newest
 
+pytestmark = pytest.mark.matrix
+
 RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "mp": 2, "ps": 2, "tp": 2, "mesh": 4}
 if find_spec("deepspeed") is not None:
     RANKS["zero3"] = 2

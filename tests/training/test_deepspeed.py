@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.training.states import newest
 
+pytestmark = pytest.mark.matrix
+
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'paceline[deepspeed]'")
 
 JOBS: dict[str, dict[str, Any]] = {

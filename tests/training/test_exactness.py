@@ -18,6 +18,9 @@ from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.storage import newest_verified
 from paceline.task import load_task_class
 
+# Cold, as the processes of users are: forks of one process share the seed of their hashes.
+pytestmark = [pytest.mark.matrix, pytest.mark.cold]
+
 WORLDS = (1, 2, 4)
 EXACT: dict[str, dict[str, Any]] = {
     # Carved validation, plateau schedule, early stop, clipping, moving average; dropout, batch norm, AdamW.

@@ -14,6 +14,8 @@ from paceline.run_directory import RunDirectory
 from paceline.training.adapters import merged
 from paceline.training.parent import kept_parent
 
+pytestmark = pytest.mark.matrix
+
 _CONV: dict[str, Any] = {"val_fraction": 0.2, "max_steps": 5}
 PARENTS: dict[str, dict[str, Any]] = {
     "conv": {"task": "Everything", "options": _CONV},

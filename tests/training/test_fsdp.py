@@ -13,6 +13,8 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.strategies.blocks import blocks, untied
 
+pytestmark = pytest.mark.matrix
+
 EXACT: dict[str, dict[str, Any]] = {
     # Carved validation, plateau schedule, early stop; dropout, batch norm, AdamW; a short last batch.
     "everything": {"task": "Everything", "options": {"val_fraction": 0.2, "early_stop": "accuracy:4"}},

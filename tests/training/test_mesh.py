@@ -15,7 +15,7 @@ from paceline.strategies.pipeline.blocks import find_blocks
 from paceline.strategies.pipeline.layers_in_parts import closed
 from paceline.strategies.pipeline.split import require_blocks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 
 JOBS: dict[str, dict[str, Any]] = {
     "layered": {"task": "Layered", "options": {"best": "accuracy:max", "max_steps": 5}},

@@ -21,6 +21,8 @@ from paceline.run_directory import RunDirectory
 from paceline.training.balance import SPEED_WIDTH, ShareBalance, Stopwatch
 from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
 
+pytestmark = pytest.mark.matrix
+
 NAMES = ("everything", "two-optimizers", "fp16", "metrics", "iterable", "uneven-stream")
 JOBS = {name: EXACT[name] for name in NAMES} | {"1-workers": WORKERS["1-workers"]}
 RESUMED = {"task": "Uneven", "options": {"log_every": 1, "epochs": 3}}

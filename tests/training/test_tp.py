@@ -12,7 +12,7 @@ import torch
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.storage import newest_verified
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 
 TP: dict[str, Any] = {"strategy": "tp"}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {

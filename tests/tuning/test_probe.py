@@ -26,6 +26,7 @@ SEARCH = Search(
 )
 
 
+@pytest.mark.integration
 def test_a_first_trial_that_diverges_does_not_end_the_search() -> None:
     assert [SEARCH.parsed_space.parameters(number)["lr"] for number in (0, 1)] == ["1e30", "0.01"]
     facts = probe(SEARCH)

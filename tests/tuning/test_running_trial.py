@@ -16,6 +16,8 @@ from paceline.checkpoint.storage import candidates, parse_name
 from paceline.run_directory import RunDirectory
 from paceline.tuning.running_trial import Order, RunningTrial, Told, TrialDiedError, TrialServer
 
+pytestmark = pytest.mark.integration
+
 TASK = f"{Path(__file__).parent / 'tasks.py'}:Line"
 
 

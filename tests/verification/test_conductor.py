@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from tests.conftest import children
 
 from paceline.errors import ConfigError
 from paceline.verification.methods import METHODS, Method, chosen, parse_worlds
@@ -22,6 +22,7 @@ from paceline.verification.traces import FACTOR, Margins, Step, converges, first
 HERE = Path(__file__).parent
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_a_method_that_is_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.environ.get("PYTHONPATH")
@@ -70,12 +71,12 @@ def test_ctrl_c_ends_all_processes(
         return any(trace.stat().st_size for trace in traces)
 
     wait_until(at_work, "a step", timeout_s=120)
-    children = psutil.Process(popen.pid).children(recursive=True)
-    assert children
+    below = children(popen.pid, recursive=True)
+    assert below
     os.kill(popen.pid, signal.SIGINT)
     done = run_processes.finish(popen, timeout_s=120)
     assert done.returncode == 130, done.stderr
-    assert not [child for child in children if child.is_running()]
+    assert not [child for child in below if child.is_running()]
 
 
 def test_methods_on_numbers_of_processes() -> None:

@@ -15,6 +15,8 @@ from paceline.config import RunConfig
 from paceline.verification.lint.all import lint
 from paceline.verification.report import Finding
 
+pytestmark = pytest.mark.integration
+
 TASKS = Path(__file__).with_name("tasks.py")
 
 

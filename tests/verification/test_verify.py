@@ -112,6 +112,7 @@ def test_a_task_that_fails_says_how(run_processes: Any, tmp_path: Path) -> None:
     assert "build_dataset" in done.stderr or "must return a torch.nn.Module" in done.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("task", "options"),

@@ -32,7 +32,7 @@ dist.destroy_process_group()
 def path_to(mpi: str) -> str:
     """A PATH with that mpirun in front."""
     if shutil.which("mpirun", path=str(MPIRUNS[mpi])) is None:
-        pytest.skip(f"{mpi}'s mpirun is missing: make test installs it")
+        pytest.skip(f"{mpi}'s mpirun is missing: make test-systems installs it")
     return os.pathsep.join([str(MPIRUNS[mpi]), os.environ["PATH"]])
 
 

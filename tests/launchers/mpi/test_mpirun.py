@@ -77,7 +77,7 @@ TRAIN = ("train", "small.py:Small", "--threads", "1", "--seed", "3", "--quiet", 
 def mpi(request: pytest.FixtureRequest) -> str:
     """Whose mpirun is on PATH."""
     if shutil.which(*program(request.param)) is None:
-        pytest.skip(f"{request.param}'s mpirun is missing: make test installs it")
+        pytest.skip(f"{request.param}'s mpirun is missing: make test-systems installs it")
     return str(request.param)
 
 

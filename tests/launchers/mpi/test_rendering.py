@@ -162,6 +162,7 @@ def test_a_recovery_that_mpirun_leaves_no_room_for_is_refused(recover: str) -> N
         task_job(config, {}, get_launcher("mpi"), "python")
 
 
+@pytest.mark.integration
 def test_a_missing_mpirun_is_told_with_what_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

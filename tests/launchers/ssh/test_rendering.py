@@ -62,6 +62,7 @@ END_
     )
 
 
+@pytest.mark.integration
 def test_a_task(tmp_path: Path) -> None:
     """By the command line, where there is no ssh."""
     command = [sys.executable, "-m", "paceline", "train", "fashion-mnist", "--on", "ssh"]

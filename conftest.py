@@ -1,0 +1,3 @@
+"""The plugins that every run of the tests uses."""
+
+pytest_plugins = ["tests.plugins.ci_skips", "tests.plugins.gpu", "tests.plugins.layers"]
