@@ -10,9 +10,10 @@ What a test uses decides its layer; ``-m LAYER`` selects one:
 ``unit``
     all others.
 
-A unit test may take one second, an integration test ten; on a busy machine more, by the load of each core. A
-test that takes longer is measured once more, since any moment may be a slow one, and fails if it takes too
-long again; what several tests share is there by then, and not counted. A unit test may not start a process.
+A unit test may take one second, an integration test ten; on a busy machine more, by the load of each core. The
+time in which a test could have run, and another process had the core, is not counted. A test that takes longer is
+measured once more, since any moment may be a slow one, and fails if it takes too long again; what several tests
+share is there by then, and not counted. A unit test may not start a process.
 """
 
 from __future__ import annotations
@@ -114,12 +115,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     _started_processes.clear()
-    reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if _passed(reports) and time_over(reports, layer):
-        again = runtestprotocol(item, nextitem=nextitem, log=False)
+    reports, waited_s = _run_once(item, nextitem)
+    if _passed(reports) and time_over(reports, layer, waited_s):
+        again, waited_s = _run_once(item, nextitem)
         if _passed(again):  # what cannot be run twice has passed once
             reports = again
-            _fail(reports, time_over(reports, layer))
+            _fail(reports, time_over(reports, layer, waited_s))
     if layer == "unit" and _started_processes:
         _fail(reports, f"a unit test starts a process; mark it `integration`: {_started_processes[0]}")
     for report in reports:
@@ -128,15 +129,30 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
+def _run_once(item: pytest.Item, nextitem: pytest.Item | None) -> tuple[list[pytest.TestReport], float]:
+    """Run a test; return its reports, and for how many seconds of it another process had the core."""
+    before_s = _waited_for_a_core_s()
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    return reports, _waited_for_a_core_s() - before_s
+
+
+def _waited_for_a_core_s() -> float:
+    """The seconds that this thread was ready to run and did not; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 def _passed(reports: list[pytest.TestReport]) -> bool:
     return all(report.passed for report in reports)
 
 
-def time_over(reports: list[pytest.TestReport], layer: str) -> str:
+def time_over(reports: list[pytest.TestReport], layer: str, waited_s: float = 0.0) -> str:
     """What took longer than the layer allows; empty where nothing did."""
     busy = max(os.getloadavg()[0], float(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     limit_s = BUDGETS_S[layer] * (1 + busy / len(os.sched_getaffinity(0)))
-    slow = [f"{r.when} took {r.duration:.1f} s" for r in reports[:2] if r.duration > limit_s]
+    slow = [f"{r.when} took {r.duration:.1f} s" for r in reports[:2] if r.duration - waited_s > limit_s]
     if not slow:
         return ""
     allowed = f"{BUDGETS_S[layer]:g} s, {limit_s:.1f} s at this load"

@@ -192,6 +192,7 @@ def test_budgets_grow_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (2.0, 0.0, 0.0))
     assert layers.time_over(reports, "unit") == ""
     assert "unit tests may take 1 s, 2.0 s at this load" in layers.time_over([report("call", 9.0)], "unit")
+    assert layers.time_over([report("call", 9.0)], "unit", waited_s=7.5) == ""
 
 
 def test_a_slow_test_is_measured_twice(tmp_path: Path) -> None:
