@@ -10,10 +10,10 @@ What a test uses decides its layer; ``-m LAYER`` selects one:
 ``unit``
     all others.
 
-A unit test may take one second, an integration test ten; on a busy machine more, by the load of each core. The
-time in which a test could have run, and another process had the core, is not counted. A test that takes longer is
-measured once more, since any moment may be a slow one, and fails if it takes too long again; what several tests
-share is there by then, and not counted. A unit test may not start a process.
+A unit test may take one second, an integration test ten; on a busy machine more, by the load of each core.
+The time in which a test could have run, and another process had the core, is not counted. A test that takes
+longer is measured once more, since any moment may be a slow one, and fails if it takes too long again; what
+several tests share is there by then, and not counted. A unit test may not start a process.
 """
 
 from __future__ import annotations
