@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.run_directory import RunDirectory, RunLock, read_json_lines, write_atomically
+from paceline.files import read_json_lines, write_atomically
+from paceline.run_directory import RunDirectory, RunLock
 
 
 @pytest.fixture

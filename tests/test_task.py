@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pytest
 
 from paceline.errors import TaskError
-from paceline.task import (
+from paceline.task import Task
+from paceline.task_loading import (
     RECIPES,
-    Task,
     TaskReference,
     build_task,
     load_task_class,

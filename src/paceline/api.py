@@ -23,7 +23,8 @@ from paceline.launchers.submission import submit as submit_job
 from paceline.launchers.submitit.functions import FunctionJob, submit_functions
 from paceline.launchers.training import launch, require_recovery
 from paceline.run_directory import RunDirectory
-from paceline.task import RECIPES, Task, check_spec, task_assignments, task_fields
+from paceline.task import Task
+from paceline.task_loading import RECIPES, check_spec, task_assignments, task_fields
 from paceline.worker import run
 
 

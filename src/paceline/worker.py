@@ -17,15 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import parse_duration_s, parse_hang_timeout
 from paceline.distributed.environment import Environment, default_threads, detect_environment
+from paceline.distributed.failures import describe, exit_code_of, failure_of, read_failure, record_failure
 from paceline.distributed.process import (
     WORKER_STOP_SIGNALS,
-    describe,
     die_with_parent,
     dump_stacks_on_signal,
-    exit_code_of,
-    failure_of,
-    read_failure,
-    record_failure,
     signals_handled,
 )
 from paceline.errors import (
@@ -37,8 +33,9 @@ from paceline.errors import (
     StopRequested,
     UserError,
 )
+from paceline.files import DISK_ERRORS
 from paceline.job import Job, default_run_path
-from paceline.run_directory import DISK_ERRORS, RunDirectory
+from paceline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from paceline.distributed.world import World
@@ -113,7 +110,7 @@ def _run_member(
     job: Job, member: Member, directory: RunDirectory, slot: int, terminal: tuple[int, int]
 ) -> None:
     from paceline.monitoring.rank_log import capture_rank_output, show_on
-    from paceline.task import TaskReference
+    from paceline.task_loading import TaskReference
     from paceline.training.control import StopSignals
     from paceline.training.members import train_as_member
     from paceline.training.preparation import Request
@@ -204,7 +201,7 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
     from paceline.distributed.rendezvous import settled
     from paceline.distributed.world import open_world
     from paceline.monitoring.rank_log import capture_rank_output
-    from paceline.task import TaskReference
+    from paceline.task_loading import TaskReference
     from paceline.training.control import StopSignals
     from paceline.training.pins import numerics_kept
     from paceline.training.preparation import Request

@@ -22,7 +22,7 @@ from paceline.adapters import lightning as paceline_lightning
 from paceline.adapters.lightning import LightningTask
 from paceline.adapters.lightning.logged import Entry, StepLog
 from paceline.callback import Horizon
-from paceline.task import build_task, load_task_class, task_fields
+from paceline.task_loading import build_task, load_task_class, task_fields
 
 LIT = Path(__file__).parent / "lit.py"
 

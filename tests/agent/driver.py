@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.agent.agent import Agent
-from paceline.launchers.local.base import LocalSpec, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.run_directory import RunDirectory
 
 nproc, max_restarts = (int(word) for word in sys.argv[1:3])

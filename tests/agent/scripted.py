@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline import errors, worker
 from paceline.agent import zygote
-from paceline.distributed.process import record_failure
+from paceline.distributed.failures import record_failure
 from paceline.membership.channel import Channel
 from paceline.membership.member import Member, Retired
 from paceline.run_directory import RunDirectory

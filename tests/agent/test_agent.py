@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import children, runs
 
 from paceline.agent.company import Company
-from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.lease import LeaseDirectory
 from paceline.membership.roster import Roster
 from paceline.run_directory import RunDirectory

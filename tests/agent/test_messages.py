@@ -23,7 +23,7 @@ from paceline.agent.messages import (
     write,
 )
 from paceline.agent.reports import Ended
-from paceline.distributed.process import failure_of
+from paceline.distributed.failures import failure_of
 from paceline.membership.channel import Beat, Leave, Place
 from paceline.membership.roster import Roster, Term
 from paceline.membership.views import Seat

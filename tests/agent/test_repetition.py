@@ -7,7 +7,7 @@ from pathlib import Path
 from paceline.agent.repetition import describe_repetition, of_rank
 from paceline.data.ledger_writer import LedgerWriter
 from paceline.data.order import DataOrder
-from paceline.distributed.process import failure_of
+from paceline.distributed.failures import failure_of
 from paceline.errors import PeerLostError
 from paceline.run_directory import RunDirectory
 

@@ -16,7 +16,7 @@ from paceline.bench.studies import STUDIES
 from paceline.cli.bench import SuiteName
 from paceline.errors import ConfigError
 from paceline.strategies.pipeline.blocks import find_blocks
-from paceline.task import TaskReference
+from paceline.task_loading import TaskReference
 
 
 @pytest.mark.parametrize(

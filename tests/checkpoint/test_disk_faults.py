@@ -19,7 +19,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.storage import newest_verified
 from paceline.data.audit import audit
 from paceline.run_directory import RunDirectory
-from paceline.task import load_task_class
+from paceline.task_loading import load_task_class
 from paceline.training import saving
 
 STEPS = 60

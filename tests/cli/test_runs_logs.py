@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from paceline.cli.logs import logs
 from paceline.cli.runs import find_runs, runs
-from paceline.distributed.process import record_failure
+from paceline.distributed.failures import record_failure
 from paceline.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
 from paceline.launchers.base import JobStatus
 from paceline.launchers.log_files import fold

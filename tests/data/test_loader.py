@@ -38,7 +38,8 @@ from paceline.data.loader import (
 from paceline.data.order import DataOrder, carve
 from paceline.data.tensors import TensorLoader
 from paceline.errors import DataError
-from paceline.task import Task, load_task_class
+from paceline.task import Task
+from paceline.task_loading import load_task_class
 
 pytestmark = pytest.mark.integration
 

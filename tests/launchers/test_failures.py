@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.distributed.process import describe, exit_code_of, read_failure, record_failure
+from paceline.distributed.failures import describe, exit_code_of, read_failure, record_failure
 from paceline.errors import ConfigError, PeerLostError, StopRequested
 from paceline.launchers.local.failures import Exit, expand, first_failure
 from paceline.run_directory import RunDirectory

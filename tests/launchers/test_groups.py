@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.launchers.local.base import LocalSpec, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.run_directory import RunDirectory
 
 MEETS = """

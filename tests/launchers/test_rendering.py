@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launchers.local.base import LOCAL_LAUNCHERS, LocalSpec, get_local_launcher
+from paceline.launchers.local.base import LOCAL_LAUNCHERS, get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.run_directory import RunDirectory
 
 WORKER = ("-m", "paceline.worker", "runs/a b/job.toml")

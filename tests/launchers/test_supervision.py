@@ -16,7 +16,8 @@ import pytest
 from tests.conftest import children, runs
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launchers.local.base import LocalSpec, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.run_directory import RunDirectory
 
 DRIVER = """

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from paceline.files import read_json_lines
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.telemetry import RankStatus
-from paceline.run_directory import RunDirectory, read_json_lines
+from paceline.run_directory import RunDirectory
 
 MakeMonitor = Callable[..., Monitor]
 

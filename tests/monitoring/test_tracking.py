@@ -15,9 +15,10 @@ from tests.conftest import Processes
 
 from paceline.config import RunConfig
 from paceline.errors import ConfigError
+from paceline.files import read_json_lines
 from paceline.monitoring.tracker import Tracked
 from paceline.monitoring.tracking import TrackerWriter, require
-from paceline.run_directory import RunDirectory, read_json_lines
+from paceline.run_directory import RunDirectory
 
 TASK = Path(__file__).parents[1] / "dashboard" / "paced.py"
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.planning.layout import Layout
 from paceline.planning.measure import measure
 from paceline.planning.memory import predict_memory
-from paceline.task import TaskReference
+from paceline.task_loading import TaskReference
 
 pytestmark = pytest.mark.matrix
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.task import RECIPES, build_task, load_task_class
+from paceline.task_loading import RECIPES, build_task, load_task_class
 
 NAMES = ["fashion-mnist", "fashion-mnist-mlp", "transformer"]
 

@@ -15,7 +15,7 @@ from paceline.inference import Inference
 from paceline.packages.manifest import Manifest, Provenance
 from paceline.packages.registry import Reference, Registry
 from paceline.packages.trust import trust
-from paceline.task import build_task, load_task_class
+from paceline.task_loading import build_task, load_task_class
 
 
 def put(registry: Path, recipe: str, *, name: str, seed: int = 0, tag: str = "prod") -> Path:

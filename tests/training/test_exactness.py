@@ -16,7 +16,7 @@ import torch
 
 from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.storage import newest_verified
-from paceline.task import load_task_class
+from paceline.task_loading import load_task_class
 
 # Cold, as the processes of users are: forks of one process share the seed of their hashes.
 pytestmark = [pytest.mark.matrix, pytest.mark.cold]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, UserError
-from paceline.task import load_task_class
+from paceline.task_loading import load_task_class
 from paceline.tuning.probe import check_fields
 from paceline.tuning.search import Search
 from paceline.tuning.space import parse_space

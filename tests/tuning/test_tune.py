@@ -16,7 +16,8 @@ import pytest
 from tests.conftest import Processes
 
 from paceline.checkpoint.storage import candidates, parse_name
-from paceline.run_directory import RunDirectory, read_json_lines
+from paceline.files import read_json_lines
+from paceline.run_directory import RunDirectory
 from paceline.tuning.journal import read_trials
 
 pytestmark = pytest.mark.ray

@@ -22,7 +22,7 @@ from paceline.agent.node import Node
 from paceline.agent.requests import Requests
 from paceline.distributed.process import STOP_SIGNALS, signals_handled
 from paceline.errors import LaunchError, RunDirectoryError
-from paceline.launchers.local.base import RenderedProcesses
+from paceline.launchers.local.process_group import RenderedProcesses
 from paceline.run_directory import RunLock
 
 _LONGEST_S = 60.0
@@ -30,7 +30,7 @@ _RETRY_S = 0.5
 
 
 class Agent:
-    """A job whose workers are replaced when they die; see :class:`~paceline.launchers.local.base.LocalJob`.
+    """A job whose workers are replaced when they die; see :class:`LocalJob`.
 
     Args:
         rendered: one process, the zygote; the last word of its spec's command is the job's file.

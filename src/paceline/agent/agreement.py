@@ -20,7 +20,7 @@ from paceline.agent.messages import SeenOff, SentHome, Workers
 from paceline.agent.node import Node
 from paceline.agent.remote_node import RemoteNode
 from paceline.data.ledger import generations
-from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.coordinator import Coordinator
 from paceline.membership.leadership import Leadership
 from paceline.membership.roster import Roster, Term

@@ -37,8 +37,8 @@ from paceline.agent.node import Node
 from paceline.agent.reports import Ended, Said
 from paceline.distributed.process import ECHO_S, StopRequests
 from paceline.errors import ConfigError
-from paceline.launchers.local.base import LocalSpec
 from paceline.launchers.local.failures import STOPPED
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.lease import LeaseDirectory
 from paceline.membership.roster import Roster
 from paceline.run_directory import RunDirectory

@@ -15,7 +15,7 @@ from paceline.agent.mesh import Address, Mesh
 from paceline.agent.messages import Book, Message, write
 from paceline.distributed.sockets import LOOPBACK
 from paceline.errors import RunDirectoryError
-from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.lease import LeaseDirectory
 from paceline.membership.roster import Roster
 from paceline.run_directory import RunDirectory

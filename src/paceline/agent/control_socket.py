@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from paceline.errors import ConfigError, PacelineError, RunDirectoryError
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.files import write_atomically
+from paceline.run_directory import RunDirectory
 
 _LONGEST = 131072  # bytes of a packet; a member takes about a hundred
 _LONGEST_PATH = 107  # of a Unix socket's address, by the kernel

@@ -9,7 +9,7 @@ import time
 from paceline.agent.workforce import Workforce
 from paceline.distributed.process import ECHO_S, StopRequests, passed_on
 from paceline.errors import ConfigError
-from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.coordinator import Coordinator
 
 

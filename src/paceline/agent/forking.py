@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paceline.launchers.local.base import RenderedProcess
+from paceline.launchers.local.process_group import RenderedProcess
 
 STORE_HOST = -1
 """Stands for the store host where a report names a worker."""

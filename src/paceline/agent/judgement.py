@@ -8,7 +8,7 @@ from typing import Literal
 from paceline.agent.policy import Budget, Meaning, describe_code, is_corruption, meaning
 from paceline.agent.repetition import describe_repetition
 from paceline.agent.reports import Ended
-from paceline.distributed.process import describe
+from paceline.distributed.failures import describe
 from paceline.launchers.local.failures import Exit, conclude
 from paceline.membership.views import View
 from paceline.run_directory import RunDirectory

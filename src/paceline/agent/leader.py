@@ -22,7 +22,7 @@ from paceline.agent.reports import Ended, Orders, Said
 from paceline.agent.restart import Restart
 from paceline.agent.workforce import Workforce
 from paceline.errors import RunDirectoryError
-from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.channel import Beat, Broken, Joined, Leave, Reform, Report, Standing, Waits
 from paceline.membership.coordinator import Coordinator
 from paceline.membership.views import Action, AskToReform, Break, Form, Retire, Seat, Start, View

@@ -31,9 +31,10 @@ from paceline.distributed.sockets import (
     meeting_address,
 )
 from paceline.errors import ConfigError
-from paceline.launchers.local.base import LocalSpec
+from paceline.files import write_atomically
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.membership.lease import LeaseDirectory
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.run_directory import RunDirectory
 
 _LOOK_EVERY_S = 0.2
 _ANSWERS_S = 2.0  # a machine that is gone does not refuse: it says nothing

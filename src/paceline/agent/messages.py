@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from paceline.agent.reports import Ended, Order, Orders, Said
-from paceline.distributed.process import to_failure
+from paceline.distributed.failures import to_failure
 from paceline.errors import PacelineError
 from paceline.membership import votes
 from paceline.membership.channel import ChannelError, from_document, to_document

@@ -19,10 +19,10 @@ from paceline.agent.forking import STORE_HOST, Exited, Forked, NotForked, Zygote
 from paceline.agent.reports import Ended, Order, Reports
 from paceline.agent.stores import Stores
 from paceline.agent.workers import Worker
-from paceline.distributed.process import read_failure
+from paceline.distributed.failures import read_failure
 from paceline.distributed.process_state import describe_silence
 from paceline.errors import LaunchError
-from paceline.launchers.local.base import RenderedProcess
+from paceline.launchers.local.process_group import RenderedProcess
 from paceline.membership.channel import Beat, Broken, ChannelError, Joined, Leave, Place, Standing, Waits
 from paceline.membership.views import Seat
 from paceline.run_directory import RunDirectory

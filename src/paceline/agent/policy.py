@@ -6,7 +6,8 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.distributed.process import WORKER_STOP_SIGNALS, Failure
+from paceline.distributed.failures import Failure
+from paceline.distributed.process import WORKER_STOP_SIGNALS
 from paceline.errors import CheckpointError, CorruptionError, IrreproducibleStepError, NonFiniteLossError
 from paceline.launchers.local.failures import STOPPED
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.balanced_order import with_saved_sizes
 from paceline.data.ledger import read_ledger
-from paceline.distributed.process import Failure
+from paceline.distributed.failures import Failure
 from paceline.distributed.tree import ReductionPlan
 from paceline.errors import RunDirectoryError
 from paceline.run_directory import RunDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.distributed.process import Failure
+from paceline.distributed.failures import Failure
 from paceline.membership.channel import Beat, Broken, Joined, Leave, Place, Reform, Report, Standing, Waits
 
 Order = Place | Reform | Broken | Report | Leave

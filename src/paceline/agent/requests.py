@@ -7,7 +7,7 @@ from paceline.agent.control_socket import Status, WorkerStatus
 from paceline.agent.leader import Leader
 from paceline.agent.node import Node
 from paceline.errors import ConfigError
-from paceline.launchers.local.base import LocalSpec
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.run_directory import RunDirectory
 
 

@@ -21,6 +21,7 @@ and the store host, so only the workers heed that.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -32,6 +33,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.distributed.process import WORKER_STOP_SIGNALS
+
+_WORKER = "paceline.worker"
+"""What the forked processes run: a layer above this one, so it is imported by its name."""
 
 _LONGEST = 65536
 
@@ -147,10 +151,9 @@ def _kill_group(pid: int) -> None:
 
 
 def _run_worker(job: str, channel: int, slot: int, terminal: tuple[int, int]) -> int:
-    from paceline.worker import main_member
-
-    sys.argv = ["paceline.worker", job]
-    return main_member(Path(job), channel, slot, terminal)
+    sys.argv = [_WORKER, job]
+    code: int = importlib.import_module(_WORKER).main_member(Path(job), channel, slot, terminal)
+    return code
 
 
 def _serve_stores(commands: int) -> int:
@@ -162,8 +165,8 @@ def _serve_stores(commands: int) -> int:
 def main(descriptor: int) -> int:
     """Import what every worker needs, then serve."""
     import paceline.agent.store_host  # noqa: F401
-    from paceline.worker import preload
 
+    preload = importlib.import_module(_WORKER).preload
     for number in WORKER_STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     preload()

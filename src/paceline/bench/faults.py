@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.run_directory import write_atomically
+from paceline.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.run_directory import write_atomically
+from paceline.files import write_atomically
 
 _MEMORY = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")

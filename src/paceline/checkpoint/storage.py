@@ -28,7 +28,7 @@ from paceline.checkpoint.manifest import (
     verify,
 )
 from paceline.errors import CheckpointError, NotSavedError, UnwritableError
-from paceline.run_directory import fsync_directory
+from paceline.files import fsync_directory
 
 LATEST = "LATEST"
 

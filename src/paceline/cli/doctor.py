@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.launchers.base import ONCE_A_RANK, Inner, JobSpec, get_launcher
 from paceline.launchers.own_options import make_options
 from paceline.launchers.submission import choose_inner, job_directory
-from paceline.task import check_spec
+from paceline.task_loading import check_spec
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]

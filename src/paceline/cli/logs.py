@@ -14,7 +14,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.distributed.process import describe, read_failure
+from paceline.distributed.failures import describe, read_failure
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.launchers.log_files import Tail, fold
 from paceline.launchers.registry import JobRecord, find_record, read_records

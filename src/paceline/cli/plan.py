@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import ConfigError
-from paceline.task import TaskReference, parse_assignments
+from paceline.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:
     from paceline.planning.recommend import Plan, Row

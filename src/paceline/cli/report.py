@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from paceline.errors import ConfigError, RunDirectoryError
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.files import write_atomically
+from paceline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from paceline.reporting.report import Report

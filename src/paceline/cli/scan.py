@@ -73,7 +73,7 @@ def scan(
     """
     from paceline.job import default_run_path
     from paceline.launchers.base import get_launcher
-    from paceline.task import check_spec
+    from paceline.task_loading import check_spec
 
     for name, value in (("steps", steps), ("warmup", warmup)):
         if value < 1:

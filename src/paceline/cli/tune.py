@@ -153,7 +153,7 @@ def _asked(
 ) -> Search:
     from paceline.config import config_from_mapping
     from paceline.config.values import parse_nproc
-    from paceline.task import check_spec
+    from paceline.task_loading import check_spec
     from paceline.tuning.search import Search
 
     check_spec(task)

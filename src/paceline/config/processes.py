@@ -9,6 +9,9 @@ from paceline.config.options import option
 from paceline.config.values import parse_duration_s, parse_nodes, parse_nproc
 from paceline.errors import ConfigError
 
+Contract = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
+"""Which variables tell a process its place; see :mod:`paceline.launchers.contracts`."""
+
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class ProcessOptions:

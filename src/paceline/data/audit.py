@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.balanced_order import with_saved_sizes
 from paceline.data.epoch_audit import (
@@ -24,7 +24,9 @@ from paceline.data.epoch_audit import (
 from paceline.data.ledger import LedgerEntry, read_ledger
 from paceline.data.order import DataOrder
 from paceline.errors import RunDirectoryError
-from paceline.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from paceline.run_directory import RunDirectory
 
 _SHOWN = 6  # findings in the verdict; all are in the report
 

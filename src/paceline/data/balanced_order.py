@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.order import DataOrder
 from paceline.errors import DataError, RunDirectoryError
-from paceline.run_directory import write_atomically
+from paceline.files import write_atomically
 
 
 @dataclass(frozen=True, eq=False)

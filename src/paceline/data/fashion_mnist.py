@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.errors import DataError
-from paceline.run_directory import fsync_directory
+from paceline.files import fsync_directory
 
 DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
 MIRRORS = (

@@ -12,7 +12,7 @@ from threading import Lock
 from paceline.data.ledger import FORMAT, generations, ledger_path
 from paceline.data.order import DataOrder
 from paceline.errors import RunDirectoryError, UnwritableError
-from paceline.run_directory import fsync_directory
+from paceline.files import fsync_directory
 
 _MOST_BYTES = 64 * 2**20  # of entries that wait for the disk: a million steps
 

@@ -26,7 +26,8 @@ from paceline.data.samples import Failure, Request, SampleReader, undisturbed
 from paceline.data.tensors import RowNumbers, without_subsets
 from paceline.errors import DataError
 from paceline.stacks import offer_stacks
-from paceline.task import Task, load_task_class
+from paceline.task import Task
+from paceline.task_loading import load_task_class
 
 
 class SampleSource:

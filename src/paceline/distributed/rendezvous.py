@@ -27,7 +27,7 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 from paceline.distributed.environment import Environment, is_loopback, parse_endpoint
 from paceline.distributed.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address
 from paceline.errors import ConfigError, PeerLostError
-from paceline.run_directory import write_atomically
+from paceline.files import write_atomically
 
 _TOKEN = "paceline/job"
 _RETRY_S = 0.02

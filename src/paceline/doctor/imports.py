@@ -38,7 +38,7 @@ def task_facts(spec: str) -> dict[str, Any]:
     from paceline.errors import PacelineError
 
     try:
-        from paceline.task import load_task_class
+        from paceline.task_loading import load_task_class
 
         task_class = load_task_class(spec)
     except PacelineError as error:

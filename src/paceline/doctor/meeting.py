@@ -25,7 +25,7 @@ from paceline.doctor.channel import DEAD_AFTER_S, Channel, open_channel
 from paceline.doctor.examination import Place
 from paceline.doctor.examiner import Address
 from paceline.errors import ConfigError, LaunchError
-from paceline.run_directory import write_atomically
+from paceline.files import write_atomically
 
 _TOKEN = "token"
 _MEETING = "meeting.json"

@@ -29,8 +29,8 @@ from paceline.doctor.judge_network import chosen_interface
 from paceline.doctor.judgement import judge
 from paceline.doctor.meeting import Arrivals, await_machines, find_machine_0, make_token, remove_traces
 from paceline.errors import LaunchError, PacelineError
+from paceline.files import write_atomically
 from paceline.launchers.preflight import choose_interface
-from paceline.run_directory import write_atomically
 
 REPORT = "report.json"
 """A file in the examination's directory."""

@@ -18,7 +18,8 @@ from paceline.exporting.source import inference_of
 from paceline.inference import Inference
 from paceline.packages.package import Package
 from paceline.packages.trust import trusted
-from paceline.task import RECIPES, Task, TaskReference, load_task_class
+from paceline.task import Task
+from paceline.task_loading import RECIPES, TaskReference, load_task_class
 
 TIED = "tied"
 """In the metadata of the weights: entry -> the entry that it is the same tensor as, as JSON."""

@@ -21,7 +21,8 @@ from paceline.inference import Inference
 from paceline.intervals import Estimate
 from paceline.packages.manifest import Provenance
 from paceline.run_directory import RunDirectory
-from paceline.task import Task, load_task_class
+from paceline.task import Task
+from paceline.task_loading import load_task_class
 from paceline.training.estimates import Estimates
 from paceline.training.run import Run
 from paceline.training.trained import Evaluated, Trained, evaluator_of, open_evaluated, open_trained

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 
 from paceline.errors import LaunchError, PacelineError
+from paceline.files import write_atomically
 from paceline.launchers.base import JobHandle, JobStatus, Launcher, Rendered
-from paceline.launchers.local.base import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.failures import STOPPED
+from paceline.launchers.local.process_group import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import Starter, SupervisedJob
 from paceline.launchers.log_files import follow_files
-from paceline.run_directory import write_atomically
 
 EXIT_CODE = "exit-code"
 """A file in a job's directory: written when the job has ended."""

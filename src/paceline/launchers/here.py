@@ -10,8 +10,9 @@ from paceline.errors import ConfigError
 from paceline.launchers.attached import AttachedJob, AttachedLauncher
 from paceline.launchers.base import Command, JobHandle, JobSpec, Rendered
 from paceline.launchers.contracts import expand_placeholders, has_placeholders
-from paceline.launchers.local.base import LocalSpec, RenderedProcesses, check_node_rank, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
 from paceline.launchers.local.options import MeetingOptions, TorchrunOptions
+from paceline.launchers.local.process_group import LocalSpec, RenderedProcesses, check_node_rank
 from paceline.launchers.local.spawn import free_master_port
 from paceline.launchers.node import interface_variables, split_python
 from paceline.launchers.refusals import refuse_restarts, refuse_walltime, refuse_what_is_for_clusters

@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.launchers.attached import AttachedJob, AttachedLauncher, start_commands
 from paceline.launchers.base import Command, JobHandle, JobSpec, Rendered, option
 from paceline.launchers.hosts import Host, read_hosts
-from paceline.launchers.local.base import LocalJob
+from paceline.launchers.local.process_group import LocalJob
 from paceline.launchers.local.supervision import Starter
 from paceline.launchers.mpi import MpiLauncher, MpiOptions, RenderedMpi
 from paceline.launchers.rank_starters import (

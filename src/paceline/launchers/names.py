@@ -6,8 +6,7 @@ import importlib
 from dataclasses import field
 from typing import Any, Literal
 
-Contract = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
-"""Which variables tell a process its place; see :mod:`paceline.launchers.contracts`."""
+from paceline.config.processes import Contract as Contract
 
 Inner = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
 """What starts the ranks, where a job's machines are there."""

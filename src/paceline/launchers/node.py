@@ -23,7 +23,8 @@ from paceline.distributed.sockets import job_port
 from paceline.errors import ConfigError, PacelineError
 from paceline.launchers.base import JobSpec
 from paceline.launchers.contracts import expand_placeholders, has_placeholders
-from paceline.launchers.local.base import LocalSpec, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.launchers.local.spawn import free_master_port
 from paceline.launchers.preflight import run_before
 from paceline.launchers.ray.node import ray_node_command

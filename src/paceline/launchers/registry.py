@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.files import write_atomically
 from paceline.launchers.base import JobHandle, JobStatus, get_launcher
-from paceline.run_directory import write_atomically
 
 _KEEP = 200
 _LONG = 8192  # bytes; few records are longer

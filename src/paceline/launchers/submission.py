@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from paceline.config import RunConfig, flag, non_defaults, parse_interval
 from paceline.errors import ConfigError, LaunchError
+from paceline.files import write_atomically
 from paceline.job import default_run_path
 from paceline.launchers.base import (
     Contract,
@@ -33,8 +34,7 @@ from paceline.launchers.registry import (
     record_id,
     room_for_record,
 )
-from paceline.run_directory import write_atomically
-from paceline.task import split_spec
+from paceline.task_loading import split_spec
 
 # What the node's own command line says, or the cluster.
 _NOT_PASSED_ON = (

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from paceline.config import RunConfig, flag, parse_duration_s, parse_nodes, parse_nproc
 from paceline.distributed.environment import Environment
-from paceline.distributed.process import describe_stop
+from paceline.distributed.failures import describe_stop
 from paceline.errors import ConfigError
+from paceline.files import write_atomically
 from paceline.job import Job, default_run_path
-from paceline.launchers.local.base import LocalSpec, Recovery, RenderedProcesses, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
 from paceline.launchers.local.failures import STOPPED
-from paceline.run_directory import RunDirectory, write_atomically
-from paceline.task import check_spec
+from paceline.launchers.local.process_group import LocalSpec, Recovery, RenderedProcesses
+from paceline.run_directory import RunDirectory
+from paceline.task_loading import check_spec
 
 _STARTED_BY: dict[str, str] = {
     "caller": "a script has numbered",

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from paceline.checkpoint import inventory
 from paceline.errors import CheckpointError, PackageError, RunDirectoryError, RunInUseError
+from paceline.files import fsync_directory
 from paceline.maintenance.items import Item, at_work
 from paceline.packages.registry import Registry
-from paceline.run_directory import RunDirectory, fsync_directory
+from paceline.run_directory import RunDirectory
 
 _DOOMED = ".gc-"
 _LEFT_BEHIND = re.compile(r"\.gc-[0-9a-f]{16}")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RunDirectoryError
+from paceline.files import fsync_directory
 from paceline.membership.roster import Roster
-from paceline.run_directory import fsync_directory
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 

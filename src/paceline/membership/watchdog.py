@@ -19,14 +19,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.distributed.activity import Activity
-from paceline.distributed.process import exit_code_of, record_failure
+from paceline.distributed.failures import exit_code_of, record_failure
 from paceline.distributed.process_state import describe_silence
 from paceline.errors import HangError, PeerLostError
+from paceline.files import write_atomically
 from paceline.membership.channel import Standing
 from paceline.membership.hang import Silence, verdict
 from paceline.membership.hang_record import record_hang, record_slow
 from paceline.membership.standing import standing_of
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.run_directory import RunDirectory
 from paceline.stacks import offer_stacks, stacks_of
 
 _GLANCE_S = 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 
 from paceline.errors import RunDirectoryError
-from paceline.run_directory import DISK_ERRORS
+from paceline.files import DISK_ERRORS
 
 _MOST_WAITING = 10_000  # pieces; then the oldest are dropped
 

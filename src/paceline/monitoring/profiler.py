@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from paceline.files import write_atomically
 from paceline.monitoring.monitor import Monitor
 from paceline.monitoring.phases import PhaseTime
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.run_directory import RunDirectory
 
 WARM_UP_STEPS = 5
 """Steps that are left out: they allocate, choose kernels and fill caches, the last starts the profiler."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from paceline.errors import DataError, PacelineError
+from paceline.files import DISK_ERRORS
 from paceline.monitoring.patient_file import PatientLog
-from paceline.run_directory import DISK_ERRORS, RunDirectory
+from paceline.run_directory import RunDirectory
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import RunDirectoryError
+from paceline.files import DISK_ERRORS, read_json_lines, write_atomically
 from paceline.monitoring.patient_file import PatientFile
-from paceline.run_directory import DISK_ERRORS, read_json_lines, write_atomically
 
 _log = logging.getLogger(__name__)
 

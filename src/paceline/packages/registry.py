@@ -23,9 +23,9 @@ from typing import NamedTuple
 from paceline.checkpoint.files import temporary_directory, write_file
 from paceline.checkpoint.storage import remove_stale
 from paceline.errors import PackageError
+from paceline.files import fsync_directory, write_atomically
 from paceline.packages.fields import canonical_json, parse_object
 from paceline.packages.manifest import MANIFEST, Manifest, plain_name
-from paceline.run_directory import fsync_directory, write_atomically
 
 LATEST = "latest"
 MAX_TAG_BYTES = 2**20

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from paceline.checkpoint.manifest import FileRecord
 from paceline.errors import PackageError
+from paceline.files import fsync_directory
 from paceline.packages.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from paceline.packages.package import verify_package
 from paceline.packages.registry import MAX_TAG_BYTES, Reference, Registry, Tag, is_digest, parse_reference
 from paceline.packages.sources import DirectorySource, Source, source_of
-from paceline.run_directory import fsync_directory
 
 OnBytes = Callable[[int, int], None]
 """Is told how many bytes are there, and how many there will be."""

@@ -1,1 +1,1 @@
-"""Tasks that come with Paceline, by name: see ``paceline.task.RECIPES``."""
+"""Tasks that come with Paceline, by name: see ``paceline.task_loading.RECIPES``."""

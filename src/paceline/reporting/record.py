@@ -12,8 +12,9 @@ from typing import Any
 
 from paceline.config import config_from_mapping, flag, non_defaults
 from paceline.errors import RunDirectoryError, UserError
+from paceline.files import read_json_lines
 from paceline.monitoring.timeline import Timeline, timeline
-from paceline.run_directory import RunDirectory, read_json_lines
+from paceline.run_directory import RunDirectory
 
 _ELSEWHERE = (
     "run",

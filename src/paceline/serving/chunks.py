@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.run_directory import fsync_directory, write_atomically
+from paceline.files import fsync_directory, write_atomically
 from paceline.serving.servable import Array, Arrays, ModelSpec, rows_of
 
 FORMATS = (".npz", ".jsonl", ".csv")

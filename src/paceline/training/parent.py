@@ -18,9 +18,10 @@ from paceline.config import config_from_mapping
 from paceline.config.fine_tuning import Lora
 from paceline.distributed.world import World
 from paceline.errors import CheckpointError, ConfigError, PacelineError, PackageError
+from paceline.files import write_atomically
 from paceline.membership.handover import Agreement, hand_over
 from paceline.packages.package import open_package
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.run_directory import RunDirectory
 from paceline.training.adapters import merged
 from paceline.training.run import Run
 

@@ -18,14 +18,8 @@ from paceline.data.balanced_order import require_same_sizes, save_sizes
 from paceline.errors import RunDirectoryError, TaskError
 from paceline.monitoring.tracking import require
 from paceline.run_directory import RunDirectory
-from paceline.task import (
-    Task,
-    TaskReference,
-    build_task,
-    load_task_class,
-    parse_assignments,
-    task_fields,
-)
+from paceline.task import Task
+from paceline.task_loading import TaskReference, build_task, load_task_class, parse_assignments, task_fields
 from paceline.training.automatic import settle_strategy
 from paceline.training.control import StopSignals
 from paceline.training.deadline import Deadline

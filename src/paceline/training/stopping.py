@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from typing import NoReturn
 
-from paceline.distributed.process import describe_stop
+from paceline.distributed.failures import describe_stop
 from paceline.distributed.world import World
 from paceline.errors import ConfigError, PeerLostError, StopRequested
 from paceline.training import control

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import config_from_mapping, flag
+from paceline.files import write_atomically
 from paceline.launchers.submission import task_command
-from paceline.run_directory import write_atomically
 from paceline.tuning.journal import Trial, Trials
 from paceline.tuning.search import Search, SearchDirectory
 from paceline.tuning.space import assignments

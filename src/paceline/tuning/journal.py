@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from paceline.files import read_json_lines
 from paceline.monitoring.patient_file import PatientFile
-from paceline.run_directory import read_json_lines
 from paceline.tuning.budget import Cost
 
 _log = logging.getLogger(__name__)

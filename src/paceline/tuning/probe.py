@@ -24,8 +24,10 @@ from typing import Any
 from paceline.config import Interval, flag, parse_interval
 from paceline.distributed.tether import tethered
 from paceline.errors import ConfigError, PacelineError, TaskError
-from paceline.run_directory import RunDirectory, read_json_lines
-from paceline.task import Task, build_task, load_task_class, parse_assignments
+from paceline.files import read_json_lines
+from paceline.run_directory import RunDirectory
+from paceline.task import Task
+from paceline.task_loading import build_task, load_task_class, parse_assignments
 from paceline.tuning.search import Search, SearchDirectory
 from paceline.tuning.space import Dimension
 

@@ -20,12 +20,13 @@ from typing import Any
 
 from paceline.config import config_from_mapping
 from paceline.distributed.environment import variables_of_another_job
-from paceline.distributed.process import read_failure
+from paceline.distributed.failures import read_failure
 from paceline.distributed.tether import tethered
 from paceline.errors import LaunchError, RunDirectoryError
+from paceline.files import read_json_lines, write_atomically
 from paceline.job import Job
 from paceline.launchers.ray.machine import own_variables
-from paceline.run_directory import RunDirectory, read_json_lines, write_atomically
+from paceline.run_directory import RunDirectory
 from paceline.tuning.journal import TrialState
 from paceline.tuning.trial_server import LONGEST
 

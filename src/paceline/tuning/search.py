@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from paceline.config import RunConfig, config_from_mapping, parse_best
 from paceline.errors import ConfigError, RunDirectoryError, RunInUseError
-from paceline.run_directory import write_atomically
+from paceline.files import write_atomically
 from paceline.tuning.budget import Budget, parse_budget
 from paceline.tuning.space import Space, assignments, parse_space
 

@@ -10,7 +10,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.files import write_atomically
+from paceline.run_directory import RunDirectory
 from paceline.tuning.journal import Trials
 from paceline.tuning.search import Search, SearchDirectory
 

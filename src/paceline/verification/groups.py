@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.launchers.local.base import LocalSpec, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.verification.plan import Plan, Training, done_path, is_done, lints_path
 from paceline.verification.request import Request
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.distributed.process import Failure, read_failure
+from paceline.distributed.failures import Failure, read_failure
 from paceline.run_directory import RunDirectory
 
 

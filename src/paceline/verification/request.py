@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config import config_from_mapping, flag
 from paceline.errors import ConfigError
-from paceline.task import check_spec
+from paceline.task_loading import check_spec
 from paceline.verification.methods import Method
 
 _OURS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import config_from_mapping
-from paceline.distributed.process import Failure
+from paceline.distributed.failures import Failure
 from paceline.errors import ConfigError, LaunchError, UserError
 from paceline.verification.groups import TAIL_LINES, Groups, Tell
 from paceline.verification.methods import Method

@@ -20,11 +20,13 @@ import torch
 from paceline.checkpoint.state import model_sha256
 from paceline.config import RunConfig, config_from_mapping
 from paceline.distributed.environment import Environment, detect_environment
-from paceline.distributed.process import dump_stacks_on_signal, read_failure, record_failure
+from paceline.distributed.failures import read_failure, record_failure
+from paceline.distributed.process import dump_stacks_on_signal
 from paceline.errors import StopRequested
+from paceline.files import write_atomically
 from paceline.job import Job
-from paceline.run_directory import write_atomically
-from paceline.task import Task, TaskReference, parse_assignments
+from paceline.task import Task
+from paceline.task_loading import TaskReference, parse_assignments
 from paceline.training.automatic import memory_of_process
 from paceline.training.control import StopSignals
 from paceline.training.pins import configure_numerics, numerics_kept

@@ -15,7 +15,8 @@ from tests.lab.sshd import SshLab
 
 from paceline.errors import ConfigError
 from paceline.launchers.base import JobSpec
-from paceline.launchers.local.base import LocalSpec, get_local_launcher
+from paceline.launchers.local.base import get_local_launcher
+from paceline.launchers.local.process_group import LocalSpec
 from paceline.launchers.rank import rank_command
 
 # As under the parameter server strategy: workers and servers serve for ever, the chief listens while at work.

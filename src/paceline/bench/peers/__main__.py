@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paceline.bench.peers.job import PeerJob
 from paceline.bench.tasks import Timed
-from paceline.task import TaskReference
+from paceline.task_loading import TaskReference
 
 
 def main(module: str, text: str) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.distributed.process import Failure, describe, read_failure
+from paceline.distributed.failures import Failure, describe, read_failure
 from paceline.run_directory import RunDirectory
 
 STOPPED = (75, 130)

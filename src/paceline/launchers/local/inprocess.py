@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 
 from paceline.distributed.variables import variables_set
 from paceline.errors import ConfigError
-from paceline.launchers.local.base import LocalLauncher, LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.launchers.local.base import LocalLauncher
+from paceline.launchers.local.process_group import LocalSpec, RenderedProcess, RenderedProcesses
 
 
 class InProcessLauncher(LocalLauncher):

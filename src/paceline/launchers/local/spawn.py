@@ -8,14 +8,8 @@ from paceline.distributed.environment import JOB_ID, LISTEN_FD, Environment, par
 from paceline.errors import ConfigError
 from paceline.launchers.base import Contract
 from paceline.launchers.contracts import contract_variables
-from paceline.launchers.local.base import (
-    LocalJob,
-    LocalLauncher,
-    LocalSpec,
-    RenderedProcess,
-    RenderedProcesses,
-    bound_loopback_socket,
-)
+from paceline.launchers.local.base import LocalLauncher, bound_loopback_socket
+from paceline.launchers.local.process_group import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import SupervisedJob
 from paceline.launchers.local.tensorflow import free_ports, role_serves, start_tensorflow
 

@@ -21,9 +21,9 @@ import psutil
 from paceline.distributed import tether
 from paceline.distributed.process import STOP_SIGNALS, StopRequests, passed_on, signals_handled
 from paceline.errors import LaunchError
-from paceline.launchers.local.base import RenderedProcess, RenderedProcesses
 from paceline.launchers.local.failures import STOPPED, Exit, conclude, expand
 from paceline.launchers.local.orphans import Orphanage
+from paceline.launchers.local.process_group import RenderedProcess, RenderedProcesses
 
 _TURN_S = 5.0  # a signal that comes just before a wait is heard only after it
 _TETHER = str(Path(tether.__file__).resolve())

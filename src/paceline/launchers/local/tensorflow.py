@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launchers.local.base import RenderedProcesses
+from paceline.launchers.local.process_group import RenderedProcesses
 from paceline.launchers.local.supervision import SupervisedJob
 
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range from which the kernel takes ephemeral ports

@@ -8,8 +8,9 @@ import time
 from functools import partial
 
 from paceline.distributed.environment import parse_endpoint
-from paceline.distributed.process import read_failure
-from paceline.launchers.local.base import LocalLauncher, LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.distributed.failures import read_failure
+from paceline.launchers.local.base import LocalLauncher
+from paceline.launchers.local.process_group import LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import Starter, SupervisedJob
 from paceline.run_directory import RunDirectory
 

@@ -37,12 +37,12 @@ from paceline.distributed.ray_cluster import LOOPBACK, import_ray, kill, private
 from paceline.distributed.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.distributed.tether import tethered
 from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.files import write_atomically
 from paceline.launchers.base import JobSpec
 from paceline.launchers.contracts import expand_placeholders
-from paceline.launchers.local.base import LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.launchers.local.process_group import LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import Starter, SupervisedJob
 from paceline.launchers.preflight import run_before
-from paceline.run_directory import write_atomically
 
 _MEETING_S = 300.0
 _POLL_S = 0.2

@@ -18,10 +18,10 @@ from paceline.distributed.environment import JOB_ID, Environment
 from paceline.distributed.machine_place import HOSTS, NODE_RANK, NODES
 from paceline.distributed.sockets import job_port
 from paceline.errors import ConfigError, LaunchError
+from paceline.files import write_atomically
 from paceline.launchers.contracts import contract_variables
-from paceline.launchers.local.base import LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.launchers.local.process_group import LocalSpec, RenderedProcess, RenderedProcesses
 from paceline.launchers.local.supervision import Starter, SupervisedJob
-from paceline.run_directory import write_atomically
 
 if TYPE_CHECKING:
     import submitit
