@@ -414,6 +414,8 @@ class _Server:
             if self._fork():
                 program = Program(**start.program)
                 if start.new_session:
+                    # What the old group was sent meanwhile is not for this process: to ignore it is to forget it.
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
                     os.setsid()
                 elif start.group >= 0:
                     os.setpgid(0, start.group)
