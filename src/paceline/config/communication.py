@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.options import at_least, flag, option
+from paceline.config.options import Requirement, at_least, flag, option
 from paceline.config.recovery import RecoveryOptions
 from paceline.errors import ConfigError
 
@@ -26,23 +26,63 @@ class CommunicationOptions(RecoveryOptions):
         "Local SGD: every process trains on its own shards, and after so many steps their weights are "
         "averaged. 0: gradients are summed in every step.",
         group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        minimum=0,
     )
     outer_optimizer: Literal["none", "nesterov"] = option(
         "none",
         "With --sync-every, what follows the averaged change of the weights. none: they become the average; "
         "nesterov: SGD with Nesterov momentum (DiLoCo).",
         group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=Requirement("sync_every"),
     )
-    outer_lr: float = option(OUTER_LR, "Learning rate of --outer-optimizer.", group="Communication")
-    outer_momentum: float = option(OUTER_MOMENTUM, "Momentum of --outer-optimizer.", group="Communication")
+    outer_lr: float = option(
+        OUTER_LR,
+        "Learning rate of --outer-optimizer.",
+        group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=Requirement("outer_optimizer", "nesterov"),
+        minimum=0,
+        maximum=math.inf,
+        exclusive=True,
+    )
+    outer_momentum: float = option(
+        OUTER_MOMENTUM,
+        "Momentum of --outer-optimizer.",
+        group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=Requirement("outer_optimizer", "nesterov"),
+        minimum=0,
+        maximum=1,
+        exclusive=True,
+    )
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
         "none",
         "How DistributedDataParallel sends gradients: as fp16 or bf16, or as products of thin matrices "
         "(powersgd). Needs no --reduction.",
         group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
     )
     powersgd_rank: int = option(
-        1, "Columns of these matrices: more are nearer to the gradient.", group="Communication"
+        1,
+        "Columns of these matrices: more are nearer to the gradient.",
+        group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=Requirement("comm_hook", "powersgd"),
+        minimum=1,
     )
 
     @property

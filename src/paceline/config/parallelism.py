@@ -86,25 +86,40 @@ class ParallelOptions(ServerOptions):
         "processes are parameter servers, the others workers. hogwild: all processes of a machine update one "
         "model in shared memory, without locks.",
         group="Parallelism",
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        summary=True,
     )
     dp_devices: int | Literal["auto"] = option(
         "auto",
         "With --strategy dp, how many GPUs compute, or threads on a CPU. auto: all GPUs, else one a core.",
         group="Parallelism",
-        of=("dp",),
+        strategies=("dp",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        minimum=1,
     )
     mesh: str | None = option(
         None,
         "Several strategies at once, as a grid of processes such as fsdp=2,dp=2: axes and their sizes, whose "
         "product is the number of processes.",
         group="Parallelism",
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        summary=True,
     )
     sequence_parallel: bool = option(
         False,
         "With --strategy tp, also split what lies between the split layers (norms, dropouts), along the "
         "sequence, as the task's sequence_parallel_plan says.",
         group="Parallelism",
-        of=("tp",),
+        strategies=("tp",),
+        resume="kept",
+        bits="never",
+        scope="parallel",
     )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = option(
         "1f1b",
@@ -112,32 +127,61 @@ class ParallelOptions(ServerOptions):
         "zero-bubble: gradients of weights fill the gaps; pipedream: no stage waits at a step's end, "
         "and some shards meet weights that are one update old.",
         group="Parallelism",
-        of=("pp",),
+        strategies=("pp",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
     )
     pp_split: str = option(
         "balanced",
         "With --strategy pp or mp, how the model is cut. balanced: by the measured time and memory of its "
         "blocks; equal: by their number; or a number of blocks for each stage, such as 3,5.",
         group="Parallelism",
-        of=("pp", "mp"),
+        strategies=("pp", "mp"),
+        resume="kept",
+        bits="never",
+        scope="parallel",
     )
     reduction: Literal["exact", "fast", "torch"] = option(
         "exact",
         "How gradients are summed. exact: the same bits for any number of processes; fast: all-reduce; "
         "torch: DistributedDataParallel.",
         group="Parallelism",
+        resume="fixed",
+        bits="always",
+        scope="parallel",
+        fingerprint=True,
+        summary=True,
     )
     balance: Literal["auto", "equal"] = option(
         "auto",
         "How processes share the shards. auto: by measured speed, where one is clearly slower (reduction "
         "exact or fast); equal: all the same.",
         group="Parallelism",
+        resume="kept",
+        bits="never",
+        scope="recovery",
     )
     shards: int | Literal["auto"] | None = option(
-        None, "Logical shards of a global batch, fixed for the run.", group="Parallelism"
+        None,
+        "Logical shards of a global batch, fixed for the run.",
+        group="Parallelism",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=1,
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
     )
     accumulate: int = option(
-        1, "Shards a process when --shards is auto (gradient accumulation).", group="Parallelism"
+        1,
+        "Shards a process when --shards is auto (gradient accumulation).",
+        group="Parallelism",
+        resume="created",
+        bits="always",
+        scope="training",
+        minimum=1,
     )
 
     def __post_init__(self) -> None:
@@ -230,7 +274,7 @@ class ParallelOptions(ServerOptions):
             for option_name in STRATEGIES[name].refuses
         }
         for field in dataclasses.fields(self):
-            of = field.metadata["of"]
+            of = field.metadata["classification"].strategies
             if of and not set(of) & set(self.methods):
                 named = " or ".join(of)
                 axes = f", or {named} among the axes of --mesh" if set(of) <= set(OF_AXIS) else ""

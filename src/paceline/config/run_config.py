@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.config.fine_tuning import FineTuningOptions
-from paceline.config.options import at_least, check_type, flag, option
+from paceline.config.options import Requirement, at_least, check_type, flag, option
 from paceline.config.values import Interval, parse_best, parse_early_stop, parse_interval, parse_shuffle
 from paceline.errors import ConfigError
 
@@ -23,63 +23,230 @@ from paceline.errors import ConfigError
 class RunConfig(FineTuningOptions):
     """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
 
-    global_batch_size: int | None = option(None, "Samples a step, over all processes.", group="Training")
-    epochs: int | None = option(None, "Passes over the training data.", group="Training")
-    max_steps: int | None = option(None, "Stop after this many steps instead.", group="Training")
+    global_batch_size: int | None = option(
+        None,
+        "Samples a step, over all processes.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=1,
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
+    )
+    epochs: int | None = option(
+        None,
+        "Passes over the training data.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        replaces="max_steps",
+        minimum=1,
+        evaluation=True,
+        summary=True,
+    )
+    max_steps: int | None = option(
+        None,
+        "Stop after this many steps instead.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        replaces="epochs",
+        minimum=1,
+        evaluation=True,
+        summary=True,
+    )
     seed: int = option(
-        0, "Decides the data's order, the initial weights and all randomness.", group="Training"
+        0,
+        "Decides the data's order, the initial weights and all randomness.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=0,
+        maximum=2**63 - 1,
+        evaluation=True,
+        summary=True,
     )
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32", "Mixed precision by torch.amp.", group="Training"
+        "fp32",
+        "Mixed precision by torch.amp.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
     )
-    clip_norm: float | None = option(None, "Clip the gradient's 2-norm to this.", group="Training")
+    clip_norm: float | None = option(
+        None,
+        "Clip the gradient's 2-norm to this.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=0,
+        exclusive=True,
+    )
     ema: float | None = option(
         None,
         "Keep an exponential moving average of the weights with this decay, and evaluate it.",
         group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        needs="ema",
+        minimum=0,
+        maximum=1,
+        exclusive=True,
     )
-    compile: bool = option(False, "Compile the model with torch.compile.", group="Training")
+    compile: bool = option(
+        False,
+        "Compile the model with torch.compile.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        needs="compile",
+        fingerprint=True,
+        summary=True,
+    )
 
-    shuffle: str = option("sample", "sample, block:N (blocks of N neighbours) or none.", group="Data")
+    shuffle: str = option(
+        "sample",
+        "sample, block:N (blocks of N neighbours) or none.",
+        group="Data",
+        resume="fixed",
+        bits="always",
+        scope="data",
+    )
     workers: int | Literal["auto"] = option(
-        "auto", "Data-loading processes a rank. auto: 0 for tensors, else up to 4.", group="Data"
+        "auto",
+        "Data-loading processes a rank. auto: 0 for tensors, else up to 4.",
+        group="Data",
+        resume="kept",
+        bits="never",
+        scope="process",
+        minimum=0,
     )
     val_fraction: float | None = option(
-        None, "Carve this fraction of train as the validation split.", group="Data"
+        None,
+        "Carve this fraction of train as the validation split.",
+        group="Data",
+        resume="fixed",
+        bits="always",
+        scope="data",
+        minimum=0,
+        maximum=1,
+        exclusive=True,
+        evaluation=True,
     )
 
-    eval_every: str = option("1epoch", "Evaluate every Nsteps or Nepochs, or never.", group="Evaluation")
+    eval_every: str = option(
+        "1epoch",
+        "Evaluate every Nsteps or Nepochs, or never.",
+        group="Evaluation",
+        resume="fixed",
+        bits="always",
+        scope="evaluation",
+        summary=True,
+    )
     early_stop: str | None = option(
-        None, "METRIC:PATIENCE; stop after PATIENCE evaluations without a better METRIC.", group="Evaluation"
+        None,
+        "METRIC:PATIENCE; stop after PATIENCE evaluations without a better METRIC.",
+        group="Evaluation",
+        resume="fixed",
+        bits="always",
+        scope="evaluation",
+        requires=Requirement("eval_every", other_than="never"),
+        summary=True,
     )
     best: str | None = option(
-        None, "METRIC:min or METRIC:max, which decides the best model.", group="Evaluation"
+        None,
+        "METRIC:min or METRIC:max, which decides the best model.",
+        group="Evaluation",
+        resume="fixed",
+        bits="always",
+        scope="evaluation",
+        evaluation=True,
+        summary=True,
     )
 
-    run: str | None = option(None, "The run's directory. Default: runs/TASK-TIME.", group="Run directory")
+    run: str | None = option(
+        None,
+        "The run's directory. Default: runs/TASK-TIME.",
+        group="Run directory",
+        resume="fresh",
+        bits="never",
+        scope="place",
+        from_launcher=True,
+    )
     resume: Literal["auto", "never", "must"] = option(
-        "auto", "auto: continue an existing run; never: refuse one; must: require one.", group="Run directory"
+        "auto",
+        "auto: continue an existing run; never: refuse one; must: require one.",
+        group="Run directory",
+        resume="fresh",
+        bits="never",
+        scope="place",
     )
     checkpoint_every: tuple[str, ...] = option(
         ("1epoch",),
         "Nsteps, Nmin (s, min, h) or Nepochs; may be repeated. never: only at the end.",
         group="Run directory",
+        resume="kept",
+        bits="never",
+        scope="records",
     )
-    keep: int = option(3, "Checkpoints to keep, besides the best.", group="Run directory")
+    keep: int = option(
+        3,
+        "Checkpoints to keep, besides the best.",
+        group="Run directory",
+        resume="kept",
+        bits="never",
+        scope="records",
+        minimum=1,
+    )
     backup_to: str | None = option(
         None,
         "Copy each checkpoint that verifies to this folder too, in the background; a run whose own are lost "
         "goes on from there.",
         group="Run directory",
+        resume="kept",
+        bits="never",
+        scope="records",
     )
-    log_every: int = option(50, "Steps between two log records.", group="Run directory")
+    log_every: int = option(
+        50,
+        "Steps between two log records.",
+        group="Run directory",
+        resume="kept",
+        bits="never",
+        scope="records",
+        minimum=1,
+    )
     log_to: tuple[str, ...] = option(
         (),
         "mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE says "
         "otherwise.",
         group="Run directory",
+        resume="kept",
+        bits="never",
+        scope="records",
     )
-    profile: int = option(0, "Profile this many steps with torch.profiler.", group="Run directory")
+    profile: int = option(
+        0,
+        "Profile this many steps with torch.profiler.",
+        group="Run directory",
+        resume="fresh",
+        bits="never",
+        scope="records",
+        needs="lockstep",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

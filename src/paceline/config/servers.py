@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.memory import MemoryOptions
-from paceline.config.options import at_least, option
+from paceline.config.options import Requirement, at_least, option
 from paceline.errors import ConfigError
 
 
@@ -20,19 +20,31 @@ class ServerOptions(MemoryOptions):
         "bits of ddp; async: as they arrive, each a whole step's; ssp: the same, but no worker gets more "
         "than --staleness steps ahead of the slowest.",
         group="Parallelism",
-        of=("ps",),
+        strategies=("ps",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
     )
     staleness: int | None = option(
         None,
         "With --ps-mode ssp, how many steps a worker may be ahead of the slowest; 0: all do equally many.",
         group="Parallelism",
-        of=("ps",),
+        strategies=("ps",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        requires=Requirement("ps_mode", "ssp"),
+        minimum=0,
     )
     servers: int = option(
         1,
         "With --strategy ps, how many processes are servers, each with a part of the parameters.",
         group="Parallelism",
-        of=("ps",),
+        strategies=("ps",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        minimum=1,
     )
 
     def check_servers(self, methods: tuple[str, ...], precision: str, clip_norm: float | None) -> None:

@@ -1,0 +1,64 @@
+"""The derived sets are those that were kept by hand, but for what was wrong in these."""
+
+from __future__ import annotations
+
+from paceline.cli.train import _KEPT
+from paceline.config.communication import _APART_REFUSES
+from paceline.config.option_sets import CLASSIFICATIONS, select
+from paceline.config.parallelism import STRATEGIES
+from paceline.dashboard.view import _SHOWN_OPTIONS
+from paceline.exporting.source import _DECIDE_IT
+from paceline.launchers.submission import _NOT_PASSED_ON
+from paceline.reporting.record import _ELSEWHERE
+from paceline.training.plan import _ADJUSTABLE, CHANGEABLE
+from paceline.training.run import _NOT_TRACKED
+from paceline.tuning.conclusion import _OF_THE_PLACE
+from paceline.verification.request import _NOT_HERE
+
+
+def test_derived_sets() -> None:
+    kept = set(select(lambda its: its.resume == "kept"))
+    place = set(select(lambda its: its.scope == "place"))
+    assert kept | set(select(lambda its: its.resume in ("fresh", "created"))) | {"threads"} == CHANGEABLE
+    assert set(select(lambda its: its.resume == "adjustable")) == _ADJUSTABLE | {"threads"}
+    assert kept == (set(_KEPT) - {"precision", "threads"}) | {"balance", "spares", "init_timeout"}
+    assert place == set(_NOT_TRACKED)
+    assert place | {"task", "set"} == set(_ELSEWHERE)
+    assert select(lambda its: its.scope == "task") == ("task", "set")
+    assert set(select(lambda its: its.from_launcher)) == set(_NOT_PASSED_ON)
+    assert set(select(lambda its: its.from_launcher and its.scope in ("start", "process"))) == {
+        *_OF_THE_PLACE,
+        *("on", "nodes"),
+    }
+    assert {"task", "set", *select(lambda its: its.summary)} == set(_SHOWN_OPTIONS)
+    assert set(select(lambda its: its.evaluation)) == set(_DECIDE_IT)
+    of_other_runs = set(
+        select(lambda its: its.scope in ("place", "start", "recovery", "evaluation", "records"))
+    )
+    assert of_other_runs - {"nproc"} == set(_NOT_HERE) | {"interface", "run", "log_every", "log_to"}
+
+
+ALL = {"corruption", "spares", "compile", "ema", "recompute", "lockstep"}
+SUPPORTS = {
+    "single": ALL,
+    "ddp": ALL,
+    "horovod": ALL,
+    "zero1": ALL - {"spares"},
+    "dp": {"ema", "lockstep"},
+    "deepspeed": {"ema", "lockstep"},
+    "fsdp": {"ema", "lockstep", "recompute"},
+    "tp": {"lockstep", "recompute"},
+    "pp": {"lockstep"},
+    "mp": {"lockstep"},
+    "ps": {"compile", "recompute"},
+    "hogwild": {"compile", "recompute"},
+}
+
+
+def test_what_strategies_refuse() -> None:
+    for strategy, supports in SUPPORTS.items():
+        refused = select(lambda its, able=supports: its.needs is not None and its.needs not in able)  # type: ignore[misc]
+        assert set(refused) == set(STRATEGIES[strategy].refuses), strategy
+    apart = ALL - {"ema", "corruption", "spares"}
+    assert set(select(lambda its: its.needs is not None and its.needs not in apart)) == set(_APART_REFUSES)
+    assert set(CLASSIFICATIONS) >= set(_APART_REFUSES)
