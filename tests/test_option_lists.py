@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.cli.train import _KEPT
 from paceline.config.communication import _APART_REFUSES
 from paceline.config.option_sets import CLASSIFICATIONS, select
 from paceline.config.parallelism import STRATEGIES
@@ -10,10 +9,48 @@ from paceline.dashboard.view import _SHOWN_OPTIONS
 from paceline.exporting.source import _DECIDE_IT
 from paceline.launchers.submission import _NOT_PASSED_ON
 from paceline.reporting.record import _ELSEWHERE
-from paceline.training.plan import _ADJUSTABLE, CHANGEABLE
 from paceline.training.run import _NOT_TRACKED
 from paceline.tuning.conclusion import _OF_THE_PLACE
 from paceline.verification.request import _NOT_HERE
+
+_KEPT = (
+    *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
+    *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split", "zero_stage"),
+    *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision", "precision"),
+    *("checkpoint_activations", "checkpoint_blocks"),
+    *("ps_mode", "staleness", "servers"),
+    *("checkpoint_every", "keep", "backup_to", "log_every", "log_to"),
+    *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
+)
+CHANGEABLE = frozenset(
+    {
+        *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
+        *("backend", "spares"),
+        *("init_timeout", "comm_debug", "threads", "device", "strategy", "mesh", "sequence_parallel"),
+        *("pp_schedule", "pp_split", "zero_stage"),
+        *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision"),
+        *("checkpoint_activations", "checkpoint_blocks"),
+        *("ps_mode", "staleness", "servers"),
+        *("workers", "run", "resume"),
+        *("recover", "max_restarts", "heartbeat", "hang_timeout"),
+        *("walltime", "verify_every"),
+        *(
+            "checkpoint_every",
+            "keep",
+            "backup_to",
+            "log_every",
+            "log_to",
+            "profile",
+            "set",
+            "task",
+            "accumulate",
+        ),
+        *("balance", "dp_devices"),
+    }
+)
+_ADJUSTABLE = frozenset(
+    {"sync_every", "outer_optimizer", "outer_lr", "outer_momentum", "comm_hook", "powersgd_rank"}
+)
 
 
 def test_derived_sets() -> None:
