@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from paceline.cli.join import _OF_A_MACHINE
 from paceline.config.communication import _APART_REFUSES
 from paceline.config.option_sets import CLASSIFICATIONS, select
 from paceline.config.parallelism import STRATEGIES
 from paceline.dashboard.view import _SHOWN_OPTIONS
 from paceline.exporting.source import _DECIDE_IT
-from paceline.launchers.submission import _NOT_PASSED_ON
-from paceline.reporting.record import _ELSEWHERE
-from paceline.training.run import _NOT_TRACKED
-from paceline.tuning.conclusion import _OF_THE_PLACE
 from paceline.verification.request import _NOT_HERE
 
 _KEPT = (
@@ -51,6 +48,12 @@ CHANGEABLE = frozenset(
 _ADJUSTABLE = frozenset(
     {"sync_every", "outer_optimizer", "outer_lr", "outer_momentum", "comm_hook", "powersgd_rank"}
 )
+_NOT_TRACKED = ("token_file", "rdzv_endpoint", "rdzv_id", "interface", "node_rank", "run", "resume")
+_ELSEWHERE = (*_NOT_TRACKED, "task", "set")
+_NOT_PASSED_ON = (
+    *("task", "on", "run", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "threads", "interface"),
+)
+_OF_THE_PLACE = ("nproc", "threads")
 
 
 def test_derived_sets() -> None:
@@ -90,6 +93,10 @@ SUPPORTS = {
     "ps": {"compile", "recompute"},
     "hogwild": {"compile", "recompute"},
 }
+
+
+def test_what_a_joining_machine_resets() -> None:
+    assert {*_OF_A_MACHINE, "on"} == {"interface", "token_file", "node_rank", "rdzv_endpoint", "on"}
 
 
 def test_what_strategies_refuse() -> None:

@@ -1,6 +1,12 @@
 """The options of a run."""
 
-from paceline.config.documents import checked_keys, config_from_mapping, non_defaults, read_config_file
+from paceline.config.documents import (
+    checked_keys,
+    config_from_mapping,
+    non_defaults,
+    read_config_file,
+    to_flags,
+)
 from paceline.config.options import flag
 from paceline.config.resuming import merge_resumed_config, require_unchanged
 from paceline.config.run_config import RunConfig
@@ -36,4 +42,5 @@ __all__ = [
     "parse_shuffle",
     "read_config_file",
     "require_unchanged",
+    "to_flags",
 ]
