@@ -6,9 +6,6 @@ from paceline.cli.join import _OF_A_MACHINE
 from paceline.config.communication import _APART_REFUSES
 from paceline.config.option_sets import CLASSIFICATIONS, select
 from paceline.config.parallelism import STRATEGIES
-from paceline.dashboard.view import _SHOWN_OPTIONS
-from paceline.exporting.source import _DECIDE_IT
-from paceline.verification.request import _NOT_HERE
 
 _KEPT = (
     *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
@@ -54,6 +51,20 @@ _NOT_PASSED_ON = (
     *("task", "on", "run", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "threads", "interface"),
 )
 _OF_THE_PLACE = ("nproc", "threads")
+_SHOWN_OPTIONS = (
+    *("task", "set", "strategy", "mesh", "reduction", "shards", "global_batch_size", "epochs", "max_steps"),
+    *("seed", "precision", "compile", "device", "threads", "eval_every", "best", "early_stop", "recover"),
+)
+_DECIDE_IT = (
+    *("seed", "global_batch_size", "shards", "precision", "threads"),
+    *("val_fraction", "epochs", "max_steps", "best"),
+)
+_PINS = ("threads", "global_batch_size", "shards", "precision", "reduction", "compile")
+_NOT_HERE = (
+    *("on", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "recover", "max_restarts"),
+    *("spares", "resume", "checkpoint_every", "keep", "backup_to", "eval_every", "early_stop", "best"),
+    *("walltime", "profile", "verify_every", "balance"),
+)
 
 
 def test_derived_sets() -> None:
@@ -72,6 +83,7 @@ def test_derived_sets() -> None:
     }
     assert {"task", "set", *select(lambda its: its.summary)} == set(_SHOWN_OPTIONS)
     assert set(select(lambda its: its.evaluation)) == set(_DECIDE_IT)
+    assert set(select(lambda its: its.fingerprint)) == set(_PINS)
     of_other_runs = set(
         select(lambda its: its.scope in ("place", "start", "recovery", "evaluation", "records"))
     )

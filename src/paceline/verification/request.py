@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import config_from_mapping, flag
+from paceline.config.option_sets import select
 from paceline.errors import ConfigError
 from paceline.task import check_spec
 from paceline.verification.methods import Method
@@ -21,11 +22,7 @@ _OURS = {
 }
 """Options of a run for which this command has its own."""
 
-_NOT_HERE = (
-    *("on", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "recover", "max_restarts"),
-    *("spares", "resume", "checkpoint_every", "keep", "backup_to", "eval_every", "early_stop", "best"),
-    *("walltime", "profile", "verify_every", "balance"),
-)
+_NOT_HERE = select(lambda its: its.scope in ("place", "start", "recovery", "evaluation", "records"))
 
 
 @dataclass(frozen=True, kw_only=True)
