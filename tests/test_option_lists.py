@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.cli.join import _OF_A_MACHINE
-from paceline.config.communication import _APART_REFUSES
-from paceline.config.option_sets import CLASSIFICATIONS, select
+from paceline.config.communication import _NOT_WHILE_APART
+from paceline.config.option_sets import select
 from paceline.config.parallelism import STRATEGIES
 
 _KEPT = (
@@ -111,10 +111,6 @@ def test_what_a_joining_machine_resets() -> None:
     assert {*_OF_A_MACHINE, "on"} == {"interface", "token_file", "node_rank", "rdzv_endpoint", "on"}
 
 
-def test_what_strategies_refuse() -> None:
-    for strategy, supports in SUPPORTS.items():
-        refused = select(lambda its, able=supports: its.needs is not None and its.needs not in able)  # type: ignore[misc]
-        assert set(refused) == set(STRATEGIES[strategy].refuses), strategy
-    apart = ALL - {"ema", "corruption", "spares"}
-    assert set(select(lambda its: its.needs is not None and its.needs not in apart)) == set(_APART_REFUSES)
-    assert set(CLASSIFICATIONS) >= set(_APART_REFUSES)
+def test_what_strategies_support() -> None:
+    assert {name: traits.supports for name, traits in STRATEGIES.items()} == SUPPORTS
+    assert set(_NOT_WHILE_APART) == {"ema", "corruption", "spares"}

@@ -159,3 +159,53 @@ def test_the_same_command_takes_the_present_value_of_what_decides_no_bit() -> No
     config = RunConfig(run="runs/a", keep=7)
     merged = RunConfig(**merge_resumed_config(vars(config), {"keep"}, recorded))
     assert merged == RunConfig(run="runs/a", keep=7, seed=4, threads=3, sync_every=5)
+
+
+@pytest.mark.parametrize(
+    ("created", "asked"),
+    [
+        ({"strategy": "ps", "ps_mode": "ssp", "staleness": 1}, {"ps_mode": "sync"}),
+        ({"sync_every": 5, "outer_optimizer": "nesterov", "outer_lr": 0.5}, {"sync_every": 0}),
+        ({"comm_hook": "powersgd", "powersgd_rank": 2}, {"comm_hook": "none"}),
+        (
+            {"checkpoint_activations": "block", "checkpoint_blocks": "Block"},
+            {"checkpoint_activations": "none"},
+        ),
+    ],
+)
+def test_an_option_is_dropped_with_the_one_that_it_requires(
+    created: dict[str, object], asked: dict[str, object]
+) -> None:
+    recorded = RunConfig(**created)  # type: ignore[arg-type]
+    resumed = RunConfig(**merge_resumed_config({**asked, "run": "runs/a"}, asked, recorded))
+    for name in created.keys() - {"strategy"}:
+        assert getattr(resumed, name) == DEFAULTS[name], name
+
+
+@pytest.mark.parametrize("name", select(lambda its: its.requires is not None))
+def test_an_option_has_no_meaning_without_the_one_that_it_requires(name: str) -> None:
+    requires = CLASSIFICATIONS[name].requires
+    assert requires is not None
+    without = {**SAMPLES[name], requires.option: requires.other_than or DEFAULTS[requires.option]}
+    for other in CLASSIFICATIONS:
+        its = CLASSIFICATIONS[other]
+        if its.requires is not None and its.requires.option == requires.option and other != name:
+            without.pop(other, None)
+    if name in ("outer_lr", "outer_momentum"):
+        without.pop("sync_every")
+    with pytest.raises(ConfigError, match=flag(requires.option)):
+        RunConfig(**without)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", select(lambda its: its.minimum is not None))
+def test_a_number_out_of_its_bounds_is_refused(name: str) -> None:
+    its = CLASSIFICATIONS[name]
+    beside = {key: value for key, value in SAMPLES[name].items() if key != name}
+    low, high = its.minimum, its.maximum
+    assert low is not None
+    wrong = [low if its.exclusive else low - 1]
+    if high is not None:
+        wrong.append(high if its.exclusive else high + 1)
+    for value in wrong:
+        with pytest.raises(ConfigError, match=f"{flag(name)} must be .*, but is "):
+            RunConfig(**beside, **{name: value})  # type: ignore[arg-type]

@@ -13,6 +13,13 @@ ALL_LINEAR = "all-linear"
 """The target of ``--lora`` that is every linear layer but the last."""
 
 
+_PARENT = Requirement(
+    "init_from",
+    message="{flag} initializes layers that --init-from would give weights. Add --init-from RUN, or leave "
+    "{flag} out.",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     """Low-rank adapters: each adds ``alpha / rank * B @ A`` to the weight of a frozen linear layer.
@@ -55,7 +62,7 @@ class FineTuningOptions(ParallelOptions):
         resume="fixed",
         bits="always",
         scope="training",
-        requires=Requirement("init_from"),
+        requires=_PARENT,
     )
     reset: tuple[str, ...] = option(
         (),
@@ -65,7 +72,7 @@ class FineTuningOptions(ParallelOptions):
         resume="fixed",
         bits="always",
         scope="training",
-        requires=Requirement("init_from"),
+        requires=_PARENT,
     )
     freeze: tuple[str, ...] = option(
         (),
@@ -97,13 +104,6 @@ class FineTuningOptions(ParallelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.init_from is None:
-            for name, given in (("--reset-head", self.reset_head), ("--reset", self.reset)):
-                if given:
-                    raise ConfigError(
-                        f"{name} begins a layer anew where --init-from would give it weights. Add "
-                        f"--init-from RUN, or leave {name} out."
-                    )
         for text in self.lr_scale:
             parse_lr_scale(text)
         if self.lora is not None:

@@ -101,18 +101,12 @@ class MemoryOptions(CommunicationOptions):
                 "--ema does not work with --zero-stage 3, where no rank holds a parameter whole. "
                 "Use --zero-stage 2, or --strategy fsdp."
             )
-        if self.fsdp_mixed_precision and precision == "fp32":
-            raise ConfigError("--fsdp-mixed-precision needs --precision bf16 or fp16.")
         if self.fsdp_offload and precision == "fp16":
             raise ConfigError(
                 "--fsdp-offload leaves gradients on the CPU, where the scaler of --precision fp16 does not "
                 "find them. Use --precision bf16."
             )
-        if self.checkpoint_activations == "none":
-            if self.checkpoint_blocks != "auto":
-                raise ConfigError("--checkpoint-blocks needs --checkpoint-activations block or selective.")
-            return
-        if compiles:
+        if self.checkpoint_activations != "none" and compiles:
             raise ConfigError(
                 "--checkpoint-activations does not work with --compile, which decides itself what backward "
                 "computes again. Leave one of them out."

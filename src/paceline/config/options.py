@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -53,13 +54,25 @@ class Requirement:
         option: the other option.
         value: the value that it must have; None: any but its default.
         other_than: the only value that it must not have, where that is not its default.
-        message: says so; None for a sentence that is made from the rest.
+        message: says so, with the option as ``{flag}``, its value as ``{own}`` and the other's value as
+            ``{value}``; None for a sentence that is made from the rest.
     """
 
     option: str
     value: object = None
     other_than: object = None
     message: str | None = None
+
+    def is_met(self, value: object, default: object) -> bool:
+        """Whether the other option's value is one with which the option has a meaning.
+
+        Args:
+            value: of the other option.
+            default: of the other option.
+        """
+        if self.value is not None:
+            return value == self.value
+        return value != (default if self.other_than is None else self.other_than)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +168,27 @@ def at_least(name: str, value: int, low: int) -> None:
     """
     if value < low:
         raise ConfigError(f"{flag(name)} must be at least {low}, but is {value}.")
+
+
+def check_bounds(name: str, value: object, its: Classification) -> None:
+    """Refuse a number that is out of an option's bounds.
+
+    Raises:
+        ConfigError: says which numbers work.
+    """
+    low, high = its.minimum, its.maximum
+    if low is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    most = math.inf if high is None else high
+    if its.exclusive:
+        works = low < value and (high is None or value < high)
+        rule = "positive" if low == 0 and most == math.inf else f"between {low:g} and {most:g}"
+    else:
+        works = low <= value <= most
+        shown = "2**63 - 1" if high == 2**63 - 1 else f"{most:g}"
+        rule = f"at least {low:g}" if high is None else f"between {low:g} and {shown}"
+    if not works:
+        raise ConfigError(f"{flag(name)} must be {rule}, but is {value}.")
 
 
 _IN_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -6,15 +6,19 @@ import dataclasses
 import itertools
 import math
 import re
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.options import at_least, flag, option
+from paceline.config.options import Capability, Classification, flag, option
 from paceline.config.servers import ServerOptions
 from paceline.config.values import parse_mesh
 from paceline.errors import ConfigError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "sequential", "pipedream"]
+
+
+_ALL = frozenset[Capability](typing.get_args(Capability))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,37 +30,34 @@ class Traits:
         sums_itself: what the strategy does with gradients in place of ``--reduction``, where it does.
         flexible: ranks may come and go while others go on, and their shares of the work may differ.
         shards_state: a rank holds a part of the state only: what is saved has to be gathered.
-        refuses: options that do not work with it.
+        supports: what options may need of it.
     """
 
     reductions: tuple[str, ...] = ("exact", "fast")
     sums_itself: str | None = None
     flexible: bool = False
     shards_state: bool = False
-    refuses: tuple[str, ...] = ()
+    supports: frozenset[Capability] = _ALL
 
-
-# Refused where backward cannot compute again: blocks are copied, cut, or watched by another engine.
-_AGAIN = ("checkpoint_activations", "checkpoint_blocks")
 
 STRATEGIES = {
     "single": Traits(flexible=True),
-    "dp": Traits(refuses=("compile", "verify_every", "spares", *_AGAIN)),
+    "dp": Traits(supports=frozenset({"ema", "lockstep"})),
     "ddp": Traits(reductions=("exact", "fast", "torch"), flexible=True),
-    "zero1": Traits(shards_state=True, refuses=("spares",)),
-    "fsdp": Traits(shards_state=True, refuses=("verify_every", "compile", "spares")),
-    "tp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
-    "pp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares", *_AGAIN)),
-    "mp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares", *_AGAIN)),
+    "zero1": Traits(shards_state=True, supports=_ALL - {"spares"}),
+    "fsdp": Traits(shards_state=True, supports=frozenset({"ema", "recompute", "lockstep"})),
+    "tp": Traits(shards_state=True, supports=frozenset({"recompute", "lockstep"})),
+    "pp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
+    "mp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
     "deepspeed": Traits(
         reductions=("exact",),
         sums_itself="deepspeed",
         shards_state=True,
-        refuses=("verify_every", "compile", "spares", *_AGAIN),
+        supports=frozenset({"ema", "lockstep"}),
     ),
     "horovod": Traits(reductions=("exact",), sums_itself="horovod"),
-    "hogwild": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
-    "ps": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
+    "hogwild": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
+    "ps": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
 }
 """What works with each strategy, by its name."""
 
@@ -211,8 +212,6 @@ class ParallelOptions(ServerOptions):
                 "--pp-split must be balanced, equal, or a number of blocks for each stage such as 3,5, but "
                 f"is {self.pp_split!r}."
             )
-        if isinstance(self.dp_devices, int):
-            at_least("dp_devices", self.dp_devices, 1)
         if "pp" in self.methods and self.pp_schedule == "pipedream":
             self._check_works_with_pipedream()
         if self.summed_by not in ("exact", "fast") and self.verify_every:
@@ -268,17 +267,21 @@ class ParallelOptions(ServerOptions):
     @property
     def misplaced(self) -> dict[str, str]:
         """The options that must keep their defaults beside the strategies at work, and why, for a message."""
+        classified: dict[str, Classification] = {
+            field.name: field.metadata["classification"] for field in dataclasses.fields(self)
+        }
         found = {
             option_name: f"does not work with --strategy {name}. Use --strategy ddp."
             for name in self.methods
-            for option_name in STRATEGIES[name].refuses
+            for option_name, its in classified.items()
+            if its.needs is not None and its.needs not in STRATEGIES[name].supports
         }
-        for field in dataclasses.fields(self):
-            of = field.metadata["classification"].strategies
+        for option_name, its in classified.items():
+            of = its.strategies
             if of and not set(of) & set(self.methods):
                 named = " or ".join(of)
                 axes = f", or {named} among the axes of --mesh" if set(of) <= set(OF_AXIS) else ""
-                found[field.name] = f"needs --strategy {named}{axes}. Leave it out."
+                found[option_name] = f"needs --strategy {named}{axes}. Leave it out."
         return found
 
     @property

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.options import at_least, option
+from paceline.config.options import option
 from paceline.config.processes import ProcessOptions
 from paceline.config.values import parse_duration_s, parse_hang_timeout
-from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -88,10 +87,6 @@ class RecoveryOptions(ProcessOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("spares", "max_restarts", "verify_every"):
-            at_least(name, getattr(self, name), 0)
-        if not 0.2 <= self.heartbeat <= 3600:
-            raise ConfigError(f"--heartbeat must be from 0.2 to 3600 seconds, but is {self.heartbeat:g}.")
         if self.walltime is not None:
             parse_duration_s(self.walltime, "walltime")
         parse_hang_timeout(self.hang_timeout)

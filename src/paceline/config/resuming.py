@@ -34,6 +34,12 @@ def merge_resumed_config(
             merged[name] = getattr(recorded, name)
     if inherited := set(select(lambda its: its.resume == "kept")) - asked.keys():
         merged |= {name: DEFAULTS[name] for name in _dropped(asked, recorded) & inherited}
+    for name in select(lambda its: its.resume in ("kept", "adjustable")):
+        requires = CLASSIFICATIONS[name].requires
+        if requires is None or name in explicit:
+            continue
+        if not requires.is_met(merged[requires.option], DEFAULTS[requires.option]):
+            merged[name] = DEFAULTS[name]
     return merged
 
 

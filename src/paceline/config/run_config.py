@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.config.fine_tuning import FineTuningOptions
-from paceline.config.options import Requirement, at_least, check_type, flag, option
-from paceline.config.values import Interval, parse_best, parse_early_stop, parse_interval, parse_shuffle
+from paceline.config.options import Requirement, check_bounds, check_type, flag, option
+from paceline.config.values import parse_best, parse_early_stop, parse_interval, parse_shuffle
 from paceline.errors import ConfigError
 
 
@@ -162,7 +162,11 @@ class RunConfig(FineTuningOptions):
         resume="fixed",
         bits="always",
         scope="evaluation",
-        requires=Requirement("eval_every", other_than="never"),
+        requires=Requirement(
+            "eval_every",
+            other_than="never",
+            message="--early-stop needs evaluations, but --eval-every is {value}.",
+        ),
         summary=True,
     )
     best: str | None = option(
@@ -251,27 +255,10 @@ class RunConfig(FineTuningOptions):
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             check_type(f.name, getattr(self, f.name), _hints()[f.name])
-        for name in ("accumulate", "keep", "log_every"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("shards", "global_batch_size", "epochs", "max_steps", "threads"):
-            value = getattr(self, name)
-            if isinstance(value, int):
-                at_least(name, value, 1)
-        for name in ("profile", "workers"):
-            value = getattr(self, name)
-            if isinstance(value, int):
-                at_least(name, value, 0)
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"{flag('seed')} must be between 0 and 2**63 - 1, but is {self.seed}.")
-        for name, low, high in (("val_fraction", 0.0, 1.0), ("ema", 0.0, 1.0)):
-            value = getattr(self, name)
-            if value is not None and not low < value < high:
-                raise ConfigError(f"{flag(name)} must be between {low:g} and {high:g}, but is {value}.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"--clip-norm must be positive, but is {self.clip_norm}.")
-        if self.epochs is not None and self.max_steps is not None:
-            raise ConfigError("give --epochs or --max-steps, not both.")
+            check_bounds(f.name, getattr(self, f.name), f.metadata["classification"])
+        self._check_replaced()
         super().__post_init__()
+        self._check_requirements()
         self.check_communication(self.methods, self.reduction, self.precision)
         self.check_memory(self.precision, compiles=self.compile)
         self.check_servers(self.methods, self.precision, self.clip_norm)
@@ -281,8 +268,6 @@ class RunConfig(FineTuningOptions):
             parse_interval(text, "checkpoint_every")
         if self.early_stop is not None:
             parse_early_stop(self.early_stop)
-            if parse_interval(self.eval_every, "eval_every") == Interval():
-                raise ConfigError("--early-stop needs evaluations, but --eval-every is never.")
         if self.best is not None:
             parse_best(self.best)
         for name in self.log_to:
@@ -291,6 +276,30 @@ class RunConfig(FineTuningOptions):
                     f"--log-to must be mlflow or wandb, but is {name!r}. TensorBoard's files are "
                     "written in any case."
                 )
+
+    def _check_replaced(self) -> None:
+        for f in dataclasses.fields(self):
+            other = f.metadata["classification"].replaces
+            if other is not None and None not in (getattr(self, f.name), getattr(self, other)):
+                raise ConfigError(f"give {flag(f.name)} or {flag(other)}, not both.")
+
+    def _check_requirements(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for f in dataclasses.fields(self):
+            requires: Requirement | None = f.metadata["classification"].requires
+            own = getattr(self, f.name)
+            if requires is None or own == f.default:
+                continue
+            value = getattr(self, requires.option)
+            if requires.is_met(value, defaults[requires.option]):
+                continue
+            if requires.message is not None:
+                raise ConfigError(requires.message.format(flag=flag(f.name), own=own, value=value))
+            hint = _hints()[requires.option]
+            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+            works = [choice for choice in choices if requires.is_met(choice, defaults[requires.option])]
+            what = " ".join([flag(requires.option), " or ".join(map(str, works))]).rstrip()
+            raise ConfigError(f"{flag(f.name)} needs {what}. Give both, or leave {flag(f.name)} out.")
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.memory import MemoryOptions
-from paceline.config.options import Requirement, at_least, option
+from paceline.config.options import Requirement, option
 from paceline.errors import ConfigError
 
 
@@ -33,7 +33,11 @@ class ServerOptions(MemoryOptions):
         resume="kept",
         bits="by_strategy",
         scope="parallel",
-        requires=Requirement("ps_mode", "ssp"),
+        requires=Requirement(
+            "ps_mode",
+            "ssp",
+            message="--staleness is for --ps-mode ssp; --ps-mode {value} has no bound to set.",
+        ),
         minimum=0,
     )
     servers: int = option(
@@ -58,9 +62,6 @@ class ServerOptions(MemoryOptions):
         Raises:
             ConfigError: names the options, and what to use.
         """
-        at_least("servers", self.servers, 1)
-        if self.staleness is not None:
-            at_least("staleness", self.staleness, 0)
         if precision == "fp16" and {"ps", "hogwild"} & set(methods):
             raise ConfigError(
                 f"--precision fp16 does not work with --strategy {methods[0]}: who computes and who updates "
@@ -70,10 +71,6 @@ class ServerOptions(MemoryOptions):
             return
         if self.ps_mode == "ssp" and self.staleness is None:
             raise ConfigError("--ps-mode ssp needs --staleness, such as --staleness 2.")
-        if self.ps_mode != "ssp" and self.staleness is not None:
-            raise ConfigError(
-                f"--staleness is for --ps-mode ssp; --ps-mode {self.ps_mode} has no bound to set."
-            )
         if self.servers > 1 and clip_norm is not None:
             raise ConfigError(
                 "--clip-norm needs all gradients in one place, but --servers divides them. Use --servers 1."
