@@ -70,7 +70,8 @@ _NOT_HERE = (
 def test_derived_sets() -> None:
     kept = set(select(lambda its: its.resume == "kept"))
     place = set(select(lambda its: its.scope == "place"))
-    assert kept | set(select(lambda its: its.resume in ("fresh", "created"))) | {"threads"} == CHANGEABLE
+    fresh = set(select(lambda its: its.resume == "fresh"))
+    assert kept | fresh | {"threads", "accumulate"} == CHANGEABLE
     assert set(select(lambda its: its.resume == "adjustable")) == _ADJUSTABLE | {"threads"}
     assert kept == (set(_KEPT) - {"precision", "threads"}) | {"balance", "spares", "init_timeout"}
     assert place == set(_NOT_TRACKED)

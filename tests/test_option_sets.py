@@ -33,7 +33,7 @@ def test_every_option_is_classified() -> None:
 
 def test_a_run_keeps_what_decides_its_bits() -> None:
     assert not select(lambda its: its.bits == "always" and its.resume in ("kept", "fresh"))
-    assert not select(lambda its: its.bits == "never" and its.resume in ("fixed", "created"))
+    assert not select(lambda its: its.bits == "never" and its.resume == "fixed")
     assert not select(lambda its: its.scope in ("training", "data", "evaluation") and its.resume == "kept")
 
 
@@ -150,8 +150,7 @@ def test_a_resumed_run_takes_another_value_of_all_but_the_fixed_options() -> Non
                 require_unchanged(asked, asked, recorded)
             continue
         require_unchanged(asked, asked, recorded)
-        if CLASSIFICATIONS[name].resume != "created":
-            assert getattr(RunConfig(**merge_resumed_config(asked, asked, recorded)), name) == sample[name]
+        assert getattr(RunConfig(**merge_resumed_config(asked, asked, recorded)), name) == sample[name]
 
 
 def test_the_same_command_takes_the_present_value_of_what_decides_no_bit() -> None:

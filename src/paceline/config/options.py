@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from paceline.errors import ConfigError
 
-Resume = Literal["fixed", "adjustable", "kept", "fresh", "created"]
+Resume = Literal["fixed", "adjustable", "kept", "fresh"]
 """What becomes of an option when its run is continued.
 
 fixed: the recorded value stays, and another one is refused. adjustable: the recorded value stays unless
 another one is given. kept: the same under ``paceline resume``; ``paceline train`` takes the present
-value. fresh: the present value. created: it is used when the run is created, and never again.
+value. fresh: the present value.
 """
 
 Bits = Literal["always", "by_strategy", "rounding", "never"]

@@ -179,7 +179,7 @@ class ParallelOptions(ServerOptions):
         1,
         "Shards a process when --shards is auto (gradient accumulation).",
         group="Parallelism",
-        resume="created",
+        resume="fixed",
         bits="always",
         scope="training",
         minimum=1,
