@@ -95,7 +95,7 @@ ALL = {"corruption", "spares", "compile", "ema", "recompute", "lockstep"}
 SUPPORTS = {
     "single": ALL,
     "ddp": ALL,
-    "horovod": ALL,
+    "horovod": ALL - {"spares"},
     "zero1": ALL - {"spares"},
     "dp": {"ema", "lockstep"},
     "deepspeed": {"ema", "lockstep"},

@@ -55,7 +55,7 @@ STRATEGIES = {
         shards_state=True,
         supports=frozenset({"ema", "lockstep"}),
     ),
-    "horovod": Traits(reductions=("exact",), sums_itself="horovod"),
+    "horovod": Traits(reductions=("exact",), sums_itself="horovod", supports=_ALL - {"spares"}),
     "hogwild": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
     "ps": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
 }
@@ -214,12 +214,18 @@ class ParallelOptions(ServerOptions):
             )
         if "pp" in self.methods and self.pp_schedule == "pipedream":
             self._check_works_with_pipedream()
-        if self.summed_by not in ("exact", "fast") and self.verify_every:
+        if self.summed_by not in ("exact", "fast"):
             who = "DistributedDataParallel" if self.summed_by == "torch" else self.summed_by.capitalize()
-            raise ConfigError(
-                f"--verify-every needs --reduction exact or fast: {who} adds up a rank's shards before they "
-                "can be compared."
-            )
+            if self.verify_every:
+                raise ConfigError(
+                    f"--verify-every needs --reduction exact or fast: {who} adds up a rank's shards before "
+                    "they can be compared."
+                )
+            if self.spares:
+                raise ConfigError(
+                    f"--spares needs --reduction exact or fast: {who} takes a gradient of every process, and "
+                    "a spare process has none."
+                )
 
     def _check_works_with_pipedream(self) -> None:
         """Refuse what takes all stages' gradients before one stage may go on, and split layers."""
