@@ -22,6 +22,7 @@ class ProcessOptions:
         bits="never",
         scope="task",
         from_launcher=True,
+        summary=True,
     )
     set: tuple[str, ...] = option(
         (),
@@ -30,6 +31,7 @@ class ProcessOptions:
         resume="fresh",
         bits="never",
         scope="task",
+        summary=True,
     )
 
     on: Literal[

@@ -77,8 +77,11 @@ def log_tail(directory: RunDirectory, rank: int) -> str | None:
 
 
 def _config(directory: RunDirectory) -> dict[str, Any]:
-    config = directory.read_manifest().get("config", {})
-    return {name: config[name] for name in _SHOWN_OPTIONS if name in config}
+    manifest = directory.read_manifest()
+    task = manifest.get("task", {})
+    fields = [f"{name}={value}" for name, value in task.get("fields", {}).items()]
+    shown = {"task": task.get("spec", ""), "set": fields, **manifest.get("config", {})}
+    return {name: shown[name] for name in _SHOWN_OPTIONS if name in shown}
 
 
 def _history(directory: RunDirectory) -> dict[str, Any]:
