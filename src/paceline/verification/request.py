@@ -22,7 +22,20 @@ _OURS = {
 }
 """Options of a run for which this command has its own."""
 
-_NOT_HERE = select(lambda its: its.scope in ("place", "start", "recovery", "evaluation", "records"))
+FIXED: dict[str, Any] = {
+    "on": "spawn",
+    "resume": "never",
+    "recover": "none",
+    "eval_every": "never",
+    "checkpoint_every": ("never",),
+    "workers": 0,  # they could not import the class that is put around the task
+    "balance": "equal",
+    "log_every": 1_000_000,
+}
+"""Options of all runs."""
+
+_SCOPES = ("place", "start", "recovery", "evaluation", "records")
+_NOT_HERE = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED))
 
 
 @dataclass(frozen=True, kw_only=True)
