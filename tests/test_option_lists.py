@@ -57,7 +57,7 @@ _SHOWN_OPTIONS = (
 )
 _DECIDE_IT = (
     *("seed", "global_batch_size", "shards", "precision", "threads"),
-    *("val_fraction", "epochs", "max_steps", "best"),
+    *("val_fraction", "epochs", "max_steps", "best", "eval_every"),
 )
 _PINS = ("threads", "global_batch_size", "shards", "precision", "reduction", "compile")
 _NOT_HERE = (

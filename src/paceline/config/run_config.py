@@ -153,6 +153,7 @@ class RunConfig(FineTuningOptions):
         resume="fixed",
         bits="always",
         scope="evaluation",
+        evaluation=True,
         summary=True,
     )
     early_stop: str | None = option(
