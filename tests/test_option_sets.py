@@ -32,7 +32,8 @@ def test_every_option_is_classified() -> None:
 
 
 def test_a_run_keeps_what_decides_its_bits() -> None:
-    assert not select(lambda its: its.bits == "always" and its.resume in ("kept", "fresh"))
+    lost = select(lambda its: its.bits == "always" and its.resume in ("kept", "fresh"))
+    assert lost == ("task", "set"), "these two are compared with the record of the task"
     assert not select(lambda its: its.bits == "never" and its.resume == "fixed")
     assert not select(lambda its: its.scope in ("training", "data", "evaluation") and its.resume == "kept")
 

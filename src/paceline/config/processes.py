@@ -19,7 +19,7 @@ class ProcessOptions:
         "file.py:Name, package.module:Name or a recipe's name.",
         group="Task",
         resume="fresh",
-        bits="never",
+        bits="always",
         scope="task",
         from_launcher=True,
         summary=True,
@@ -29,7 +29,7 @@ class ProcessOptions:
         "A hyperparameter as field=value; may be repeated.",
         group="Task",
         resume="fresh",
-        bits="never",
+        bits="always",
         scope="task",
         summary=True,
     )
