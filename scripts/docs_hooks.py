@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 from paceline.cli import app
 from paceline.config import RunConfig, flag
-from paceline.training.plan import CHANGEABLE
+from paceline.config.option_sets import CLASSIFICATIONS
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -34,11 +34,13 @@ def _options() -> str:
         shown = "" if default is None or default is False or default == "" else f"`{default}`"
         choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field.name]))
         help_text = field.metadata["help"] + (f" One of {choices}." if "," in choices else "")
-        # What identifies the task is compared by itself.
-        fixed = " *Fixed.*" if field.name in {"task", "set"} or field.name not in CHANGEABLE else ""
-        row = f"| `{flag(field.name)}` | {shown} | {help_text}{fixed} |\n"
+        its = CLASSIFICATIONS[field.name]
+        # What names the task is compared by itself.
+        resume = "fixed" if its.scope == "task" else its.resume
+        bits = its.bits.replace("_", " ")
+        row = f"| `{flag(field.name)}` | {shown} | {help_text} | {resume} | {bits} |\n"
         groups.setdefault(field.metadata["group"], []).append(row)
-    head = "| Option | Default | |\n|---|---|---|\n"
+    head = "| Option | Default | | Resume | Bits |\n|---|---|---|---|---|\n"
     tables = [f"## {group}\n\n{head}{''.join(rows)}" for group, rows in groups.items()]
     return "\n".join([_OPTIONS_INTRODUCTION, *tables])
 
@@ -48,7 +50,18 @@ _OPTIONS_INTRODUCTION = """# Options
 `paceline train` takes them as `--some-option`, `fit` as the keyword `some_option`, and a file given with
 `--config` as the key `some_option`. Where no default is shown, the task's own counts.
 
-What is *fixed* decides the model's bits: a run that is continued keeps it, and another value is refused.
+*Resume* says what becomes of an option when its run is continued:
+
+| Resume | `paceline resume RUN` | `paceline train --run RUN` |
+|---|---|---|
+| fixed | the recorded value; another one is refused | the same |
+| adjustable | the recorded value, unless another one is given | the same |
+| kept | the recorded value, unless another one is given | the present value |
+| fresh | the present value | the same |
+
+*Bits* says whether an option decides the bits of the trained model: *always*; *by strategy*, where only some
+of its values or some strategies do; *rounding*, where models are equal within rounding; or *never*.
+[How options are classified](../decisions/options.md) has the rest.
 """
 
 

@@ -59,6 +59,9 @@ from paceline.errors import ConfigError
         ({"val_fraction": 1}, "--val-fraction must be between 0 and 1, but is 1"),
         ({"epochs": 1, "max_steps": 2}, "give --epochs or --max-steps, not both"),
         ({"reduction": "torch", "strategy": "single"}, "needs --strategy ddp"),
+        ({"spares": 1, "reduction": "torch"}, "--spares needs --reduction exact or fast: DistributedData"),
+        ({"spares": 1, "comm_hook": "bf16"}, "--spares needs --reduction exact or fast: DistributedData"),
+        ({"spares": 1, "strategy": "horovod"}, "--spares does not work with --strategy horovod"),
         (
             {"pp_schedule": "gpipe"},
             "--pp-schedule needs --strategy pp, or pp among the axes of --mesh. Leave it out.",

@@ -209,6 +209,17 @@ def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     index.rows()
 
 
+def test_a_run_shows_its_task_and_the_options_that_sum_it_up(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=1)
+    manifest = directory.read_manifest()
+    manifest["task"]["fields"] = {"lr": 0.2, "layers": 3}
+    directory.write_manifest({**manifest, "config": {"epochs": 4, "keep": 9}})
+    (row,) = Index([tmp_path]).rows()[1]["runs"]
+    spec = manifest["task"]["spec"]
+    config = Views().detail("0", directory, row)["config"]
+    assert config == {"task": spec, "set": ["lr=0.2", "layers=3"], "epochs": 4}
+
+
 def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", steps=3)
     directory.manifest.write_text("= = =")

@@ -21,6 +21,7 @@ from paceline.checkpoint.checkpointer import load
 from paceline.checkpoint.state import model_sha256
 from paceline.checkpoint.storage import candidates
 from paceline.cli import main
+from paceline.config import RunConfig
 from paceline.errors import PackageError, UntrustedError
 from paceline.exporting.loading import load_program, load_with_task
 from paceline.exporting.package_writer import ExportRequest, export
@@ -61,6 +62,14 @@ def test_the_manifest_tells_of_the_run(package: Package, trained: Source, run_di
     assert origin.fields == {"lr": 0.1}
     result = json.loads((run_directory / "result.json").read_text())
     assert manifest.metrics == result["metrics"]["test"], "the run's own evaluation, of its best model"
+
+
+def test_a_package_tells_callbacks_of_the_run_what_the_run_told_them(
+    package: Package, trained: Source
+) -> None:
+    options = package.manifest.provenance.data["evaluation"]
+    assert options["eval_every"] == "3steps"
+    assert RunConfig(**options).eval_every == trained.trained.run.config.eval_every
 
 
 def test_the_model_card_says_what_the_manifest_says(package: Package) -> None:

@@ -112,6 +112,14 @@ def test_another_strategy_continues_a_run_whose_parameters_were_gathered_in_low_
     assert not again.fsdp_mixed_precision
 
 
+def test_a_continued_run_refuses_another_accumulation_which_would_have_no_effect() -> None:
+    recorded = RunConfig(shards=4, accumulate=2)
+    with pytest.raises(ConfigError, match="--accumulate: 2 when the run was created, 4 now"):
+        continued(RunConfig(accumulate=4, run="runs/a"), {"accumulate"}, recorded)
+    assert continued(RunConfig(accumulate=2, run="runs/a"), {"accumulate"}, recorded).accumulate == 2
+    assert continued(RunConfig(run="runs/a"), (), recorded).accumulate == 2
+
+
 def test_a_continued_run_refuses_what_decides_bits() -> None:
     recorded = RunConfig(shards=4, seed=7, epochs=3)
     with pytest.raises(ConfigError) as caught:

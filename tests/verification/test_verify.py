@@ -92,6 +92,8 @@ def test_a_gradient_that_differs_is_named(verified: dict[str, Any]) -> None:
         (("--steps", "0"), "--steps must be at least 1, but is 0"),
         (("--shards", "2"), "--shards 2 is too few for --worlds 4: each process needs one. Use --shards 4"),
         (("--recover", "inplace"), "--recover does not matter to verify"),
+        (("--workers", "2"), "--workers does not matter to verify"),
+        (("--log-every", "1"), "--log-every does not matter to verify"),
     ],
 )
 def test_bad_input(run_processes: Any, options: tuple[str, ...], message: str) -> None:

@@ -10,10 +10,15 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.agent.meeting import recorded_agents
+from paceline.config.option_sets import DEFAULTS, select
 from paceline.errors import ConfigError
 from paceline.job import Job
 from paceline.launchers.training import launch
 from paceline.run_directory import RunDirectory
+
+_SHARED = ("run", "resume", "rdzv_id")
+_OF_A_MACHINE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]
+"""Options that are another machine's in the job of the run."""
 
 
 def join(
@@ -51,16 +56,10 @@ def join(
         job = Job.from_toml(file)
     except OSError as error:
         raise ConfigError(f"{file}, the run's job, cannot be read: {error.strerror}.") from error
-    config = dataclasses.replace(
-        job.config,
-        run=str(run),
-        nproc=job.config.nproc if nproc is None else nproc,
-        interface=interface,
-        token_file=None if token_file is None else str(token_file),
-        node_rank=None,
-        rdzv_endpoint=None,
-        on="auto",
-    )
+    here = {name: DEFAULTS[name] for name in (*_OF_A_MACHINE, "on")}
+    here |= {"run": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
+    here["token_file"] = None if token_file is None else str(token_file)
+    config = dataclasses.replace(job.config, **here)
     code, directory = launch(dataclasses.replace(job, config=config, quiet=quiet), joins=True)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)

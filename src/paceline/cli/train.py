@@ -18,10 +18,13 @@ from paceline.cli.options import given, run_options
 from paceline.config import (
     RunConfig,
     config_from_mapping,
+    merge_resumed_config,
     parse_duration_s,
     parse_nproc,
     read_config_file,
+    require_unchanged,
 )
+from paceline.config.option_sets import CLASSIFICATIONS
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,8 +78,8 @@ def train(
     asked = {**({"task": task} if task else {}), **({"run": run} if run else {}), **given(options)}
     if "set" in asked:
         asked["set"] = (*values.get("set", ()), *asked["set"])  # the last one wins
-    for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
-        if length in asked:
+    for name in asked:
+        if (other := CLASSIFICATIONS[name].replaces) is not None:
             values.pop(other, None)
     values |= asked
     return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
@@ -107,28 +110,12 @@ def resume(
     """
     from paceline.run_directory import RunDirectory
 
-    recorded = RunDirectory(Path(run)).read_complete_manifest()["config"]
-    asked = given(options)
-    kept = {name: recorded[name] for name in _KEPT if name in recorded}
-    if asked.keys() & {"strategy", "mesh"} or recorded.get("strategy") == "single":
-        now = RunConfig(**{name: asked[name] for name in ("strategy", "mesh") if name in asked})
-        others = {"strategy", "mesh", *now.misplaced}
-        kept = {name: value for name, value in kept.items() if name not in others}
-    values = {**kept, **asked, "run": run, "resume": "must"}
+    manifest = RunDirectory(Path(run)).read_complete_manifest()
+    recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
+    asked = {**given(options), "run": run, "resume": "must"}
+    require_unchanged(asked, asked, recorded)
+    values = merge_resumed_config(asked, asked, recorded)
     return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
-
-
-# Options that decide no bit of the model but that a continued run is expected to keep; and precision,
-# without which one of them is refused.
-_KEPT: tuple[str, ...] = (
-    *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
-    *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split", "zero_stage"),
-    *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision", "precision"),
-    *("checkpoint_activations", "checkpoint_blocks"),
-    *("ps_mode", "staleness", "servers"),
-    *("checkpoint_every", "keep", "backup_to", "log_every", "log_to"),
-    *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
-)
 
 
 def _start(

@@ -1,7 +1,14 @@
 """The options of a run."""
 
-from paceline.config.documents import checked_keys, config_from_mapping, non_defaults, read_config_file
+from paceline.config.documents import (
+    checked_keys,
+    config_from_mapping,
+    non_defaults,
+    read_config_file,
+    to_flags,
+)
 from paceline.config.options import flag
+from paceline.config.resuming import merge_resumed_config, require_unchanged
 from paceline.config.run_config import RunConfig
 from paceline.config.values import (
     Interval,
@@ -23,6 +30,7 @@ __all__ = [
     "checked_keys",
     "config_from_mapping",
     "flag",
+    "merge_resumed_config",
     "non_defaults",
     "parse_best",
     "parse_duration_s",
@@ -33,4 +41,6 @@ __all__ = [
     "parse_nproc",
     "parse_shuffle",
     "read_config_file",
+    "require_unchanged",
+    "to_flags",
 ]

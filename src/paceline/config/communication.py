@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.options import at_least, flag, option
+from paceline.config.options import Capability, Requirement, flag, option
 from paceline.config.recovery import RecoveryOptions
 from paceline.errors import ConfigError
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """What Douillard et al. found best for DiLoCo's outer optimizer."""
 
-_APART_REFUSES = ("ema", "verify_every", "spares")
-_NOT_WHILE_APART = "does not work with --sync-every, between whose synchronisations weights differ"
+_NOT_WHILE_APART: tuple[Capability, ...] = ("ema", "corruption", "spares")
+"""What ranks cannot do between two synchronisations."""
+
+_NESTEROV = Requirement(
+    "outer_optimizer",
+    "nesterov",
+    message="--outer-lr and --outer-momentum need --outer-optimizer nesterov.",
+)
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -26,23 +33,67 @@ class CommunicationOptions(RecoveryOptions):
         "Local SGD: every process trains on its own shards, and after so many steps their weights are "
         "averaged. 0: gradients are summed in every step.",
         group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        minimum=0,
     )
     outer_optimizer: Literal["none", "nesterov"] = option(
         "none",
         "With --sync-every, what follows the averaged change of the weights. none: they become the average; "
         "nesterov: SGD with Nesterov momentum (DiLoCo).",
         group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=Requirement(
+            "sync_every",
+            message="--outer-optimizer {own} steps when weights are averaged. Say how often with "
+            "--sync-every, such as --sync-every 50.",
+        ),
     )
-    outer_lr: float = option(OUTER_LR, "Learning rate of --outer-optimizer.", group="Communication")
-    outer_momentum: float = option(OUTER_MOMENTUM, "Momentum of --outer-optimizer.", group="Communication")
+    outer_lr: float = option(
+        OUTER_LR,
+        "Learning rate of --outer-optimizer.",
+        group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=_NESTEROV,
+        minimum=0,
+        maximum=math.inf,
+        exclusive=True,
+    )
+    outer_momentum: float = option(
+        OUTER_MOMENTUM,
+        "Momentum of --outer-optimizer.",
+        group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=_NESTEROV,
+        minimum=0,
+        maximum=1,
+        exclusive=True,
+    )
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
         "none",
         "How DistributedDataParallel sends gradients: as fp16 or bf16, or as products of thin matrices "
         "(powersgd). Needs no --reduction.",
         group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
     )
     powersgd_rank: int = option(
-        1, "Columns of these matrices: more are nearer to the gradient.", group="Communication"
+        1,
+        "Columns of these matrices: more are nearer to the gradient.",
+        group="Communication",
+        resume="adjustable",
+        bits="always",
+        scope="parallel",
+        requires=Requirement("comm_hook", "powersgd"),
+        minimum=1,
     )
 
     @property
@@ -62,8 +113,6 @@ class CommunicationOptions(RecoveryOptions):
         Raises:
             ConfigError: says which option to leave out.
         """
-        at_least("sync_every", self.sync_every, 0)
-        at_least("powersgd_rank", self.powersgd_rank, 1)
         for name, nothing in (("sync_every", 0), ("comm_hook", "none")):
             value = getattr(self, name)
             if value != nothing and methods != ("ddp",):
@@ -73,24 +122,8 @@ class CommunicationOptions(RecoveryOptions):
                 )
         if self.sync_every:
             self._check_apart(reduction)
-        elif self.outer_optimizer != "none":
-            raise ConfigError(
-                f"--outer-optimizer {self.outer_optimizer} steps when weights are averaged. Say how often "
-                "with --sync-every, such as --sync-every 50."
-            )
-        if self.outer_optimizer == "none" and (self.outer_lr, self.outer_momentum) != (
-            OUTER_LR,
-            OUTER_MOMENTUM,
-        ):
-            raise ConfigError("--outer-lr and --outer-momentum need --outer-optimizer nesterov.")
-        if not (self.outer_lr > 0 and math.isfinite(self.outer_lr)):
-            raise ConfigError(f"--outer-lr must be positive, but is {self.outer_lr:g}.")
-        if not 0 < self.outer_momentum < 1:
-            raise ConfigError(f"--outer-momentum must be between 0 and 1, but is {self.outer_momentum:g}.")
         if self.comm_hook != "none":
             self._check_hook(reduction, precision)
-        elif self.powersgd_rank != 1:
-            raise ConfigError("--powersgd-rank needs --comm-hook powersgd.")
 
     def _check_apart(self, reduction: str) -> None:
         if reduction != "exact":
@@ -98,9 +131,13 @@ class CommunicationOptions(RecoveryOptions):
                 f"--reduction {reduction} does not work with --sync-every: no gradients are summed over the "
                 "processes. Leave one of them out."
             )
-        for name in _APART_REFUSES:
-            if getattr(self, name):
-                raise ConfigError(f"{flag(name)} {_NOT_WHILE_APART}. Leave one of them out.")
+        for f in dataclasses.fields(self):
+            needs = f.metadata["classification"].needs
+            if needs in _NOT_WHILE_APART and getattr(self, f.name) != f.default:
+                raise ConfigError(
+                    f"{flag(f.name)} does not work with --sync-every, between whose synchronisations weights "
+                    "differ. Leave one of them out."
+                )
 
     def _check_hook(self, reduction: str, precision: str) -> None:
         if self.sync_every:
@@ -113,8 +150,6 @@ class CommunicationOptions(RecoveryOptions):
                 f"--comm-hook {self.comm_hook} is DistributedDataParallel's; --reduction fast is not. Leave "
                 "--reduction out."
             )
-        if self.comm_hook != "powersgd" and self.powersgd_rank != 1:
-            raise ConfigError("--powersgd-rank needs --comm-hook powersgd.")
         if self.comm_hook == "powersgd" and precision == "fp16":
             raise ConfigError(
                 "--comm-hook powersgd does not work with --precision fp16: what one overflowed step leaves "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.config.options import flag
 from paceline.config.run_config import RunConfig
 from paceline.errors import ConfigError
 
@@ -64,3 +65,22 @@ def non_defaults(config: RunConfig) -> dict[str, Any]:
         for f in dataclasses.fields(config)
         if getattr(config, f.name) != f.default
     }
+
+
+def to_flags(values: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> list[str]:
+    """The words of a command line that give options these values, such as those of :func:`non_defaults`.
+
+    Args:
+        values: the options.
+        leave_out: the names of those that the command line does not have.
+    """
+    words = []
+    for name, value in values.items():
+        if name in leave_out:
+            continue
+        if isinstance(value, bool):
+            words.append(flag(name))
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [flag(name), str(each)]
+    return words

@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from paceline.config.options import at_least, option
+from paceline.config.options import Requirement, at_least, option
 from paceline.config.parallelism import ParallelOptions
 from paceline.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 """The target of ``--lora`` that is every linear layer but the last."""
+
+
+_PARENT = Requirement(
+    "init_from",
+    message="{flag} initializes layers that --init-from would give weights. Add --init-from RUN, or leave "
+    "{flag} out.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,46 +51,59 @@ class FineTuningOptions(ParallelOptions):
         "Begin with the weights of another run, of its best checkpoint unless RUN@last or RUN@STEP says "
         "otherwise, of a checkpoint's directory, or of a package.",
         group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
     )
     reset_head: bool = option(
         False,
         "With --init-from, begin the model's last layer anew, as for another number of classes.",
         group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        requires=_PARENT,
     )
     reset: tuple[str, ...] = option(
         (),
         "With --init-from, begin these anew: the name of a layer or parameter, with * for any; may be "
         "repeated.",
         group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        requires=_PARENT,
     )
     freeze: tuple[str, ...] = option(
         (),
         "Do not train these: the name of a layer or parameter, such as layer1.*; may be repeated. Batch "
         "norms that are frozen keep their statistics, too.",
         group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
     )
     lr_scale: tuple[str, ...] = option(
         (),
         "PATTERN=FACTOR: what matches learns at so many times the learning rate; may be repeated, and the "
         "last one that matches counts.",
         group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
     )
     lora: str | None = option(
         None,
         "Train low-rank adapters of linear layers, and nothing else: rank=8,alpha=16,target=query|value. "
         "Left out, target is all linear layers but the last; dropout=0.1 may be added.",
         group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.init_from is None:
-            for name, given in (("--reset-head", self.reset_head), ("--reset", self.reset)):
-                if given:
-                    raise ConfigError(
-                        f"{name} begins a layer anew where --init-from would give it weights. Add "
-                        f"--init-from RUN, or leave {name} out."
-                    )
         for text in self.lr_scale:
             parse_lr_scale(text)
         if self.lora is not None:

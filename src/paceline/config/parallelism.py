@@ -6,15 +6,19 @@ import dataclasses
 import itertools
 import math
 import re
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.options import at_least, flag, option
+from paceline.config.options import Capability, Classification, flag, option
 from paceline.config.servers import ServerOptions
 from paceline.config.values import parse_mesh
 from paceline.errors import ConfigError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "sequential", "pipedream"]
+
+
+_ALL = frozenset[Capability](typing.get_args(Capability))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,37 +30,34 @@ class Traits:
         sums_itself: what the strategy does with gradients in place of ``--reduction``, where it does.
         flexible: ranks may come and go while others go on, and their shares of the work may differ.
         shards_state: a rank holds a part of the state only: what is saved has to be gathered.
-        refuses: options that do not work with it.
+        supports: what options may need of it.
     """
 
     reductions: tuple[str, ...] = ("exact", "fast")
     sums_itself: str | None = None
     flexible: bool = False
     shards_state: bool = False
-    refuses: tuple[str, ...] = ()
+    supports: frozenset[Capability] = _ALL
 
-
-# Refused where backward cannot compute again: blocks are copied, cut, or watched by another engine.
-_AGAIN = ("checkpoint_activations", "checkpoint_blocks")
 
 STRATEGIES = {
     "single": Traits(flexible=True),
-    "dp": Traits(refuses=("compile", "verify_every", "spares", *_AGAIN)),
+    "dp": Traits(supports=frozenset({"ema", "lockstep"})),
     "ddp": Traits(reductions=("exact", "fast", "torch"), flexible=True),
-    "zero1": Traits(shards_state=True, refuses=("spares",)),
-    "fsdp": Traits(shards_state=True, refuses=("verify_every", "compile", "spares")),
-    "tp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares")),
-    "pp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares", *_AGAIN)),
-    "mp": Traits(shards_state=True, refuses=("verify_every", "ema", "compile", "spares", *_AGAIN)),
+    "zero1": Traits(shards_state=True, supports=_ALL - {"spares"}),
+    "fsdp": Traits(shards_state=True, supports=frozenset({"ema", "recompute", "lockstep"})),
+    "tp": Traits(shards_state=True, supports=frozenset({"recompute", "lockstep"})),
+    "pp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
+    "mp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
     "deepspeed": Traits(
         reductions=("exact",),
         sums_itself="deepspeed",
         shards_state=True,
-        refuses=("verify_every", "compile", "spares", *_AGAIN),
+        supports=frozenset({"ema", "lockstep"}),
     ),
-    "horovod": Traits(reductions=("exact",), sums_itself="horovod"),
-    "hogwild": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
-    "ps": Traits(reductions=("exact",), refuses=("verify_every", "ema", "spares", "profile")),
+    "horovod": Traits(reductions=("exact",), sums_itself="horovod", supports=_ALL - {"spares"}),
+    "hogwild": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
+    "ps": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
 }
 """What works with each strategy, by its name."""
 
@@ -86,25 +87,40 @@ class ParallelOptions(ServerOptions):
         "processes are parameter servers, the others workers. hogwild: all processes of a machine update one "
         "model in shared memory, without locks.",
         group="Parallelism",
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        summary=True,
     )
     dp_devices: int | Literal["auto"] = option(
         "auto",
         "With --strategy dp, how many GPUs compute, or threads on a CPU. auto: all GPUs, else one a core.",
         group="Parallelism",
-        of=("dp",),
+        strategies=("dp",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        minimum=1,
     )
     mesh: str | None = option(
         None,
         "Several strategies at once, as a grid of processes such as fsdp=2,dp=2: axes and their sizes, whose "
         "product is the number of processes.",
         group="Parallelism",
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        summary=True,
     )
     sequence_parallel: bool = option(
         False,
         "With --strategy tp, also split what lies between the split layers (norms, dropouts), along the "
         "sequence, as the task's sequence_parallel_plan says.",
         group="Parallelism",
-        of=("tp",),
+        strategies=("tp",),
+        resume="kept",
+        bits="never",
+        scope="parallel",
     )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = option(
         "1f1b",
@@ -112,32 +128,61 @@ class ParallelOptions(ServerOptions):
         "zero-bubble: gradients of weights fill the gaps; pipedream: no stage waits at a step's end, "
         "and some shards meet weights that are one update old.",
         group="Parallelism",
-        of=("pp",),
+        strategies=("pp",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
     )
     pp_split: str = option(
         "balanced",
         "With --strategy pp or mp, how the model is cut. balanced: by the measured time and memory of its "
         "blocks; equal: by their number; or a number of blocks for each stage, such as 3,5.",
         group="Parallelism",
-        of=("pp", "mp"),
+        strategies=("pp", "mp"),
+        resume="kept",
+        bits="never",
+        scope="parallel",
     )
     reduction: Literal["exact", "fast", "torch"] = option(
         "exact",
         "How gradients are summed. exact: the same bits for any number of processes; fast: all-reduce; "
         "torch: DistributedDataParallel.",
         group="Parallelism",
+        resume="fixed",
+        bits="always",
+        scope="parallel",
+        fingerprint=True,
+        summary=True,
     )
     balance: Literal["auto", "equal"] = option(
         "auto",
         "How processes share the shards. auto: by measured speed, where one is clearly slower (reduction "
         "exact or fast); equal: all the same.",
         group="Parallelism",
+        resume="kept",
+        bits="never",
+        scope="recovery",
     )
     shards: int | Literal["auto"] | None = option(
-        None, "Logical shards of a global batch, fixed for the run.", group="Parallelism"
+        None,
+        "Logical shards of a global batch, fixed for the run.",
+        group="Parallelism",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=1,
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
     )
     accumulate: int = option(
-        1, "Shards a process when --shards is auto (gradient accumulation).", group="Parallelism"
+        1,
+        "Shards a process when --shards is auto (gradient accumulation).",
+        group="Parallelism",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=1,
     )
 
     def __post_init__(self) -> None:
@@ -167,16 +212,20 @@ class ParallelOptions(ServerOptions):
                 "--pp-split must be balanced, equal, or a number of blocks for each stage such as 3,5, but "
                 f"is {self.pp_split!r}."
             )
-        if isinstance(self.dp_devices, int):
-            at_least("dp_devices", self.dp_devices, 1)
         if "pp" in self.methods and self.pp_schedule == "pipedream":
             self._check_works_with_pipedream()
-        if self.summed_by not in ("exact", "fast") and self.verify_every:
+        if self.summed_by not in ("exact", "fast"):
             who = "DistributedDataParallel" if self.summed_by == "torch" else self.summed_by.capitalize()
-            raise ConfigError(
-                f"--verify-every needs --reduction exact or fast: {who} adds up a rank's shards before they "
-                "can be compared."
-            )
+            if self.verify_every:
+                raise ConfigError(
+                    f"--verify-every needs --reduction exact or fast: {who} adds up a rank's shards before "
+                    "they can be compared."
+                )
+            if self.spares:
+                raise ConfigError(
+                    f"--spares needs --reduction exact or fast: {who} takes a gradient of every process, and "
+                    "a spare process has none."
+                )
 
     def _check_works_with_pipedream(self) -> None:
         """Refuse what takes all stages' gradients before one stage may go on, and split layers."""
@@ -224,17 +273,21 @@ class ParallelOptions(ServerOptions):
     @property
     def misplaced(self) -> dict[str, str]:
         """The options that must keep their defaults beside the strategies at work, and why, for a message."""
+        classified: dict[str, Classification] = {
+            field.name: field.metadata["classification"] for field in dataclasses.fields(self)
+        }
         found = {
             option_name: f"does not work with --strategy {name}. Use --strategy ddp."
             for name in self.methods
-            for option_name in STRATEGIES[name].refuses
+            for option_name, its in classified.items()
+            if its.needs is not None and its.needs not in STRATEGIES[name].supports
         }
-        for field in dataclasses.fields(self):
-            of = field.metadata["of"]
+        for option_name, its in classified.items():
+            of = its.strategies
             if of and not set(of) & set(self.methods):
                 named = " or ".join(of)
                 axes = f", or {named} among the axes of --mesh" if set(of) <= set(OF_AXIS) else ""
-                found[field.name] = f"needs --strategy {named}{axes}. Leave it out."
+                found[option_name] = f"needs --strategy {named}{axes}. Leave it out."
         return found
 
     @property

@@ -17,8 +17,25 @@ Contract = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
 class ProcessOptions:
     """The task, and where it runs."""
 
-    task: str = option("", "file.py:Name, package.module:Name or a recipe's name.", group="Task")
-    set: tuple[str, ...] = option((), "A hyperparameter as field=value; may be repeated.", group="Task")
+    task: str = option(
+        "",
+        "file.py:Name, package.module:Name or a recipe's name.",
+        group="Task",
+        resume="fresh",
+        bits="always",
+        scope="task",
+        from_launcher=True,
+        summary=True,
+    )
+    set: tuple[str, ...] = option(
+        (),
+        "A hyperparameter as field=value; may be repeated.",
+        group="Task",
+        resume="fresh",
+        bits="always",
+        scope="task",
+        summary=True,
+    )
 
     on: Literal[
         "auto",
@@ -35,39 +52,123 @@ class ProcessOptions:
         "sagemaker",
         "azureml",
         "google",
-    ] = option("auto", "The launcher. auto: inprocess for one process, spawn for several.", group="Processes")
+    ] = option(
+        "auto",
+        "The launcher. auto: inprocess for one process, spawn for several.",
+        group="Processes",
+        resume="kept",
+        bits="never",
+        scope="start",
+        from_launcher=True,
+    )
     nproc: int | str = option(
         1,
         "Processes on this machine; auto: one a GPU, else one a core. 8,4: for machines 0 and 1.",
         group="Processes",
+        resume="kept",
+        bits="never",
+        scope="start",
+        from_launcher=True,
     )
     nodes: int | str = option(
         1,
         "Machines; the same command is run on each. MIN:MAX: begin with MIN, others join and leave.",
         group="Processes",
+        resume="kept",
+        bits="never",
+        scope="start",
+        from_launcher=True,
     )
-    node_rank: int | None = option(None, "This machine's number, 0 to nodes - 1.", group="Processes")
+    node_rank: int | None = option(
+        None,
+        "This machine's number, 0 to nodes - 1.",
+        group="Processes",
+        resume="fresh",
+        bits="never",
+        scope="place",
+        from_launcher=True,
+    )
     rdzv_endpoint: str | None = option(
-        None, "HOST:PORT of machine 0, where several machines meet.", group="Processes"
+        None,
+        "HOST:PORT of machine 0, where several machines meet.",
+        group="Processes",
+        resume="fresh",
+        bits="never",
+        scope="place",
+        from_launcher=True,
     )
     token_file: str | None = option(
         None,
         "Holds the secret by which the machines of a run know each other. Default: in the run's directory.",
         group="Processes",
+        resume="fresh",
+        bits="never",
+        scope="place",
     )
-    rdzv_id: str = option("paceline", "A name that all machines of one run share.", group="Processes")
+    rdzv_id: str = option(
+        "paceline",
+        "A name that all machines of one run share.",
+        group="Processes",
+        resume="kept",
+        bits="never",
+        scope="place",
+        from_launcher=True,
+    )
     backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto", "The process group's backend.", group="Processes"
+        "auto",
+        "The process group's backend.",
+        group="Processes",
+        resume="kept",
+        bits="rounding",
+        scope="process",
     )
-    interface: str | None = option(None, "Network interface for gloo and NCCL, e.g. eth0.", group="Processes")
-    init_timeout: str = option("5min", "How long to wait for all processes to appear.", group="Processes")
-    comm_debug: bool = option(False, "Verbose logs of NCCL, gloo and torch.distributed.", group="Processes")
+    interface: str | None = option(
+        None,
+        "Network interface for gloo and NCCL, e.g. eth0.",
+        group="Processes",
+        resume="kept",
+        bits="never",
+        scope="place",
+        from_launcher=True,
+    )
+    init_timeout: str = option(
+        "5min",
+        "How long to wait for all processes to appear.",
+        group="Processes",
+        resume="kept",
+        bits="never",
+        scope="process",
+    )
+    comm_debug: bool = option(
+        False,
+        "Verbose logs of NCCL, gloo and torch.distributed.",
+        group="Processes",
+        resume="fresh",
+        bits="never",
+        scope="process",
+    )
     threads: int | None = option(
         None,
         "CPU threads a process; a pin. Default: OMP_NUM_THREADS, else cores over processes.",
         group="Processes",
+        resume="adjustable",
+        bits="rounding",
+        scope="process",
+        minimum=1,
+        from_launcher=True,
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives.", group="Processes")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto",
+        "Where the model lives.",
+        group="Processes",
+        resume="kept",
+        bits="rounding",
+        scope="process",
+        summary=True,
+    )
 
     def __post_init__(self) -> None:
         most_nodes = parse_nodes(self.nodes)[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.config.memory import MemoryOptions
-from paceline.config.options import at_least, option
+from paceline.config.options import Requirement, option
 from paceline.errors import ConfigError
 
 
@@ -20,19 +20,35 @@ class ServerOptions(MemoryOptions):
         "bits of ddp; async: as they arrive, each a whole step's; ssp: the same, but no worker gets more "
         "than --staleness steps ahead of the slowest.",
         group="Parallelism",
-        of=("ps",),
+        strategies=("ps",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
     )
     staleness: int | None = option(
         None,
         "With --ps-mode ssp, how many steps a worker may be ahead of the slowest; 0: all do equally many.",
         group="Parallelism",
-        of=("ps",),
+        strategies=("ps",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        requires=Requirement(
+            "ps_mode",
+            "ssp",
+            message="--staleness is for --ps-mode ssp; --ps-mode {value} has no bound to set.",
+        ),
+        minimum=0,
     )
     servers: int = option(
         1,
         "With --strategy ps, how many processes are servers, each with a part of the parameters.",
         group="Parallelism",
-        of=("ps",),
+        strategies=("ps",),
+        resume="kept",
+        bits="by_strategy",
+        scope="parallel",
+        minimum=1,
     )
 
     def check_servers(self, methods: tuple[str, ...], precision: str, clip_norm: float | None) -> None:
@@ -46,9 +62,6 @@ class ServerOptions(MemoryOptions):
         Raises:
             ConfigError: names the options, and what to use.
         """
-        at_least("servers", self.servers, 1)
-        if self.staleness is not None:
-            at_least("staleness", self.staleness, 0)
         if precision == "fp16" and {"ps", "hogwild"} & set(methods):
             raise ConfigError(
                 f"--precision fp16 does not work with --strategy {methods[0]}: who computes and who updates "
@@ -58,10 +71,6 @@ class ServerOptions(MemoryOptions):
             return
         if self.ps_mode == "ssp" and self.staleness is None:
             raise ConfigError("--ps-mode ssp needs --staleness, such as --staleness 2.")
-        if self.ps_mode != "ssp" and self.staleness is not None:
-            raise ConfigError(
-                f"--staleness is for --ps-mode ssp; --ps-mode {self.ps_mode} has no bound to set."
-            )
         if self.servers > 1 and clip_norm is not None:
             raise ConfigError(
                 "--clip-norm needs all gradients in one place, but --servers divides them. Use --servers 1."

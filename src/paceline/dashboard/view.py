@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.checkpoint.inventory import entries
+from paceline.config.option_sets import select
 from paceline.dashboard.curves import Curves
 from paceline.errors import PacelineError
 from paceline.monitoring.heartbeat import read_beats
@@ -17,10 +18,7 @@ from paceline.run_directory import RunDirectory
 _MOST_FOLLOWED = 16
 _MOST_ENTRIES = 300
 _LOG_BYTES = 64 * 1024
-_SHOWN_OPTIONS = (
-    *("task", "set", "strategy", "mesh", "reduction", "shards", "global_batch_size", "epochs", "max_steps"),
-    *("seed", "precision", "compile", "device", "threads", "eval_every", "best", "early_stop", "recover"),
-)
+_SHOWN_OPTIONS = select(lambda its: its.summary)
 
 
 class Views:
@@ -79,8 +77,11 @@ def log_tail(directory: RunDirectory, rank: int) -> str | None:
 
 
 def _config(directory: RunDirectory) -> dict[str, Any]:
-    config = directory.read_manifest().get("config", {})
-    return {name: config[name] for name in _SHOWN_OPTIONS if name in config}
+    manifest = directory.read_manifest()
+    task = manifest.get("task", {})
+    fields = [f"{name}={value}" for name, value in task.get("fields", {}).items()]
+    shown = {"task": task.get("spec", ""), "set": fields, **manifest.get("config", {})}
+    return {name: shown[name] for name in _SHOWN_OPTIONS if name in shown}
 
 
 def _history(directory: RunDirectory) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.callback import Callback
 from paceline.config import RunConfig
+from paceline.config.option_sets import select
 from paceline.data.evaluation import EvalBatches
 from paceline.data.microbatch import MicroBatch
 from paceline.errors import ExportError, PackageError
@@ -36,10 +37,7 @@ PACKAGE_METRICS = "package_metrics"
 INTERVALS = "intervals"
 """Likewise: metric -> the ends of its 95 % interval, and what gave it."""
 
-_DECIDE_IT = (
-    *("seed", "global_batch_size", "shards", "precision", "threads"),
-    *("val_fraction", "epochs", "max_steps", "best"),
-)
+_DECIDE_IT = select(lambda its: its.evaluation)
 """Data, their blocks and precision; what a callback is told of the run's length; what a good model is."""
 
 _SPLITS = ("test", "val")

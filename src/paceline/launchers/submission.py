@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from paceline.config import RunConfig, flag, non_defaults, parse_interval
+from paceline.config import RunConfig, non_defaults, parse_interval, to_flags
+from paceline.config.option_sets import select
 from paceline.errors import ConfigError, LaunchError
 from paceline.files import write_atomically
 from paceline.job import default_run_path
@@ -36,19 +37,8 @@ from paceline.launchers.registry import (
 )
 from paceline.task_loading import split_spec
 
-# What the node's own command line says, or the cluster.
-_NOT_PASSED_ON = (
-    "task",
-    "on",
-    "run",
-    "nproc",
-    "nodes",
-    "node_rank",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "threads",
-    "interface",
-)
+OF_THE_LAUNCHER = select(lambda its: its.from_launcher)
+"""Options that the command line of each machine has from its launcher."""
 
 
 def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], str]) -> tuple[str, ...]:
@@ -103,16 +93,7 @@ def task_command(config: RunConfig, run: Path, python: str) -> tuple[str, ...]:
     if config.task:
         words.append(config.task)
     words += ["--run-dir", str(run)]
-    for name, value in non_defaults(config).items():
-        if name in _NOT_PASSED_ON:
-            continue
-        if isinstance(value, bool):
-            words.append(flag(name))
-        elif isinstance(value, tuple):
-            for each in value:
-                words += [flag(name), str(each)]
-        else:
-            words += [flag(name), str(value)]
+    words += to_flags(non_defaults(config), leave_out=OF_THE_LAUNCHER)
     return tuple(words)
 
 

@@ -9,7 +9,14 @@ import socket
 import sys
 from pathlib import Path
 
-from paceline.config import RunConfig, flag, parse_duration_s, parse_nodes, parse_nproc
+from paceline.config import (
+    RunConfig,
+    config_from_mapping,
+    merge_resumed_config,
+    parse_duration_s,
+    parse_nodes,
+    parse_nproc,
+)
 from paceline.distributed.environment import Environment
 from paceline.distributed.failures import describe_stop
 from paceline.errors import ConfigError
@@ -52,7 +59,7 @@ def prepare(job: Job, *, joins: bool = False) -> tuple[str, RenderedProcesses, J
     if several_nodes and config.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
     directory = RunDirectory(Path(config.run or default_run_path(config.task)))
-    recover = _recovery(config, name, directory)
+    recover = _recovery(job, name, directory)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
             f"--nodes {config.nodes}: machines can only join and leave a run that recovers. "
@@ -159,26 +166,23 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     )
 
 
-def _recovery(config: RunConfig, name: str, directory: RunDirectory) -> Recovery:
+def _recovery(job: Job, name: str, directory: RunDirectory) -> Recovery:
     """What happens when a worker dies.
 
     Raises:
         ConfigError: something was asked for that cannot be.
     """
+    config = job.config
     if config.recover == "none":
         return "none"
-    recorded = directory.read_manifest().get("config", {}) if directory.exists() else {}
-    reduction = recorded.get("reduction", config.reduction)
-    rigid = [*config.rigid]
-    # Kept where a run is continued, unless it is told otherwise.
-    for kept, nothing in (("sync_every", 0), ("comm_hook", "none")):
-        if getattr(config, kept) == nothing != recorded.get(kept, nothing):
-            rigid.append(f"{flag(kept)} {recorded[kept]}")
+    if directory.exists() and config.resume != "never":
+        recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
+        config = RunConfig(**merge_resumed_config(vars(config), job.given, recorded))
     survivors = [
         obstacle
         for obstacle, there in (
-            (f"--reduction {reduction}", reduction == "torch"),
-            *((obstacle, True) for obstacle in rigid),
+            (f"--reduction {config.reduction}", config.reduction == "torch"),
+            *((obstacle, True) for obstacle in config.rigid),
             ("a GPU", config.device != "cpu" and _visible_gpus() > 0),
         )
         if there

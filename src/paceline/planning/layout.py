@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config import config_from_mapping
+from paceline.config import config_from_mapping, to_flags
 from paceline.errors import ConfigError
 
 Schedule = Literal["gpipe", "1f1b"]
@@ -73,27 +73,24 @@ class Layout:
     @property
     def options(self) -> list[str]:
         """Words of a command that ask for it; ``ddp`` and ``single`` are what nobody needs to ask for."""
-        words = [] if self.family in ("single", "ddp") else ["--strategy", self.family]
+        return to_flags(self._asked)
+
+    @property
+    def _asked(self) -> dict[str, object]:
+        options: dict[str, object] = {} if self.family in ("single", "ddp") else {"strategy": self.family}
         if len(self.axes) > 1:
-            words = ["--mesh", self.name]
+            options = {"mesh": self.name}
         if self.zero_stage > 1:
-            words += ["--zero-stage", str(self.zero_stage)]
+            options["zero_stage"] = self.zero_stage
         if self.checkpointing:
-            words += ["--checkpoint-activations", "block"]
-        return words
+            options["checkpoint_activations"] = "block"
+        return options
 
     @property
     def in_paceline(self) -> bool:
         """Whether this version can train so."""
-        options: dict[str, object] = {"strategy": self.family}
-        if len(self.axes) > 1:
-            options = {"mesh": self.name}
-        if self.zero_stage:
-            options["zero_stage"] = self.zero_stage
-        if self.checkpointing:
-            options["checkpoint_activations"] = "block"
         try:
-            config = config_from_mapping(options, "the plan")
+            config = config_from_mapping(self._asked, "the plan")
         except ConfigError:
             return False
         return len(self.axes) <= 1 or config.axes(self.world_size) == self.axes

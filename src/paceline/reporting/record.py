@@ -10,24 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.config import config_from_mapping, flag, non_defaults
+from paceline.config import config_from_mapping, non_defaults, to_flags
+from paceline.config.option_sets import select
 from paceline.errors import RunDirectoryError, UserError
 from paceline.files import read_json_lines
 from paceline.monitoring.timeline import Timeline, timeline
 from paceline.run_directory import RunDirectory
 
-_ELSEWHERE = (
-    "run",
-    "resume",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "token_file",
-    "interface",
-    "node_rank",
-    "task",
-    "set",
-)
-"""Options that say where a run was, and nothing of what it computed."""
+_ELSEWHERE = select(lambda its: its.scope in ("place", "task"))
+"""Options that say where a run was, and the task, which a record names by itself."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +129,7 @@ class Record:
         words = ["paceline", "train", str(self.manifest["task"]["spec"])]
         for name, value in self.fields.items():
             words += ["--set", f"{name}={value}"]
-        for name, value in non_defaults(config).items():
-            if name in _ELSEWHERE:
-                continue
-            if isinstance(value, bool):
-                words.append(flag(name))
-                continue
-            for each in value if isinstance(value, tuple) else (value,):
-                words += [flag(name), str(each)]
+        words += to_flags(non_defaults(config), leave_out=_ELSEWHERE)
         return shlex.join(words)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 from paceline.config import RunConfig
+from paceline.config.option_sets import select
 
+_PINNED = select(lambda its: its.fingerprint)
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -49,15 +51,12 @@ def configure_numerics(config: RunConfig, threads: int) -> None:
 
 def current_pins(config: RunConfig, device: torch.device) -> dict[str, str | int | bool]:
     """The pins of this process; equal pins promise equal bits."""
+    options = {name: getattr(config, name) for name in _PINNED}
+    options |= {"threads": torch.get_num_threads(), "reduction": config.summed_by}
     return {
         "torch": str(torch.__version__),
         "device": _device_model(device),
-        "threads": torch.get_num_threads(),
-        "global_batch_size": config.global_batch_size or 0,
-        "shards": config.shards or 0,
-        "precision": config.precision,
-        "reduction": config.summed_by,
-        "compile": config.compile,
+        **{name: 0 if value is None else value for name, value in options.items()},
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
     }

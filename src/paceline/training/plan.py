@@ -9,45 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import RunConfig, flag, parse_shuffle
+from paceline.config import RunConfig, merge_resumed_config, parse_shuffle, require_unchanged
 from paceline.data.balanced_order import balanced, checked_sizes
 from paceline.data.order import Carved, DataOrder, carve
 from paceline.data.stream import ShardedStream, as_stream
 from paceline.errors import ConfigError, DataError
 from paceline.task import Task
-
-CHANGEABLE = frozenset(
-    {
-        *("on", "nproc", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "interface"),
-        *("backend", "spares"),
-        *("init_timeout", "comm_debug", "threads", "device", "strategy", "mesh", "sequence_parallel"),
-        *("pp_schedule", "pp_split", "zero_stage"),
-        *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision"),
-        *("checkpoint_activations", "checkpoint_blocks"),
-        *("ps_mode", "staleness", "servers"),
-        *("workers", "run", "resume"),
-        *("recover", "max_restarts", "heartbeat", "hang_timeout"),
-        *("walltime", "verify_every"),
-        *(
-            "checkpoint_every",
-            "keep",
-            "backup_to",
-            "log_every",
-            "log_to",
-            "profile",
-            "set",
-            "task",
-            "accumulate",
-        ),
-        *("balance", "dp_devices"),
-    }
-)
-"""Options that may differ when a run is continued: they decide no bit of the model."""
-
-_ADJUSTABLE = frozenset(
-    {"sync_every", "outer_optimizer", "outer_lr", "outer_momentum", "comm_hook", "powersgd_rank"}
-)
-"""Options that decide bits, but not what a state holds: kept, unless others are asked for."""
 
 
 def resolve(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
@@ -106,25 +73,8 @@ def continued(config: RunConfig, given: Collection[str], recorded: RunConfig) ->
     Raises:
         ConfigError: an option that decides the model's bits was given another value.
     """
-    changes: dict[str, Any] = {}
-    conflicts = []
-    for field in dataclasses.fields(RunConfig):
-        now, before = getattr(config, field.name), getattr(recorded, field.name)
-        if field.name in CHANGEABLE:
-            changes[field.name] = now
-        elif field.name in _ADJUSTABLE:
-            changes[field.name] = now if field.name in given else before
-        elif field.name in given and now not in (before, "auto"):
-            conflicts.append(f"  {flag(field.name)}: {before} when the run was created, {now} now")
-    if conflicts:
-        raise ConfigError(
-            f"{config.run} was created with other options, and a run's bits depend on them:\n"
-            + "\n".join(conflicts)
-            + "\nLeave them out to continue the run, or start a new one with another --run DIR."
-        )
-    changes["accumulate"] = recorded.accumulate
-    changes["threads"] = config.threads or recorded.threads
-    return dataclasses.replace(recorded, **changes)
+    require_unchanged(vars(config), given, recorded)
+    return RunConfig(**merge_resumed_config(vars(config), given, recorded))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from paceline import __version__
 from paceline.config import RunConfig, config_from_mapping, parse_duration_s
+from paceline.config.option_sets import CLASSIFICATIONS
 from paceline.data.balanced_order import require_same_sizes, save_sizes
 from paceline.errors import RunDirectoryError, TaskError
 from paceline.monitoring.tracking import require
@@ -196,7 +197,7 @@ def _manifest(config: RunConfig, task: Task, data: DataPlan, device: torch.devic
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "task": {"spec": config.task, "name": type(task).__qualname__, "fields": fields},
         "config": {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in ("task", "set")
+            name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"
         },
         "data": {
             "train_samples": None if order is None else order.num_samples,

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.callback import Horizon
 from paceline.config import RunConfig, parse_interval
+from paceline.config.option_sets import select
 from paceline.data.evaluation import EvalBatches
 from paceline.data.loader import build_loader, resolve_workers
 from paceline.data.microbatch import Loader
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 _STEP_TIMEOUT_S = 1800.0
 _EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
-_NOT_TRACKED = ("token_file", "rdzv_endpoint", "rdzv_id", "interface", "node_rank", "run", "resume")
+_NOT_TRACKED = select(lambda its: its.scope == "place")
 
 
 @dataclass(frozen=True, kw_only=True)

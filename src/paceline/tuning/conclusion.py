@@ -8,14 +8,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paceline.config import config_from_mapping, flag
+from paceline.config import config_from_mapping, to_flags
+from paceline.config.option_sets import select
 from paceline.files import write_atomically
 from paceline.launchers.submission import task_command
 from paceline.tuning.journal import Trial, Trials
 from paceline.tuning.search import Search, SearchDirectory
 from paceline.tuning.space import assignments
 
-_OF_THE_PLACE = ("nproc", "threads")
+_START = select(lambda its: its.from_launcher and its.scope in ("start", "process"))
+"""Options that a launcher gives to each machine, and this command to its own."""
 
 
 def command_of(search: Search, number: int) -> str:
@@ -24,9 +26,7 @@ def command_of(search: Search, number: int) -> str:
     options["set"] = [*options.get("set", ()), *assignments(search.parsed_space.parameters(number))]
     config = config_from_mapping(options, "tune.json")
     words = ["paceline", *task_command(config, Path("runs/best"), "python")[3:]]
-    for name in _OF_THE_PLACE:
-        if name in options:
-            words += [flag(name), str(options[name])]
+    words += to_flags({name: options[name] for name in _START if name in options})
     return shlex.join(words)
 
 

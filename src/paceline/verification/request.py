@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import config_from_mapping, flag
+from paceline.config.option_sets import select
 from paceline.errors import ConfigError
 from paceline.task_loading import check_spec
 from paceline.verification.methods import Method
@@ -21,11 +22,20 @@ _OURS = {
 }
 """Options of a run for which this command has its own."""
 
-_NOT_HERE = (
-    *("on", "nodes", "node_rank", "rdzv_endpoint", "rdzv_id", "token_file", "recover", "max_restarts"),
-    *("spares", "resume", "checkpoint_every", "keep", "backup_to", "eval_every", "early_stop", "best"),
-    *("walltime", "profile", "verify_every", "balance"),
-)
+FIXED: dict[str, Any] = {
+    "on": "spawn",
+    "resume": "never",
+    "recover": "none",
+    "eval_every": "never",
+    "checkpoint_every": ("never",),
+    "workers": 0,  # they could not import the class that is put around the task
+    "balance": "equal",
+    "log_every": 1_000_000,
+}
+"""Options of all runs."""
+
+_SCOPES = ("place", "start", "recovery", "evaluation", "records")
+_NOT_HERE = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from paceline.verification.plan import (
     outcome_path,
 )
 from paceline.verification.report import Finding, Report, Row
-from paceline.verification.request import Request
+from paceline.verification.request import FIXED, Request
 from paceline.verification.traces import (
     FACTOR,
     Margins,
@@ -37,16 +37,6 @@ from paceline.verification.traces import (
     recorded_steps,
 )
 
-_FIXED: dict[str, Any] = {
-    "on": "spawn",
-    "resume": "never",
-    "recover": "none",
-    "eval_every": "never",
-    "checkpoint_every": ("never",),
-    "workers": 0,  # they could not import the class that is put around the task
-    "balance": "equal",
-    "log_every": 1_000_000,
-}
 _DOUBLE, _ALONE, _AGAIN, _LONG = "float64", "alone", "again", "alone-long"
 _CONVERGES_IN = 40
 """Steps, at least, in which a method that promises convergence is to show it."""
@@ -76,7 +66,7 @@ class _Verification:
 
     def __init__(self, request: Request, root: Path, tell: Tell) -> None:
         self._request, self._root = request, root
-        self._base = {"device": "cpu", "threads": 1, **request.options, **_FIXED, "max_steps": request.steps}
+        self._base = {"device": "cpu", "threads": 1, **request.options, **FIXED, "max_steps": request.steps}
         self._rows: dict[tuple[int, str], Row] = {}
         self._groups = Groups(request, root, tell)
 
