@@ -35,12 +35,12 @@ class ProcessOptions:
     ] = option("auto", "The launcher. auto: inprocess for one process, spawn for several.", group="Processes")
     nproc: int | str = option(
         1,
-        "Processes on this machine; auto: one a GPU, else one a core. 8,4: for machines 0 and 1.",
+        "Processes on this machine; auto: one per GPU, else one per core. 8,4: for machines 0 and 1.",
         group="Processes",
     )
     nodes: int | str = option(
         1,
-        "Machines; the same command is run on each. MIN:MAX: begin with MIN, others join and leave.",
+        "Machines; run the same command on each. MIN:MAX: start with MIN; others may join and leave.",
         group="Processes",
     )
     node_rank: int | None = option(None, "This machine's number, 0 to nodes - 1.", group="Processes")
@@ -49,7 +49,7 @@ class ProcessOptions:
     )
     token_file: str | None = option(
         None,
-        "Holds the secret by which the machines of a run know each other. Default: in the run's directory.",
+        "File with the secret that the machines of a run share. Default: in the run's directory.",
         group="Processes",
     )
     rdzv_id: str = option("paceline", "A name that all machines of one run share.", group="Processes")
@@ -57,14 +57,17 @@ class ProcessOptions:
         "auto", "The process group's backend.", group="Processes"
     )
     interface: str | None = option(None, "Network interface for gloo and NCCL, e.g. eth0.", group="Processes")
-    init_timeout: str = option("5min", "How long to wait for all processes to appear.", group="Processes")
-    comm_debug: bool = option(False, "Verbose logs of NCCL, gloo and torch.distributed.", group="Processes")
+    init_timeout: str = option("5min", "How long to wait for all processes to start.", group="Processes")
+    comm_debug: bool = option(False, "Log NCCL, gloo and torch.distributed in detail.", group="Processes")
     threads: int | None = option(
         None,
-        "CPU threads a process; a pin. Default: OMP_NUM_THREADS, else cores over processes.",
+        "CPU threads per process; the bits depend on it. Default: OMP_NUM_THREADS, else cores over "
+        "processes.",
         group="Processes",
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives.", group="Processes")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where to train. auto: on GPUs, where there are any.", group="Processes"
+    )
 
     def __post_init__(self) -> None:
         most_nodes = parse_nodes(self.nodes)[1]

@@ -23,63 +23,69 @@ from paceline.errors import ConfigError
 class RunConfig(FineTuningOptions):
     """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
 
-    global_batch_size: int | None = option(None, "Samples a step, over all processes.", group="Training")
+    global_batch_size: int | None = option(None, "Samples per step, over all processes.", group="Training")
     epochs: int | None = option(None, "Passes over the training data.", group="Training")
-    max_steps: int | None = option(None, "Stop after this many steps instead.", group="Training")
+    max_steps: int | None = option(None, "Stop after this many steps, instead of --epochs.", group="Training")
     seed: int = option(
-        0, "Decides the data's order, the initial weights and all randomness.", group="Training"
+        0, "Seed of the data order, the initial weights and all other randomness.", group="Training"
     )
     precision: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32", "Mixed precision by torch.amp.", group="Training"
+        "fp32", "Mixed precision by torch.amp: bf16 or fp16.", group="Training"
     )
-    clip_norm: float | None = option(None, "Clip the gradient's 2-norm to this.", group="Training")
+    clip_norm: float | None = option(None, "Clip the gradient's 2-norm to this value.", group="Training")
     ema: float | None = option(
         None,
-        "Keep an exponential moving average of the weights with this decay, and evaluate it.",
+        "Keep and evaluate an exponential moving average of the weights, with this decay.",
         group="Training",
     )
     compile: bool = option(False, "Compile the model with torch.compile.", group="Training")
 
     shuffle: str = option("sample", "sample, block:N (blocks of N neighbours) or none.", group="Data")
     workers: int | Literal["auto"] = option(
-        "auto", "Data-loading processes a rank. auto: 0 for tensors, else up to 4.", group="Data"
+        "auto", "Data-loading processes per rank. auto: 0 for tensors, else up to 4.", group="Data"
     )
     val_fraction: float | None = option(
-        None, "Carve this fraction of train as the validation split.", group="Data"
+        None, "Hold out this fraction of the training data for validation.", group="Data"
     )
 
     eval_every: str = option("1epoch", "Evaluate every Nsteps or Nepochs, or never.", group="Evaluation")
     early_stop: str | None = option(
-        None, "METRIC:PATIENCE; stop after PATIENCE evaluations without a better METRIC.", group="Evaluation"
+        None, "METRIC:PATIENCE. Stop after PATIENCE evaluations without a better METRIC.", group="Evaluation"
     )
     best: str | None = option(
-        None, "METRIC:min or METRIC:max, which decides the best model.", group="Evaluation"
+        None, "METRIC:min or METRIC:max, to choose the best checkpoint by.", group="Evaluation"
     )
 
-    run: str | None = option(None, "The run's directory. Default: runs/TASK-TIME.", group="Run directory")
+    run: str | None = option(
+        None, "The run's directory. Default: runs/TASK-TIME.", group="Run directory and checkpoints"
+    )
     resume: Literal["auto", "never", "must"] = option(
-        "auto", "auto: continue an existing run; never: refuse one; must: require one.", group="Run directory"
+        "auto",
+        "auto: continue an existing run; never: refuse one; must: require one.",
+        group="Run directory and checkpoints",
     )
     checkpoint_every: tuple[str, ...] = option(
         ("1epoch",),
-        "Nsteps, Nmin (s, min, h) or Nepochs; may be repeated. never: only at the end.",
-        group="Run directory",
+        "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end.",
+        group="Run directory and checkpoints",
     )
-    keep: int = option(3, "Checkpoints to keep, besides the best.", group="Run directory")
+    keep: int = option(3, "Checkpoints to keep, besides the best.", group="Run directory and checkpoints")
     backup_to: str | None = option(
         None,
-        "Copy each checkpoint that verifies to this folder too, in the background; a run whose own are lost "
-        "goes on from there.",
-        group="Run directory",
+        "Also copy each verified checkpoint to this folder, in the background. A run that has lost its own "
+        "checkpoints continues from there.",
+        group="Run directory and checkpoints",
     )
-    log_every: int = option(50, "Steps between two log records.", group="Run directory")
+    log_every: int = option(50, "Steps between two log records.", group="Run directory and checkpoints")
     log_to: tuple[str, ...] = option(
         (),
-        "mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE says "
-        "otherwise.",
-        group="Run directory",
+        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless "
+        "WANDB_MODE says otherwise.",
+        group="Run directory and checkpoints",
     )
-    profile: int = option(0, "Profile this many steps with torch.profiler.", group="Run directory")
+    profile: int = option(
+        0, "Profile this many steps with torch.profiler.", group="Run directory and checkpoints"
+    )
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
