@@ -11,6 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from paceline.cli import app
+from paceline.cli.options import GROUPS
 from paceline.config import RunConfig, flag
 from paceline.config.option_sets import CLASSIFICATIONS
 
@@ -19,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the references of commands and options."""
     text = app.generate_docs(output_format="markdown")
     # The site's own table of contents stands beside the page.
-    text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands\*\*)", "", text, flags=re.DOTALL)
+    text = re.sub(r"## Table of Contents\n.*?(?=\*\*)", "", text, flags=re.DOTALL)
     files.append(File.generated(config, "reference/cli.md", content=text))
     files.append(File.generated(config, "reference/options.md", content=_options()))
     return files
@@ -41,8 +42,13 @@ def _options() -> str:
         row = f"| `{flag(field.name)}` | {shown} | {help_text} | {resume} | {bits} |\n"
         groups.setdefault(field.metadata["group"], []).append(row)
     head = "| Option | Default | | Resume | Bits |\n|---|---|---|---|---|\n"
-    tables = [f"## {group}\n\n{head}{''.join(rows)}" for group, rows in groups.items()]
+    tables = [f"## {group}\n\n{head}{''.join(rows)}" for group, rows in sorted(groups.items(), key=_place)]
     return "\n".join([_OPTIONS_INTRODUCTION, *tables])
+
+
+def _place(group: tuple[str, list[str]]) -> int:
+    """Where a group of options stands in ``paceline train --help-all``."""
+    return GROUPS.index(group[0])
 
 
 _OPTIONS_INTRODUCTION = """# Options

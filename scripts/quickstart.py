@@ -40,7 +40,7 @@ Your own task: copy examples/fashion_mnist.py, change it, and run it. Any of the
   python examples/fashion_mnist.py
   paceline train examples/fashion_mnist.py:Clothes --nproc 2 --epochs 1
 
-Every option: paceline train --help. All about tasks and runs: docs/index.md""")
+Every option: paceline train --help-all. All about tasks and runs: docs/index.md""")
     return code
 
 

@@ -164,7 +164,7 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--trials", "0"), "--trials must be at least 1"),
         (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --inner ray"),
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
-        (("--resume",), "say which search is to go on"),
+        (("--resume",), "give the search.s directory"),
         (("--resume", "--run", "x", "--scheduler", "asha"), "the search is the one that was begun"),
         (("--resume", "--run", "x", "--grace", "1"), "the search is the one that was begun"),
         (("--resume", "--run", "x", "--reduction-factor", "4"), "the search is the one that was begun"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.bench.tuning import TuningResult
     from paceline.bench.workload import Workload
 
-app = App(name="bench", help="Measure Paceline beside a hand-written loop and its peers, on this machine.")
+app = App(name="bench", help="Compare Paceline's speed with plain loops and other libraries.")
 
 PeerName = Literal["ddp", "accelerate", "lightning", "paceline-exact", "paceline-fast", "paceline-torch"]
 _ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
@@ -56,7 +56,7 @@ def train(
     ] = _ALL_PEERS,
     rounds: Rounds = 5,
     steps: Steps = None,
-    warmup: Annotated[int | None, Parameter(help="Steps before those. Default: the workload's.")] = None,
+    warmup: Annotated[int | None, Parameter(help="Steps of warm-up. Default: the workload's.")] = None,
     shards: Annotated[int, Parameter(help="Paceline's --shards.")] = 2,
     json: Json = False,
     markdown: Markdown = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from cyclopts import Parameter
 
 from paceline.chaos.plan import KINDS, Kind
-from paceline.cli.options import given, run_options
+from paceline.cli.options import given, group, run_options
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ RunOptions = Annotated[Options | None, Parameter(name="*")]
 def chaos(
     task: str,
     *,
-    faults: Annotated[int, Parameter(group="Faults")] = 20,
-    kinds: Annotated[str, Parameter(group="Faults")] = _DEFAULT_KINDS,
-    run: Annotated[Path | None, Parameter(group="Run directory")] = None,
+    faults: Annotated[int, Parameter(group=group("Faults"))] = 20,
+    kinds: Annotated[str, Parameter(group=group("Faults"))] = _DEFAULT_KINDS,
+    run: Path | None = None,
     options: RunOptions = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -45,7 +45,7 @@ def chaos(
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
     faults
-        How many.
+        Number of faults.
     kinds
         kill, stop, slow, leave, join, enospc, eio, bitflip, truncate; several with commas.
     run

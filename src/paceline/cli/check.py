@@ -35,7 +35,7 @@ def check(
     trust: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say whether the recorded numbers of a run or a package still hold, under the libraries of now.
+    """Check whether the recorded metrics of a run or package still hold, with the installed libraries.
 
     The model that they are of is evaluated again on each split that the run recorded; a package's, on the
     split that it was compared on, and its programs are held against its weights. The exit code is 0 if all
@@ -47,12 +47,12 @@ def check(
     subject
         The run's directory; or a package's, NAME@TAG, NAME, or the beginning of a digest.
     task
-        Check a package with this task's code. Default: the task that it names, where you trust the package.
-        A program that you do not trust is then left out.
+        Check a package with this task's code. Default: its own task, if you trust the package; a program that
+        you do not trust is left out.
     tolerance
-        The absolute difference of a number that still holds.
+        Largest absolute difference that is accepted.
     trust
-        Let a package's program and its task run, from now on.
+        Trust the package's program and task from now on; both run code.
     json
         Print the findings as one line of JSON.
     """

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
 Run = Annotated[Path, Parameter(help="The run's directory.")]
-BackupTo = Annotated[
-    str | None, Parameter(help="Where its backups are. Default: where run.toml says that they go.")
-]
+BackupTo = Annotated[str | None, Parameter(help="Folder of its backups. Default: the one in run.toml.")]
 Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 
 
@@ -68,7 +66,7 @@ def prune(
     run: Run,
     *,
     keep: Annotated[
-        int | None, Parameter(help="So many of the newest good ones stay. Default: the run's own --keep.")
+        int | None, Parameter(help="Keep this many of the newest good ones. Default: the run's --keep.")
     ] = None,
     damaged: Annotated[bool, Parameter(negative="", help="Remove damaged ones too.")] = False,
     dry_run: Annotated[

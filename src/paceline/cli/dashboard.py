@@ -40,7 +40,7 @@ def dashboard(
     host
         The address to listen on. Others than this machine's own need --token-file.
     token_file
-        Holds the secret that visitors are asked for; made where there is none. Only its owner may read it.
+        File with the secret that visitors must give; created if missing. Only its owner may read it.
     open
         Open the page in a browser.
     json

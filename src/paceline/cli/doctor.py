@@ -63,39 +63,39 @@ def doctor(
     task
         Also try to import this task everywhere; its model's size says how large a checkpoint is.
     on
-        The launcher. Without one, this machine is looked at.
+        The launcher. Default: check this machine.
     nodes
         Machines.
     nproc
-        Processes a machine that the job will have: one number, or a list such as 8,4.
+        Processes per machine of the job: one number, or a list such as 8,4.
     threads
-        CPU threads a process that the job will have.
+        CPU threads per process of the job.
     gpus_per_node
-        GPUs to ask for, and to find, on each machine.
+        GPUs to request, and to find, on each machine.
     cpus_per_task
-        CPUs to ask for, for each process of the job.
+        CPUs to request for each process of the job.
     interface
         Network interface to the other machines, e.g. eth0.
     master_port
-        Where the job's rank 0 will listen.
+        Port on which the job's rank 0 will listen.
     run
         The run's directory.
     keep
-        Checkpoints that must find room.
+        Number of checkpoints that must fit on the disk.
     checkpoint_size
-        Of one, such as 2GiB. Default: as those of the run, else about three times the task's model.
+        Size of one checkpoint, such as 2GiB. Default: as in the run, else about three times the task's model.
     timeout
-        How long to wait for all machines to appear.
+        How long to wait for all machines.
     walltime
-        How long the examination's job may take. Default: 15min, on systems that keep jobs.
+        Time limit of the checks' job. Default: 15min, on systems with a queue.
     env
         K=V, for every process; may be repeated.
     python
         The interpreter on the machines. Default: this one.
     horovod
-        Only say what Horovod was built with here, as horovodrun --check-build does.
+        Only print what Horovod was built with, as horovodrun --check-build does.
     dry_run
-        Print the whole job, and start nothing; works where the system is not installed.
+        Print the whole job, and start nothing; does not need the system.
     json
         Print the report as one line of JSON.
     """
@@ -110,7 +110,7 @@ def doctor(
     if counts is None:
         raise ConfigError("--nproc auto does not work here: give the processes a machine.")
     if least != most:
-        raise ConfigError(f"--nodes {nodes}: say how many machines are to be looked at.")
+        raise ConfigError(f"--nodes {nodes}: give the number of machines to check.")
     if len(counts) > 1 and len(counts) != least:
         raise ConfigError(f"--nproc {nproc} lists {len(counts)} machines, but --nodes is {least}.")
     if launcher.files != "shared":

@@ -44,7 +44,7 @@ def export(
     run
         The run's directory.
     checkpoint
-        best, last or a step. Default: the best where the run knows one, else the last.
+        best, last or a step. Default: the best, else the last.
     format
         What the package holds beside the weights: pt2 runs without the task's code, onnx without torch.
     quantize
@@ -52,7 +52,7 @@ def export(
     name
         The package's name. Default: the task's.
     tag
-        NAME@TAG means this package from now on.
+        Point NAME@TAG at this package.
     tolerance
         What an output may differ by. Default: 0.0001 of the largest output; with --quantize, 99 % (int8) or
         99.5 % (bf16) of the labels must be equal.

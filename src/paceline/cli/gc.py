@@ -42,21 +42,20 @@ def gc(
 ) -> int:
     """Show which runs in ROOT, their checkpoints, and packages may go; remove them with --yes.
 
-    What never goes: a run at work; the newest checkpoint of a run that verifies, and its best; a package with
-    a tag, and the one that a roll-back would bring back; what a run or package that stays came from; what is
-    damaged, and links. The exit code is 0 if all that was to go is gone.
+    What is never removed: a running run; the newest checkpoint of a run that verifies, and its best; a
+    package with a tag, and the one that a roll-back would bring back; what a run or package that stays
+    came from; what is damaged, and links. The exit code is 0 if all that was to go is gone.
 
     Parameters
     ----------
     root
         The folder that holds the runs.
     keep_last
-        So many of the newest stay: of each task's runs, of each run's checkpoints, of each name's packages.
+        Keep the newest N of each task's runs, each run's checkpoints and each name's packages.
     older_than
-        What is younger stays: 30d, 12h.
+        Keep what is younger, such as 30d or 12h.
     keep_best
-        Of each task's runs and each name's packages, the best stays, by the metric of --best or the loss;
-        where runs were told another --best, the best by each.
+        Keep the best of each task's runs and each name's packages, by their --best metrics, or the loss.
     only
         What to look at: runs, checkpoints, packages. Default: all three.
     yes

@@ -29,7 +29,7 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
     Parameters
     ----------
     all
-        Also those that ended more than a day ago.
+        Include jobs that ended more than a day ago.
     json
         Print a JSON list.
     """

@@ -30,7 +30,7 @@ def join(
     quiet: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Join a run that other machines are at, and stay until it ends or this machine leaves.
+    """Join a run that is running on other machines, and stay until it ends or this machine leaves.
 
     The run's directory is the one that all its machines share. The processes that are started here copy the
     state from a peer and take part after a step; the final weights stay the same. Ctrl-C leaves after a step.
@@ -40,11 +40,11 @@ def join(
     run
         The run's directory.
     nproc
-        Processes here. Default: as many as the first machine has.
+        Processes on this machine. Default: as many as on the first machine.
     interface
         Network interface to the other machines, e.g. eth0.
     token_file
-        Holds the secret by which the machines know each other. Default: in the run's directory.
+        File with the secret that the run's machines share. Default: in the run's directory.
     quiet
         Show no progress.
     json

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from paceline.cli.options import group
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _option(help: str) -> Parameter:
-    return Parameter(help=help, group="KServe", show_default=False, negative="")
+    return Parameter(help=help, group=group("--on kserve"), show_default=False, negative="")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,19 +47,19 @@ def launch(
     nodes
         Machines, N or MIN:MAX.
     nproc
-        Processes a machine: one number, or a list such as 8,4.
+        Processes per machine: one number, or a list such as 8,4.
     threads
         OMP_NUM_THREADS of every process.
     walltime
-        How long the job may take, such as 90min or 2h.
+        Time limit of the job, such as 90min or 2h.
     max_restarts
-        How often torchrun may start its workers again.
+        How often torchrun may restart its workers.
     interface
         Network interface to the other machines, e.g. eth0.
     python
         The interpreter on the machines. Default: this one; in an image, python.
     dry_run
-        Print the whole job, and start nothing; works where the system is not installed.
+        Print the whole job, and start nothing; does not need the system.
     json
         Print the job as JSON.
     """

@@ -47,23 +47,23 @@ def plan(
     task
         file.py:Name, package.module:Name, or a recipe such as transformer.
     gpus
-        GPUs over all machines; a process each.
+        GPUs over all machines, with one process each.
     gpu_memory
-        Memory of one, such as 80GiB.
+        Memory of one GPU, such as 80GiB.
     nodes
         Machines.
     bandwidth
-        What one process sends in a second, such as 25GB/s.
+        Bandwidth of one process, such as 25GB/s.
     tflops
-        10^12 operations that one GPU really makes in a second: often a third of its data sheet's.
+        TFLOP/s that one GPU really reaches: often a third of its data sheet's.
     set
         A hyperparameter as field=value; may be repeated.
     global_batch_size
-        Samples a step, over all processes. Default: the task's.
+        Samples per step, over all processes. Default: the task's.
     shards
-        Logical shards of a global batch. Default: the task's, or one a process.
+        Logical shards of a global batch. Default: the task's, or one per process.
     device
-        cpu: processes without a GPU, on gloo.
+        cuda, or cpu: processes without a GPU, on gloo.
     json
         Print JSON.
     """

@@ -39,8 +39,9 @@ def predict(
 ) -> int:
     """Predict INPUTS with MODEL, a package or a server's address.
 
-    INPUTS are images, or rows in .npy, .npz (arrays by the inputs' names), .csv or .json. With --output, what
-    was computed is kept: killed, the same command goes on, and every row is in the result exactly once.
+    INPUTS are images, or rows in .npy, .npz (arrays by the inputs' names), .csv or .json. With --output,
+    what was computed is kept: after a kill, the same command continues, and every row is in the result
+    exactly once.
 
     Parameters
     ----------

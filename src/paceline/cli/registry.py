@@ -86,7 +86,7 @@ def show(package: str, *, json: Json = False) -> int:
 
 @app.command
 def tag(package: What, tag: str, *, json: Json = False) -> int:
-    """Let a tag mean a package from now on.
+    """Point a tag at a package.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def tag(package: What, tag: str, *, json: Json = False) -> int:
 
 @app.command
 def untag(reference: str, *, json: Json = False) -> int:
-    """Forget a tag; its package stays.
+    """Remove a tag; its package stays.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def untag(reference: str, *, json: Json = False) -> int:
 
 @app.command
 def rollback(reference: str, *, json: Json = False) -> int:
-    """Let a tag mean again what it meant before.
+    """Point a tag back at its previous package.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def push(package: What, to: Path, *, json: Json = False) -> int:
 
 @app.command
 def pull(package: str, source: str, *, json: Json = False) -> int:
-    """Copy a package, and its tag, from another registry; verified whole before it is visible.
+    """Copy a package, and its tag, from another registry; verified before it is visible.
 
     What was fetched of a pull that broke off is not fetched again.
 

@@ -38,7 +38,7 @@ def report(
     run
         The runs' directories.
     output
-        The page. Default: report.html in the run's directory; for several, comparison.html in the first's.
+        The page's file. Default: report.html in the run's directory; for several, comparison.html there.
     checkpoint
         best, last or a step. Default: the best, or the last where nothing was validated.
     split

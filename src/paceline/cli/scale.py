@@ -29,10 +29,10 @@ def scale(
     nodes: int | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Change the number of processes of a run at work, or of a job's machines; the weights stay the same.
+    """Change the number of processes of a running run, or of a job's machines; the weights stay the same.
 
     Processes leave after a step, in good order; new ones copy the state from a peer and join after a
-    step. The command returns once the run goes on with so many. It needs a run with --recover inplace.
+    step. The command returns once the run continues with that number. It needs a run with --recover inplace.
     A job on Kubernetes is given other machines, up to the --nodes MIN:MAX that it was submitted with.
 
     Parameters
@@ -42,9 +42,9 @@ def scale(
     nproc
         Processes on this machine: at least 1, at most the run's shards.
     nodes
-        Machines, where the run is on several.
+        Machines, for a run on several.
     json
-        Print where the job then stands as one line of JSON.
+        Print the new state as one line of JSON.
     """
     from paceline.agent.control_socket import AgentConnection
 

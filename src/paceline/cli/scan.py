@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.launchers.base import JobHandle, Launcher, Rendered
     from paceline.launchers.registry import JobRecord
 
-Options: Any = run_options()
+Options: Any = run_options(common=("nproc", "nodes", "on", "strategy", "global_batch_size", "device"))
 LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 _NOT_FOR_A_SCAN = {
@@ -36,7 +36,7 @@ _NOT_FOR_A_SCAN = {
 def scan(
     task: str,
     *,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
+    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
     steps: int = 100,
     warmup: int = 20,
     scaling: Scaling = "strong",
@@ -61,9 +61,9 @@ def scan(
     steps
         Steps to measure.
     warmup
-        Steps before those; speeds are taken over windows of as many.
+        Steps before those; speeds are measured over windows of the same length.
     scaling
-        strong: the same global batch for all; weak: --global-batch-size is the smallest size's, and grows.
+        strong: the same global batch for all sizes; weak: it grows with the size, from --global-batch-size.
     plot
         Write a chart into this SVG file.
     json

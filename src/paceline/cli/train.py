@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import given, run_options
+from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, given, group, run_options
 from paceline.config import (
     RunConfig,
     config_from_mapping,
@@ -31,26 +31,29 @@ if TYPE_CHECKING:
     from paceline.job import Job
     from paceline.launchers.base import Command
 
-Options: Any = run_options()
+_COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
+
+Options: Any = run_options(common=COMMON_OF_TRAIN)
+ResumeOptions: Any = run_options(common=_COMMON_OF_RESUME)
 LauncherOptions: Any = launchers_options(for_tasks=True)
-Flag = Annotated[bool, Parameter(negative="")]
-RunOptions = Annotated[Options | None, Parameter(name="*")]
+DryRun = Annotated[bool, Parameter(negative="", group=group(COMMON))]
+Output = Annotated[bool, Parameter(negative="", group=group("Output"))]
 JobFlags = Annotated[JobOptions | None, Parameter(name="*")]
 LauncherFlags = Annotated[LauncherOptions | None, Parameter(name="*")]
 _HERE = ("auto", "inprocess", "spawn", "torchrun")
 
 
 def train(
-    task: str = "",
+    task: Annotated[str, Parameter(group=group(ARGUMENTS))] = "",
     *,
-    run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
-    config: Annotated[Path | None, Parameter(group="Task")] = None,
-    options: RunOptions = None,
+    options: Annotated[Options | None, Parameter(name="*")] = None,
+    run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group=group(COMMON))] = None,
+    config: Annotated[Path | None, Parameter(group=group(COMMON))] = None,
+    dry_run: DryRun = False,
     job: JobFlags = None,
     launcher_options: LauncherFlags = None,
-    dry_run: Flag = False,
-    json: Flag = False,
-    quiet: Flag = False,
+    json: Output = False,
+    quiet: Output = False,
 ) -> int:
     """Train TASK, on one process or several; continue it where it stands if it exists.
 
@@ -61,12 +64,11 @@ def train(
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
     run
-        The run's directory. Default: runs/TASK-TIME. Under torchrun write --run-dir: torchrun takes
-        --run for an abbreviation of one of its own options.
+        The run's directory. Default: runs/TASK-TIME. Under torchrun, write --run-dir.
     config
         A TOML file with these options, such as a run.toml; the command line wins.
     dry_run
-        Print what would be started, and start nothing.
+        Print what would start, and start nothing.
     json
         Print the result as JSON, as the last line.
     quiet
@@ -86,14 +88,14 @@ def train(
 
 
 def resume(
-    run: str,
+    run: Annotated[str, Parameter(group=group(ARGUMENTS))],
     *,
-    options: RunOptions = None,
+    options: Annotated[ResumeOptions | None, Parameter(name="*")] = None,
+    dry_run: DryRun = False,
     job: JobFlags = None,
     launcher_options: LauncherFlags = None,
-    dry_run: Flag = False,
-    json: Flag = False,
-    quiet: Flag = False,
+    json: Output = False,
+    quiet: Output = False,
 ) -> int:
     """Continue the run in directory RUN at its exact next sample, with the processes and strategy of before.
 
@@ -102,7 +104,7 @@ def resume(
     run
         The run's directory.
     dry_run
-        Print what would be started, and start nothing.
+        Print what would start, and start nothing.
     json
         Print the result as JSON, as the last line.
     quiet

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, run_options
+from paceline.cli.options import given, group, run_options
 from paceline.config import parse_best
 from paceline.errors import ConfigError
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
-_WHAT = "What is searched"
-_COST = "What it may cost"
-_WHERE = "Where trials run"
+_WHAT, _COST, _WHERE = group("Search", 0), group("Budget", 1), group("Resources", 2)
 _SHOWN_FAILURES = 3
 
 
@@ -41,8 +39,8 @@ def tune(
     cpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     gpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
-    go_on: Annotated[bool, Parameter(name="--resume", negative="", group="Run directory")] = False,
+    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
+    go_on: Annotated[bool, Parameter(name="--resume", negative="")] = False,
     options: Annotated[Options | None, Parameter(name="*")] = None,
     json: Flag = False,
     quiet: Flag = False,
@@ -60,32 +58,33 @@ def tune(
         A field of the task and its values; once for each field. lr=log:1e-3:1, momentum=uniform:0.1:0.9,
         n=int:1:8 or width=choice:32,64.
     metric
-        NAME:min or NAME:max, which decides. Default: the task's, else loss:min.
+        NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
-        How many, at most; where there are only so many combinations, each comes once. Default: 128.
+        Maximum number of trials; a smaller grid is tried once. Default: 128.
     scheduler
         asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha.
     grace
-        Evaluations that every trial has. Default: 1.
+        Evaluations before a trial can be stopped. Default: 1.
     reduction_factor
-        One in so many trials goes on after a comparison; each comes so many times later. Default: 4.
+        With asha, one in N trials continues after a comparison, and each comparison comes N times later.
+        Default: 4.
     stop
-        NAME=VALUE: a trial that reaches it has done enough; may be repeated.
+        NAME=VALUE: end a trial that reaches it; may be repeated.
     budget
-        2h (of the clock), 100trials, 50gpu-h or $200. Running trials save and end when it is spent.
+        2h (of the clock), 100trials, 50gpu-h or $200; then running trials save and end.
     price_per_hour
-        Dollars that an hour of the machines costs, for a budget in dollars.
+        Price of the machines in dollars, for a budget in dollars.
     cpus_per_trial
-        CPUs that a trial holds. Default: its processes times --threads.
+        CPUs of each trial. Default: its processes times --threads.
     gpus_per_trial
-        GPUs that a trial holds. Default: none.
+        GPUs of each trial. Default: none.
     ray_address
-        HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a cluster of the search's own, here.
+        HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
     run
         The search's directory. Default: runs/tune-TASK-TIME.
     go_on
-        Go on with the search in --run; trials that have ended are not run again. With TASK and all options
-        given again, it is begun where there is none yet: for a job that a queue may start more than once.
+        Continue the search in --run, without the trials that have ended. With TASK and all options given
+        again, start it if there is none: for jobs that a queue may restart.
     json
         Print the result as JSON.
     quiet
@@ -106,7 +105,7 @@ def tune(
     how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     address = start.find_cluster(ray_address)
     if go_on and run is None:
-        raise ConfigError("--resume: say which search is to go on, with --run DIR.")
+        raise ConfigError("--resume: give the search's directory, with --run DIR.")
     directory = SearchDirectory(run or start.default_directory(task))
     asked = None
     if task or not go_on:
@@ -115,7 +114,7 @@ def tune(
     elif search or stop or cpus_per_trial is not None or how or given(options):
         raise ConfigError(
             "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
-            "may be given anew."
+            "can be changed."
         )
     if go_on and (asked is None or directory.settings.exists()):
         there = directory.read()

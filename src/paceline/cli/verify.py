@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, run_options
+from paceline.cli.options import given, group, run_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,9 +32,9 @@ _WIDTH = 110
 def verify(
     task: str,
     *,
-    strategies: Annotated[str | None, Parameter(group="What is compared")] = None,
-    worlds: Annotated[str, Parameter(group="What is compared")] = "1,2,4",
-    steps: Annotated[int, Parameter(group="What is compared")] = 4,
+    strategies: Annotated[str | None, Parameter(group=group("Comparison"))] = None,
+    worlds: Annotated[str, Parameter(group=group("Comparison"))] = "1,2,4",
+    steps: Annotated[int, Parameter(group=group("Comparison"))] = 4,
     options: RunOptions = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:

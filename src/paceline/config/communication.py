@@ -30,9 +30,9 @@ class CommunicationOptions(RecoveryOptions):
 
     sync_every: int = option(
         0,
-        "Local SGD: every process trains on its own shards, and after so many steps their weights are "
-        "averaged. 0: gradients are summed in every step.",
-        group="Communication",
+        "Local SGD: train independently, and average the weights every N steps. 0: sum the gradients in "
+        "every step.",
+        group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",
@@ -40,9 +40,9 @@ class CommunicationOptions(RecoveryOptions):
     )
     outer_optimizer: Literal["none", "nesterov"] = option(
         "none",
-        "With --sync-every, what follows the averaged change of the weights. none: they become the average; "
+        "With --sync-every: how to apply the averaged change of the weights. none: use the average; "
         "nesterov: SGD with Nesterov momentum (DiLoCo).",
-        group="Communication",
+        group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",
@@ -55,7 +55,7 @@ class CommunicationOptions(RecoveryOptions):
     outer_lr: float = option(
         OUTER_LR,
         "Learning rate of --outer-optimizer.",
-        group="Communication",
+        group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",
@@ -67,7 +67,7 @@ class CommunicationOptions(RecoveryOptions):
     outer_momentum: float = option(
         OUTER_MOMENTUM,
         "Momentum of --outer-optimizer.",
-        group="Communication",
+        group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",
@@ -78,17 +78,17 @@ class CommunicationOptions(RecoveryOptions):
     )
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
         "none",
-        "How DistributedDataParallel sends gradients: as fp16 or bf16, or as products of thin matrices "
-        "(powersgd). Needs no --reduction.",
-        group="Communication",
+        "How DistributedDataParallel compresses gradients: to fp16, to bf16, or to low-rank matrices "
+        "(powersgd).",
+        group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",
     )
     powersgd_rank: int = option(
         1,
-        "Columns of these matrices: more are nearer to the gradient.",
-        group="Communication",
+        "Rank of PowerSGD's matrices: the higher, the nearer to the gradient.",
+        group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",

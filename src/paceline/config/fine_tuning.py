@@ -48,8 +48,8 @@ class FineTuningOptions(ParallelOptions):
 
     init_from: str | None = option(
         None,
-        "Begin with the weights of another run, of its best checkpoint unless RUN@last or RUN@STEP says "
-        "otherwise, of a checkpoint's directory, or of a package.",
+        "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP), of a "
+        "checkpoint's directory, or of a package.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -57,7 +57,7 @@ class FineTuningOptions(ParallelOptions):
     )
     reset_head: bool = option(
         False,
-        "With --init-from, begin the model's last layer anew, as for another number of classes.",
+        "With --init-from: reinitialize the model's last layer, as for another number of classes.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -66,7 +66,7 @@ class FineTuningOptions(ParallelOptions):
     )
     reset: tuple[str, ...] = option(
         (),
-        "With --init-from, begin these anew: the name of a layer or parameter, with * for any; may be "
+        "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be "
         "repeated.",
         group="Fine-tuning",
         resume="fixed",
@@ -76,8 +76,8 @@ class FineTuningOptions(ParallelOptions):
     )
     freeze: tuple[str, ...] = option(
         (),
-        "Do not train these: the name of a layer or parameter, such as layer1.*; may be repeated. Batch "
-        "norms that are frozen keep their statistics, too.",
+        "Do not train the layer or parameter of this name, such as layer1.*; may be repeated. Frozen batch "
+        "norms keep their statistics.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -85,8 +85,8 @@ class FineTuningOptions(ParallelOptions):
     )
     lr_scale: tuple[str, ...] = option(
         (),
-        "PATTERN=FACTOR: what matches learns at so many times the learning rate; may be repeated, and the "
-        "last one that matches counts.",
+        "PATTERN=FACTOR: multiply the learning rate of what matches; may be repeated, and the last match "
+        "counts.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -94,8 +94,8 @@ class FineTuningOptions(ParallelOptions):
     )
     lora: str | None = option(
         None,
-        "Train low-rank adapters of linear layers, and nothing else: rank=8,alpha=16,target=query|value. "
-        "Left out, target is all linear layers but the last; dropout=0.1 may be added.",
+        "Train only low-rank adapters of linear layers, such as rank=8,alpha=16,target=query|value. "
+        "Default target: all linear layers but the last; dropout=0.1 may be added.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",

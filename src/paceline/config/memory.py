@@ -16,9 +16,9 @@ class MemoryOptions(CommunicationOptions):
 
     fsdp_wrap: str = option(
         "auto",
-        "With --strategy fsdp, which modules are gathered as one: class names with commas, a least number of "
-        "parameters such as 1M (auto), or whole.",
-        group="Parallelism",
+        "With --strategy fsdp: which modules to gather as one: class names with commas, a minimum number "
+        "of parameters (auto: 1M), or whole.",
+        group="FSDP",
         strategies=("fsdp",),
         resume="kept",
         bits="never",
@@ -26,9 +26,9 @@ class MemoryOptions(CommunicationOptions):
     )
     fsdp_reshard: Literal["auto", "always", "never"] = option(
         "auto",
-        "With --strategy fsdp, when gathered parameters are freed: auto: after each block's forward, the "
-        "outermost's after backward; always: after every forward; never: once a step, as ZeRO-2 does.",
-        group="Parallelism",
+        "With --strategy fsdp: when to free gathered parameters. auto: after each block's forward, the "
+        "outermost's after backward; always: after every forward; never: once per step, as ZeRO-2.",
+        group="FSDP",
         strategies=("fsdp",),
         resume="kept",
         bits="never",
@@ -36,8 +36,8 @@ class MemoryOptions(CommunicationOptions):
     )
     fsdp_offload: bool = option(
         False,
-        "With --strategy fsdp, keep parameters, gradients and optimizer state in the CPU's memory.",
-        group="Parallelism",
+        "With --strategy fsdp: keep parameters, gradients and optimizer state in CPU memory.",
+        group="FSDP",
         strategies=("fsdp",),
         resume="kept",
         bits="never",
@@ -45,9 +45,9 @@ class MemoryOptions(CommunicationOptions):
     )
     fsdp_mixed_precision: bool = option(
         False,
-        "With --strategy fsdp, gather the parameters of linear and convolutional layers in the type of "
-        "--precision: half the traffic and memory.",
-        group="Parallelism",
+        "With --strategy fsdp: gather linear and convolutional layers in --precision's type, with half the "
+        "traffic and memory.",
+        group="FSDP",
         strategies=("fsdp",),
         resume="kept",
         bits="by_strategy",
@@ -56,9 +56,8 @@ class MemoryOptions(CommunicationOptions):
     )
     zero_stage: Literal[1, 2, 3] = option(
         1,
-        "With --strategy deepspeed, what is sharded. 1: the optimizer's state; 2: gradients, too; "
-        "3: parameters, too.",
-        group="Parallelism",
+        "With --strategy deepspeed: what to shard. 1: optimizer state; 2: and gradients; 3: and parameters.",
+        group="DeepSpeed",
         strategies=("deepspeed",),
         resume="kept",
         bits="by_strategy",
@@ -66,9 +65,9 @@ class MemoryOptions(CommunicationOptions):
     )
     checkpoint_activations: Literal["none", "block", "selective"] = option(
         "none",
-        "What backward computes again instead of keeping it. block: all inside a block; selective: all but "
-        "the results of matrix products, convolutions and attention.",
-        group="Parallelism",
+        "What backward recomputes instead of keeping. block: all inside a block; selective: all but the "
+        "results of matrix products, convolutions and attention.",
+        group="Memory",
         resume="kept",
         bits="never",
         scope="parallel",
@@ -76,9 +75,9 @@ class MemoryOptions(CommunicationOptions):
     )
     checkpoint_blocks: str = option(
         "auto",
-        "With --checkpoint-activations, what a block is: class names with commas, or a least number of "
+        "With --checkpoint-activations: what a block is: class names with commas, or a minimum number of "
         "parameters such as 1M. auto: the modules that the model repeats in a list.",
-        group="Parallelism",
+        group="Memory",
         resume="kept",
         bits="never",
         scope="parallel",

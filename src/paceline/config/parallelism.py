@@ -78,14 +78,8 @@ class ParallelOptions(ServerOptions):
 
     strategy: StrategyName = option(
         "auto",
-        "How work is split. auto: single for one process, else ddp if the model fits, else what the plan "
-        "recommends. dp: one process, a thread for each device. zero1: as ddp, with the optimizer's state "
-        "sharded over the processes. fsdp: parameters and gradients are, too. tp: each layer is split over "
-        "the processes, which compute the same samples together. pp: the model is cut into stages, one or "
-        "more a process, and the shards go through them as micro-batches (pipeline). mp: the same with one "
-        "shard at a time. deepspeed: ZeRO by DeepSpeed. horovod: Horovod sums the gradients. ps: the first "
-        "processes are parameter servers, the others workers. hogwild: all processes of a machine update one "
-        "model in shared memory, without locks.",
+        "How to divide the work over the processes. auto: single for one process, else ddp if the model "
+        "fits, else what paceline plan recommends.",
         group="Parallelism",
         resume="kept",
         bits="by_strategy",
@@ -94,8 +88,8 @@ class ParallelOptions(ServerOptions):
     )
     dp_devices: int | Literal["auto"] = option(
         "auto",
-        "With --strategy dp, how many GPUs compute, or threads on a CPU. auto: all GPUs, else one a core.",
-        group="Parallelism",
+        "With --strategy dp: GPUs, or threads on a CPU. auto: all GPUs, else one thread per core.",
+        group="DataParallel",
         strategies=("dp",),
         resume="kept",
         bits="by_strategy",
@@ -104,8 +98,8 @@ class ParallelOptions(ServerOptions):
     )
     mesh: str | None = option(
         None,
-        "Several strategies at once, as a grid of processes such as fsdp=2,dp=2: axes and their sizes, whose "
-        "product is the number of processes.",
+        "Several strategies at once, as axes and sizes such as fsdp=2,dp=2, whose product is the number of "
+        "processes.",
         group="Parallelism",
         resume="kept",
         bits="by_strategy",
@@ -114,9 +108,9 @@ class ParallelOptions(ServerOptions):
     )
     sequence_parallel: bool = option(
         False,
-        "With --strategy tp, also split what lies between the split layers (norms, dropouts), along the "
-        "sequence, as the task's sequence_parallel_plan says.",
-        group="Parallelism",
+        "With --strategy tp: also split the layers in between (norms, dropouts) along the sequence, by the "
+        "task's sequence_parallel_plan.",
+        group="Tensor",
         strategies=("tp",),
         resume="kept",
         bits="never",
@@ -124,10 +118,10 @@ class ParallelOptions(ServerOptions):
     )
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = option(
         "1f1b",
-        "With --strategy pp, the order of forwards and backwards. interleaved: two stages a process; "
-        "zero-bubble: gradients of weights fill the gaps; pipedream: no stage waits at a step's end, "
-        "and some shards meet weights that are one update old.",
-        group="Parallelism",
+        "With --strategy pp: the order of forwards and backwards. interleaved: two stages per process; "
+        "zero-bubble: weight gradients fill the gaps; pipedream: no waiting between steps, and some shards "
+        "use weights that are one update old.",
+        group="Pipeline",
         strategies=("pp",),
         resume="kept",
         bits="by_strategy",
@@ -135,9 +129,9 @@ class ParallelOptions(ServerOptions):
     )
     pp_split: str = option(
         "balanced",
-        "With --strategy pp or mp, how the model is cut. balanced: by the measured time and memory of its "
-        "blocks; equal: by their number; or a number of blocks for each stage, such as 3,5.",
-        group="Parallelism",
+        "With --strategy pp or mp: how to cut the model. balanced: by its blocks' measured time and "
+        "memory; equal: by their number; or blocks per stage, such as 3,5.",
+        group="Pipeline",
         strategies=("pp", "mp"),
         resume="kept",
         bits="never",
@@ -145,8 +139,8 @@ class ParallelOptions(ServerOptions):
     )
     reduction: Literal["exact", "fast", "torch"] = option(
         "exact",
-        "How gradients are summed. exact: the same bits for any number of processes; fast: all-reduce; "
-        "torch: DistributedDataParallel.",
+        "How to sum gradients. exact: the same bits for any number of processes; fast: all-reduce; torch: "
+        "DistributedDataParallel.",
         group="Parallelism",
         resume="fixed",
         bits="always",
@@ -156,8 +150,8 @@ class ParallelOptions(ServerOptions):
     )
     balance: Literal["auto", "equal"] = option(
         "auto",
-        "How processes share the shards. auto: by measured speed, where one is clearly slower (reduction "
-        "exact or fast); equal: all the same.",
+        "How to share the shards out. auto: by measured speed where a process is clearly slower (reduction "
+        "exact or fast); equal: evenly.",
         group="Parallelism",
         resume="kept",
         bits="never",
@@ -165,7 +159,7 @@ class ParallelOptions(ServerOptions):
     )
     shards: int | Literal["auto"] | None = option(
         None,
-        "Logical shards of a global batch, fixed for the run.",
+        "Logical shards of a global batch; fixed for the run.",
         group="Parallelism",
         resume="fixed",
         bits="always",
@@ -177,7 +171,7 @@ class ParallelOptions(ServerOptions):
     )
     accumulate: int = option(
         1,
-        "Shards a process when --shards is auto (gradient accumulation).",
+        "Shards per process with --shards auto (gradient accumulation).",
         group="Parallelism",
         resume="fixed",
         bits="always",

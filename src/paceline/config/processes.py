@@ -63,7 +63,7 @@ class ProcessOptions:
     )
     nproc: int | str = option(
         1,
-        "Processes on this machine; auto: one a GPU, else one a core. 8,4: for machines 0 and 1.",
+        "Processes on this machine; auto: one per GPU, else one per core. 8,4: for machines 0 and 1.",
         group="Processes",
         resume="kept",
         bits="never",
@@ -72,7 +72,7 @@ class ProcessOptions:
     )
     nodes: int | str = option(
         1,
-        "Machines; the same command is run on each. MIN:MAX: begin with MIN, others join and leave.",
+        "Machines; run the same command on each. MIN:MAX: start with MIN; others may join and leave.",
         group="Processes",
         resume="kept",
         bits="never",
@@ -99,7 +99,7 @@ class ProcessOptions:
     )
     token_file: str | None = option(
         None,
-        "Holds the secret by which the machines of a run know each other. Default: in the run's directory.",
+        "File with the secret that the machines of a run share. Default: in the run's directory.",
         group="Processes",
         resume="fresh",
         bits="never",
@@ -133,7 +133,7 @@ class ProcessOptions:
     )
     init_timeout: str = option(
         "5min",
-        "How long to wait for all processes to appear.",
+        "How long to wait for all processes to start.",
         group="Processes",
         resume="kept",
         bits="never",
@@ -141,7 +141,7 @@ class ProcessOptions:
     )
     comm_debug: bool = option(
         False,
-        "Verbose logs of NCCL, gloo and torch.distributed.",
+        "Log NCCL, gloo and torch.distributed in detail.",
         group="Processes",
         resume="fresh",
         bits="never",
@@ -149,7 +149,8 @@ class ProcessOptions:
     )
     threads: int | None = option(
         None,
-        "CPU threads a process; a pin. Default: OMP_NUM_THREADS, else cores over processes.",
+        "CPU threads per process; the bits depend on it. Default: OMP_NUM_THREADS, else cores over "
+        "processes.",
         group="Processes",
         resume="adjustable",
         bits="rounding",
@@ -162,7 +163,7 @@ class ProcessOptions:
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto",
-        "Where the model lives.",
+        "Where to train. auto: on GPUs, where there are any.",
         group="Processes",
         resume="kept",
         bits="rounding",

@@ -16,9 +16,9 @@ class RecoveryOptions(ProcessOptions):
 
     recover: Literal["auto", "none", "inplace", "restart"] = option(
         "auto",
-        "When a process dies. inplace: the others go on and it is replaced; restart: all start again from "
-        "the newest checkpoint; none: the job ends, and is resumed by hand. auto: inplace where that works "
-        "(--on spawn, CPU, ddp, reduction exact or fast), else restart with --on spawn, else none.",
+        "When a process dies. inplace: replace it while the others continue; restart: restart all from the "
+        "newest checkpoint; none: end the job. auto: inplace where supported (--on spawn, CPU, ddp, "
+        "reduction exact or fast), else restart with --on spawn, else none.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -27,7 +27,7 @@ class RecoveryOptions(ProcessOptions):
     )
     spares: int = option(
         0,
-        "Processes more, over all machines, that hold the state and compute only once others are lost.",
+        "Spare processes, over all machines, that hold the state and replace lost ones.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -37,7 +37,7 @@ class RecoveryOptions(ProcessOptions):
     )
     max_restarts: int = option(
         8,
-        "Replaced processes without a step of progress, after which the job ends.",
+        "End the job after this many replaced processes without a step of progress.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -47,7 +47,7 @@ class RecoveryOptions(ProcessOptions):
 
     walltime: str | None = option(
         None,
-        "Stop in time, saved, before so long has passed (s, min, h); exit code 75.",
+        "Save and stop before this time has passed (s, min, h), with exit code 75.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -56,8 +56,8 @@ class RecoveryOptions(ProcessOptions):
 
     verify_every: int = option(
         0,
-        "Every so many steps, compute one shard's gradient on a second rank too and compare the bits; a "
-        "rank that differs is named and leaves. 0: never.",
+        "Every N steps, compute one shard's gradient on a second rank too and compare the bits; name and "
+        "remove a rank that differs. 0: never.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -67,7 +67,7 @@ class RecoveryOptions(ProcessOptions):
     )
     heartbeat: float = option(
         2.0,
-        "Seconds of silence after which a process is taken for hung, and replaced.",
+        "Replace a process after this many seconds without a sign of life.",
         group="Recovery",
         resume="kept",
         bits="never",
@@ -77,8 +77,8 @@ class RecoveryOptions(ProcessOptions):
     )
     hang_timeout: str = option(
         "auto",
-        "How long a step may take before whoever holds it up is named, and treated as dead: such as 10min; "
-        "auto: learned, at least 30s; never.",
+        "Time that a step may take, such as 10min; then name the rank that blocks it and treat it as dead. "
+        "auto: learned, at least 30s. never: no limit.",
         group="Recovery",
         resume="kept",
         bits="never",

@@ -25,7 +25,7 @@ class RunConfig(FineTuningOptions):
 
     global_batch_size: int | None = option(
         None,
-        "Samples a step, over all processes.",
+        "Samples per step, over all processes.",
         group="Training",
         resume="fixed",
         bits="always",
@@ -49,7 +49,7 @@ class RunConfig(FineTuningOptions):
     )
     max_steps: int | None = option(
         None,
-        "Stop after this many steps instead.",
+        "Stop after this many steps, instead of --epochs.",
         group="Training",
         resume="fixed",
         bits="always",
@@ -61,7 +61,7 @@ class RunConfig(FineTuningOptions):
     )
     seed: int = option(
         0,
-        "Decides the data's order, the initial weights and all randomness.",
+        "Seed of the data order, the initial weights and all other randomness.",
         group="Training",
         resume="fixed",
         bits="always",
@@ -73,7 +73,7 @@ class RunConfig(FineTuningOptions):
     )
     precision: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
-        "Mixed precision by torch.amp.",
+        "Mixed precision by torch.amp: bf16 or fp16.",
         group="Training",
         resume="fixed",
         bits="always",
@@ -84,7 +84,7 @@ class RunConfig(FineTuningOptions):
     )
     clip_norm: float | None = option(
         None,
-        "Clip the gradient's 2-norm to this.",
+        "Clip the gradient's 2-norm to this value.",
         group="Training",
         resume="fixed",
         bits="always",
@@ -94,7 +94,7 @@ class RunConfig(FineTuningOptions):
     )
     ema: float | None = option(
         None,
-        "Keep an exponential moving average of the weights with this decay, and evaluate it.",
+        "Keep and evaluate an exponential moving average of the weights, with this decay.",
         group="Training",
         resume="fixed",
         bits="always",
@@ -126,7 +126,7 @@ class RunConfig(FineTuningOptions):
     )
     workers: int | Literal["auto"] = option(
         "auto",
-        "Data-loading processes a rank. auto: 0 for tensors, else up to 4.",
+        "Data-loading processes per rank. auto: 0 for tensors, else up to 4.",
         group="Data",
         resume="kept",
         bits="never",
@@ -135,7 +135,7 @@ class RunConfig(FineTuningOptions):
     )
     val_fraction: float | None = option(
         None,
-        "Carve this fraction of train as the validation split.",
+        "Hold out this fraction of the training data for validation.",
         group="Data",
         resume="fixed",
         bits="always",
@@ -158,7 +158,7 @@ class RunConfig(FineTuningOptions):
     )
     early_stop: str | None = option(
         None,
-        "METRIC:PATIENCE; stop after PATIENCE evaluations without a better METRIC.",
+        "METRIC:PATIENCE. Stop after PATIENCE evaluations without a better METRIC.",
         group="Evaluation",
         resume="fixed",
         bits="always",
@@ -172,7 +172,7 @@ class RunConfig(FineTuningOptions):
     )
     best: str | None = option(
         None,
-        "METRIC:min or METRIC:max, which decides the best model.",
+        "METRIC:min or METRIC:max, to choose the best checkpoint by.",
         group="Evaluation",
         resume="fixed",
         bits="always",
@@ -184,7 +184,7 @@ class RunConfig(FineTuningOptions):
     run: str | None = option(
         None,
         "The run's directory. Default: runs/TASK-TIME.",
-        group="Run directory",
+        group="Run directory and checkpoints",
         resume="fresh",
         bits="never",
         scope="place",
@@ -193,15 +193,15 @@ class RunConfig(FineTuningOptions):
     resume: Literal["auto", "never", "must"] = option(
         "auto",
         "auto: continue an existing run; never: refuse one; must: require one.",
-        group="Run directory",
+        group="Run directory and checkpoints",
         resume="fresh",
         bits="never",
         scope="place",
     )
     checkpoint_every: tuple[str, ...] = option(
         ("1epoch",),
-        "Nsteps, Nmin (s, min, h) or Nepochs; may be repeated. never: only at the end.",
-        group="Run directory",
+        "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end.",
+        group="Run directory and checkpoints",
         resume="kept",
         bits="never",
         scope="records",
@@ -209,7 +209,7 @@ class RunConfig(FineTuningOptions):
     keep: int = option(
         3,
         "Checkpoints to keep, besides the best.",
-        group="Run directory",
+        group="Run directory and checkpoints",
         resume="kept",
         bits="never",
         scope="records",
@@ -217,9 +217,9 @@ class RunConfig(FineTuningOptions):
     )
     backup_to: str | None = option(
         None,
-        "Copy each checkpoint that verifies to this folder too, in the background; a run whose own are lost "
-        "goes on from there.",
-        group="Run directory",
+        "Also copy each verified checkpoint to this folder, in the background. A run that has lost its own "
+        "checkpoints continues from there.",
+        group="Run directory and checkpoints",
         resume="kept",
         bits="never",
         scope="records",
@@ -227,7 +227,7 @@ class RunConfig(FineTuningOptions):
     log_every: int = option(
         50,
         "Steps between two log records.",
-        group="Run directory",
+        group="Run directory and checkpoints",
         resume="kept",
         bits="never",
         scope="records",
@@ -235,9 +235,9 @@ class RunConfig(FineTuningOptions):
     )
     log_to: tuple[str, ...] = option(
         (),
-        "mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless WANDB_MODE says "
-        "otherwise.",
-        group="Run directory",
+        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless "
+        "WANDB_MODE says otherwise.",
+        group="Run directory and checkpoints",
         resume="kept",
         bits="never",
         scope="records",
@@ -245,7 +245,7 @@ class RunConfig(FineTuningOptions):
     profile: int = option(
         0,
         "Profile this many steps with torch.profiler.",
-        group="Run directory",
+        group="Run directory and checkpoints",
         resume="fresh",
         bits="never",
         scope="records",

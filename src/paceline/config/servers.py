@@ -16,10 +16,10 @@ class ServerOptions(MemoryOptions):
 
     ps_mode: Literal["sync", "async", "ssp"] = option(
         "sync",
-        "With --strategy ps, when gradients are applied. sync: once those of all workers are there, to the "
-        "bits of ddp; async: as they arrive, each a whole step's; ssp: the same, but no worker gets more "
-        "than --staleness steps ahead of the slowest.",
-        group="Parallelism",
+        "With --strategy ps: when to apply gradients. sync: when all workers' have arrived, with the bits "
+        "of ddp; async: each when it arrives; ssp: as async, with no worker more than --staleness steps "
+        "ahead of the slowest.",
+        group="Parameter server",
         strategies=("ps",),
         resume="kept",
         bits="by_strategy",
@@ -27,8 +27,8 @@ class ServerOptions(MemoryOptions):
     )
     staleness: int | None = option(
         None,
-        "With --ps-mode ssp, how many steps a worker may be ahead of the slowest; 0: all do equally many.",
-        group="Parallelism",
+        "With --ps-mode ssp: how many steps a worker may be ahead of the slowest.",
+        group="Parameter server",
         strategies=("ps",),
         resume="kept",
         bits="by_strategy",
@@ -42,8 +42,8 @@ class ServerOptions(MemoryOptions):
     )
     servers: int = option(
         1,
-        "With --strategy ps, how many processes are servers, each with a part of the parameters.",
-        group="Parallelism",
+        "With --strategy ps: how many processes are servers; each holds a part of the parameters.",
+        group="Parameter server",
         strategies=("ps",),
         resume="kept",
         bits="by_strategy",

@@ -34,7 +34,7 @@ class AzureMLOptions:
     image: str | None = option("The container image.")
     compute: str | None = option("The compute cluster's name.")
     datastore: str = option(
-        "Where the run's directory is kept. Default: workspaceblobstore.", "workspaceblobstore"
+        "Datastore for the run's directory. Default: workspaceblobstore.", "workspaceblobstore"
     )
     shm_size: str = option("Shared memory of each machine. Default: 8g.", "8g")
 

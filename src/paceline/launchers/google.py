@@ -28,8 +28,8 @@ class GoogleOptions:
     accelerator: str | None = option(
         "The GPUs' type, such as NVIDIA_TESLA_A100; --gpus-per-node says how many."
     )
-    service_account: str | None = option("The service account that the machines act as.")
-    region: str | None = option("The region. Default: the one that gcloud is configured for.")
+    service_account: str | None = option("The service account of the machines.")
+    region: str | None = option("The region. Default: gcloud's.")
 
     def __post_init__(self) -> None:
         for flag, value in (("--image", self.image), ("--machine-type", self.machine_type)):

@@ -40,12 +40,12 @@ _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launch
 class HorovodOptions:
     """Where horovodrun starts the ranks, and how."""
 
-    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one a line.")
-    controller: str = option("What Horovod's processes agree through: gloo, or mpi (by mpirun).", "gloo")
-    min_np: int | None = option("Elastic: go on with so many processes at least.")
-    max_np: int | None = option("Elastic: take in so many processes at most.")
+    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one per line.")
+    controller: str = option("How Horovod's processes coordinate: gloo, or mpi (with mpirun).", "gloo")
+    min_np: int | None = option("Elastic: continue with at least this many processes.")
+    max_np: int | None = option("Elastic: use at most this many processes.")
     host_discovery_script: str | None = option(
-        "Elastic: a program that prints the machines there are, host:slots a line."
+        "Elastic: a program that prints the available machines, one host:slots per line."
     )
     horovod_args: str | None = option("More options for horovodrun, such as --horovod-args='-v'.")
 

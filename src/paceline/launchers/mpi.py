@@ -47,8 +47,8 @@ _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 class MpiOptions:
     """Where mpirun starts the ranks, and how."""
 
-    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one a line.")
-    mpi: str = option("Whose mpirun it is: openmpi or mpich. Default: that of the one that is found.", "auto")
+    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one per line.")
+    mpi: str = option("Which MPI mpirun belongs to: openmpi or mpich. Default: detect it.", "auto")
     mpi_args: str | None = option("More options for mpirun, such as --mpi-args='--mca pml ucx'.")
 
 

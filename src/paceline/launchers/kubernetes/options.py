@@ -32,18 +32,18 @@ class KubernetesOptions:
         "CLAIM:/PATH, a persistent volume claim and where it is mounted; may be repeated.", ()
     )
     memory: str | None = option("Memory of each machine, such as 64Gi.")
-    gpu_resource: str = option("What the cluster calls its GPUs. Default: nvidia.com/gpu.", "nvidia.com/gpu")
-    service_account: str | None = option("The service account that the pods run as.")
+    gpu_resource: str = option(
+        "The cluster's resource name for GPUs. Default: nvidia.com/gpu.", "nvidia.com/gpu"
+    )
+    service_account: str | None = option("The pods' service account.")
     secret: tuple[str, ...] = option(
-        "VARIABLE=SECRET/KEY, a variable whose value is kept in a Kubernetes secret; may be repeated.", ()
+        "VARIABLE=SECRET/KEY: set a variable from a Kubernetes secret; may be repeated.", ()
     )
-    label: tuple[str, ...] = option("KEY=VALUE, a label of everything that is made; may be repeated.", ())
+    label: tuple[str, ...] = option("KEY=VALUE: label everything that is created; may be repeated.", ())
     node_selector: tuple[str, ...] = option("KEY=VALUE, a label of the nodes to run on; may be repeated.", ())
-    workdir: str | None = option("Where the command runs, in the image. Default: the image's own.")
-    grace: str = option("How long a pod may take to save when it has to end. Default: 5min.", "5min")
-    runtime: str | None = option(
-        "A ClusterTrainingRuntime that the cluster has. Default: one of the job's own is made."
-    )
+    workdir: str | None = option("Working directory in the image. Default: the image's own.")
+    grace: str = option("How long a pod may take to save when it is stopped. Default: 5min.", "5min")
+    runtime: str | None = option("An existing ClusterTrainingRuntime. Default: create one for the job.")
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -24,10 +24,12 @@ class RayOptions:
     """Where in Ray a job runs."""
 
     address: str | None = option(
-        "HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a cluster of the job's own, here."
+        "HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine."
     )
-    placement: str = option("How machines are chosen: spread, pack, strict-spread or strict-pack.", "spread")
-    machine_restarts: int = option("How many lost machines of a task are replaced.", 3)
+    placement: str = option(
+        "How to place processes on machines: spread, pack, strict-spread or strict-pack.", "spread"
+    )
+    machine_restarts: int = option("How many lost machines of a task to replace.", 3)
 
 
 class Ray(AttachedLauncher):

@@ -22,23 +22,23 @@ class SageMakerOptions:
     """Options of SageMaker jobs."""
 
     image: str | None = option("The container image.")
-    role: str | None = option("The ARN of the role that the job acts as.")
+    role: str | None = option("The ARN of the job's role.")
     instance_type: str | None = option("The machines' type, such as ml.p4d.24xlarge.")
-    s3: str | None = option("s3://BUCKET/PREFIX, where the source, checkpoints and output go.")
+    s3: str | None = option("s3://BUCKET/PREFIX for the source, checkpoints and output.")
     source: str = option(
-        "The directory that is copied to the machines; a script is named from there. Default: this one.", "."
+        "Directory to copy to the machines; name scripts relative to it. Default: this one.", "."
     )
     checkpoints: str | None = option(
-        "s3://BUCKET/PREFIX of the run's directory; the same one continues a run. Default: below --s3."
+        "s3://BUCKET/PREFIX of the run's directory; give the same one to continue a run. Default: below --s3."
     )
-    spot: bool = option("Use spot instances; the run goes on from its checkpoints.", False)
-    max_wait: str = option("How long a spot job may take with its waiting. Default: 24h more.", "24h")
+    spot: bool = option("Use spot instances; the run continues from its checkpoints.", False)
+    max_wait: str = option("Time limit of a spot job, with its waiting. Default: 24h more.", "24h")
     distribution: str | None = option(
-        "pytorchddp, torch_distributed or smdistributed: SageMaker's own image starts a script's ranks."
+        "pytorchddp, torch_distributed or smdistributed: let SageMaker's own image start a script's ranks."
     )
     volume_gb: int = option("Disk of each machine, in GB. Default: 30.", 30)
     tag: tuple[str, ...] = option("KEY=VALUE, for the job; may be repeated.", ())
-    region: str | None = option("The AWS region. Default: the one that AWS is configured for.")
+    region: str | None = option("The AWS region. Default: AWS's configured one.")
 
     def __post_init__(self) -> None:
         for flag, value, example in (

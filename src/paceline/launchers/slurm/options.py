@@ -13,37 +13,34 @@ class SlurmOptions:
     """What sbatch is asked for, besides machines, processes, GPUs, CPUs and time."""
 
     partition: str | None = option("The partition, or several with commas.")
-    account: str | None = option("Whom the job is charged to.")
+    account: str | None = option("The account to charge.")
     qos: str | None = option("The quality of service.")
     constraint: str | None = option("Features that the nodes must have, such as a100.")
-    exclude: str | None = option("Nodes that must not be used, such as gpu[03-04].")
-    exclusive: bool = option("Share the nodes with no other job, and have all of their CPUs.", False)
+    exclude: str | None = option("Nodes to leave out, such as gpu[03-04].")
+    exclusive: bool = option("Share the nodes with no other job; use all CPUs.", False)
     mem: str | None = option("Memory of each node, such as 64G.")
-    comment: str | None = option("A comment, which some sites want.")
+    comment: str | None = option("A comment, which some sites require.")
     output: str | None = option(
         "The log, with sbatch's %j, %x, %A, %a and so on. Default: slurm-%j.log in the job's directory."
     )
-    error: str | None = option("Another log for stderr.")
-    module: tuple[str, ...] = option("An environment module to load; may be repeated.", ())
-    conda: str | None = option("A conda environment to activate; its python is used.")
-    venv: str | None = option("A virtual environment to activate; its python is used.")
-    setup: tuple[str, ...] = option("A line of shell to run on the first node before; may be repeated.", ())
+    error: str | None = option("A separate log for stderr.")
+    module: tuple[str, ...] = option("Environment module to load; may be repeated.", ())
+    conda: str | None = option("Conda environment to activate; its python is used.")
+    venv: str | None = option("Virtual environment to activate; its python is used.")
+    setup: tuple[str, ...] = option("Shell line to run first, on node 0; may be repeated.", ())
     signal_before: str | None = option(
-        "How long before the time limit processes get SIGUSR1, such as 5min. Default: for tasks, a tenth of "
-        "the walltime, at most 2min."
+        "Send SIGUSR1 this long before the time limit. Default: for tasks, a tenth of the walltime, at "
+        "most 2min."
     )
     requeue: bool = option(
-        "Back into the queue when preempted, out of time (exit code 75) or a node is lost. Default: for "
-        "tasks.",
+        "Requeue after preemption, a timeout (exit code 75) or a lost node. Default: for tasks.",
         False,
     )
-    no_requeue: bool = option("Never back into the queue.", False)
+    no_requeue: bool = option("Never requeue.", False)
     array: str | None = option(
         "Run the job for each of 0-9 or 1,3,7%2; {array_index} is replaced in the command and in --run."
     )
-    slurm: tuple[str, ...] = option(
-        "Any other directive of sbatch as KEY=VALUE, or KEY; may be repeated.", ()
-    )
+    slurm: tuple[str, ...] = option("KEY=VALUE or KEY for sbatch; may be repeated.", ())
 
     def __post_init__(self) -> None:
         if self.requeue and self.no_requeue:

@@ -21,12 +21,12 @@ from paceline.launchers.ssh.job import SshJob
 class SshOptions:
     """Which machines, and how they are reached."""
 
-    hosts: str | None = option("Machines and the processes on each, such as a:2,b:2; or a file of them.")
-    user: str | None = option("Who to be on the machines. Default: as ssh's configuration says.")
+    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one per line.")
+    user: str | None = option("User name on the machines. Default: from ssh's configuration.")
     ssh_option: tuple[str, ...] = option("An option for ssh's -o, such as Port=2222; may be repeated.", ())
-    setup: tuple[str, ...] = option("A shell line to run first on each machine; may be repeated.", ())
-    connect_timeout: int = option("Seconds within which each machine must answer. Default: 10.", 10)
-    lost_after: int = option("Seconds of silence after which either side is taken for lost. Default: 60.", 60)
+    setup: tuple[str, ...] = option("Shell line to run first, on each machine; may be repeated.", ())
+    connect_timeout: int = option("Seconds for each machine to answer. Default: 10.", 10)
+    lost_after: int = option("Seconds of silence after which a connection counts as lost. Default: 60.", 60)
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "lost_after"):

@@ -22,7 +22,7 @@ _SBATCH = ("partition", "account", "qos", "comment", "constraint", "exclude", "g
 class SubmititOptions:
     """What only submitit and its Slurm are asked for."""
 
-    executor: str = option("slurm, or local: processes of this machine.", "slurm")
+    executor: str = option("slurm, or local: processes on this machine.", "slurm")
     partition: str | None = option("Slurm's partition.")
     account: str | None = option("Slurm's account.")
     qos: str | None = option("Slurm's quality of service.")
@@ -32,10 +32,10 @@ class SubmititOptions:
     gres: str | None = option("Generic resources of a node, such as gpu:4.")
     mem: str | None = option("Memory of a node, such as 64G.")
     setup: tuple[str, ...] = option(
-        "A shell line to run before, such as 'module load cuda'; may be repeated.", ()
+        "Shell line to run first, such as 'module load cuda'; may be repeated.", ()
     )
     slurm: tuple[str, ...] = option("KEY=VALUE, any other option of sbatch; may be repeated.", ())
-    max_requeues: int = option("How often a job may be started again after its time limit.", 100)
+    max_requeues: int = option("How often to requeue a job after its time limit.", 100)
 
     def __post_init__(self) -> None:
         if self.executor not in get_args(Executor):
