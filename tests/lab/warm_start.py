@@ -414,7 +414,7 @@ class _Server:
             if self._fork():
                 program = Program(**start.program)
                 if start.new_session:
-                    # What the old group was sent meanwhile is not for this process: to ignore it is to forget it.
+                    # What the old group was sent meanwhile is not for this process: to ignore is to forget.
                     signal.signal(signal.SIGINT, signal.SIG_IGN)
                     os.setsid()
                 elif start.group >= 0:
