@@ -12,8 +12,9 @@ from mkdocs.structure.files import File, Files
 
 from paceline.cli import app
 from paceline.cli.options import GROUPS
-from paceline.config import RunConfig, flag
-from paceline.config.option_sets import CLASSIFICATIONS
+from paceline.core.config import RunConfig
+from paceline.core.option_sets import CLASSIFICATIONS
+from paceline.core.options import flag
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -16,8 +16,9 @@ from cyclopts import App
 
 from paceline.cli import app, main
 from paceline.cli.launcher_options import in_question
-from paceline.config import RunConfig, flag
-from paceline.launchers.names import LAUNCHER_NAMES
+from paceline.core.config import RunConfig
+from paceline.core.options import flag
+from paceline.launch.registry import LAUNCHER_NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.cold]
 

@@ -15,7 +15,7 @@ import pytest
 
 from paceline import cli
 from paceline.data.audit import audit
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
 
 TASK = """
 from __future__ import annotations

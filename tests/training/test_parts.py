@@ -17,18 +17,17 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
-from paceline.callback import Horizon
-from paceline.config import RunConfig
-from paceline.data.evaluation import EvalBatches
-from paceline.distributed.mesh import Mesh
-from paceline.distributed.world import World
-from paceline.errors import CheckpointError, ConfigError, DataError, TaskError
-from paceline.task import Defaults, Loss, Task
+from paceline.core.callback import Horizon
+from paceline.core.config import RunConfig
+from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskError
+from paceline.core.task import Defaults, Loss, Task
+from paceline.data.loader import EvalBatches
+from paceline.parallel.world import Mesh, World
 from paceline.training.control import ROW_LENGTH, Control, StopSignals, exit_code, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
-from paceline.training.judge import Judge
-from paceline.training.plan import check_world, continued, plan_data, resolve
-from paceline.training.randomness import seed_shard
+from paceline.training.reproducibility import seed_shard
+from paceline.training.resolve import check_world, continued, plan_data, resolve
+from paceline.training.schedule import Judge
 from paceline.training.state import Progress, TrainingState
 
 

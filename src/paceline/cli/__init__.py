@@ -11,7 +11,7 @@ from typing import TextIO
 from cyclopts import App, CoercionError, CycloptsError, Group, UnknownOptionError, UnusedCliTokensError
 
 from paceline import __version__
-from paceline.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 
 app = App(
     name="paceline",
@@ -137,7 +137,7 @@ def _asks_for_help(words: list[str]) -> bool:
 
 def _unknown(error: UnknownOptionError) -> str:
     """An option that is nobody's, or another launcher's than the one in question."""
-    from paceline.launchers.own_options import own_flags, whose
+    from paceline.launch.registry import own_flags, whose
 
     flag = error.token.keyword or error.token.value
     owners = whose(flag)
@@ -152,7 +152,7 @@ def _unknown(error: UnknownOptionError) -> str:
 
 def _explain(error: CycloptsError) -> str:
     """What is wrong with the command line, in a sentence."""
-    from paceline.config import RunConfig, config_from_mapping
+    from paceline.core.config import RunConfig, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
         return f"there is nothing to do with {' '.join(map(repr, error.unused_tokens or ()))}."

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from paceline.chaos.plan import KINDS, Kind
 from paceline.cli.options import given, group, run_options
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.insight.fault_injection import KINDS, Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.chaos.report import ChaosReport
+    from paceline.insight.chaos import ChaosReport
 
 _DEFAULT_KINDS = "kill,stop,leave,join"
 
@@ -53,9 +53,9 @@ def chaos(
     json
         Print the report as one line of JSON.
     """
-    from paceline.chaos.run import ChaosRequest, run_chaos
-    from paceline.distributed.process import sigterm_interrupts
-    from paceline.job import default_run_path
+    from paceline.core.job import default_run_path
+    from paceline.core.signals import sigterm_interrupts
+    from paceline.insight.chaos import ChaosRequest, run_chaos
 
     request = ChaosRequest(
         options={**given(options), "task": task},
@@ -90,14 +90,14 @@ def _print(report: ChaosReport) -> None:
     if report.ok:
         console.print("Nothing was lost.", style="green")
     else:
-        problems = f"Not as it should be: {'; '.join(report.problems)}."
+        problems = f"Problems: {'; '.join(report.problems)}."
         console.print(problems, style="bold red", markup=False, soft_wrap=True)
 
 
 def _table(report: ChaosReport) -> Table:
     from rich.table import Table
 
-    from paceline.chaos.plan import IN_WORDS
+    from paceline.insight.fault_injection import IN_WORDS
 
     table = Table("kind", "faults", "recovered", "p50", "p99", "what happens")
     for column in table.columns[1:-1]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError
-from paceline.packages.manifest import MANIFEST
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError
+from paceline.runs.directory import RunDirectory
+from paceline.runs.package_manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from paceline.reporting.recheck import Program, Recheck
+    from paceline.insight.revalidate import Program, Recheck
 
 _WORDS = {
     "same": "the same, to the last bit",
@@ -76,20 +76,20 @@ def check(
 def _check_run(directory: RunDirectory, tolerance: float, *, quiet: bool) -> Recheck:
     directory.read_complete_manifest()
     # Only here, so that --help need not wait for torch.
-    from paceline.reporting.recheck import recheck
+    from paceline.insight.revalidate import recheck
 
     with _progress(quiet) as on_progress:
         return recheck(directory, tolerance=tolerance, on_progress=on_progress)
 
 
 def _check_package(place: str, task: str | None, tolerance: float, *, trust: bool, quiet: bool) -> Recheck:
-    from paceline.packages.package import open_package
-    from paceline.packages.trust import trust as trust_digest
+    from paceline.runs.package import open_package
+    from paceline.runs.package import trust as trust_digest
 
     package = open_package(place)
     if trust:
         trust_digest(package.digest)
-    from paceline.reporting.recheck_package import recheck_package
+    from paceline.insight.revalidate import recheck_package
 
     with _progress(quiet) as on_progress:
         return recheck_package(package, task, tolerance=tolerance, on_progress=on_progress)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.distributed.process import signals_handled, wait_for
-from paceline.errors import ConfigError, RunDirectoryError
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.signals import signals_handled, wait_for
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -46,7 +46,7 @@ def dashboard(
     json
         Print the address as JSON.
     """
-    from paceline.dashboard.server import DashboardServer
+    from paceline.insight.dashboard import DashboardServer
 
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, but is {port}.")
@@ -73,6 +73,6 @@ def dashboard(
 
 
 def _token(path: Path) -> bytes:
-    from paceline.agent.token import create_token, read_token
+    from paceline.elastic.token import create_token, read_token
 
     return read_token(path) if path.exists() else create_token(path)

@@ -14,14 +14,13 @@ from cyclopts import Parameter
 from paceline.cli.job_options import HERE, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given
-from paceline.config import parse_duration_s, parse_nodes, parse_nproc
-from paceline.doctor.checks import Report
-from paceline.doctor.examination import Examination
-from paceline.errors import ConfigError
-from paceline.launchers.base import ONCE_A_RANK, Inner, JobSpec, get_launcher
-from paceline.launchers.own_options import make_options
-from paceline.launchers.submission import choose_inner, job_directory
-from paceline.task_loading import check_spec
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.task_loading import check_spec
+from paceline.launch.launcher import ONCE_A_RANK, Inner, JobSpec, get_launcher
+from paceline.launch.preflight.spec import Examination, Report
+from paceline.launch.registry import make_options
+from paceline.launch.submit import choose_inner, job_directory
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -137,7 +136,7 @@ def doctor(
             "HOST:PORT, --node-rank N and a --run that all of them share."
         )
     if alone and python is None and not env and not dry_run:
-        from paceline.doctor.job import examine_here
+        from paceline.launch.preflight.job import examine_here
 
         return _show(examine_here(examination, master_port), json=json)
     limit = walltime if walltime is not None or launcher.attached else _WALLTIME
@@ -163,7 +162,7 @@ def doctor(
     if dry_run:
         print(launcher.render(spec, options).text, end="")
         return 0
-    from paceline.doctor.job import examine_by
+    from paceline.launch.preflight.job import examine_by
 
     return _show(examine_by(launcher, spec, options, examination.directory), json=json)
 
@@ -181,14 +180,14 @@ def _show(report: Report, *, json: bool) -> int:
     else:
         from rich.console import Console
 
-        from paceline.doctor.table import print_report
+        from paceline.launch.preflight.spec import print_report
 
         print_report(report, Console(highlight=False))
     return 1 if report.status == "fail" else 0
 
 
 def _show_horovod(python: str, *, json: bool) -> int:
-    from paceline.launchers.horovod import check_build
+    from paceline.launch.horovod import check_build
 
     build = check_build(python)
     print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.packages.package import Package
+    from paceline.runs.package import Package
 
 _PIPE_COLUMNS = 250
 
@@ -59,9 +59,9 @@ def export(
     json
         Print one JSON object: the package's directory, digest, reference and differences.
     """
-    from paceline.exporting.package_writer import ExportRequest
-    from paceline.exporting.package_writer import export as export_run
-    from paceline.packages.registry import Registry
+    from paceline.runs.package_registry import Registry
+    from paceline.serving.export import ExportRequest
+    from paceline.serving.export import export as export_run
 
     request = ExportRequest(
         run=run,

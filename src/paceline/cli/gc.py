@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.config import parse_duration_s
+from paceline.core.options import parse_duration_s
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from paceline.maintenance.items import Item
-    from paceline.maintenance.policy import Policy, Verdict
+    from paceline.insight.gc import Item, Policy, Verdict
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -63,11 +62,9 @@ def gc(
     json
         Print one JSON object.
     """
-    from paceline.maintenance.items import packages_in, runs_in
-    from paceline.maintenance.policy import Policy, decide
-    from paceline.maintenance.removal import remove
-    from paceline.monitoring.overview import check_folder
-    from paceline.packages.registry import Registry
+    from paceline.insight.gc import Policy, decide, packages_in, remove, runs_in
+    from paceline.runs.package_registry import Registry
+    from paceline.runs.status import check_folder
 
     policy = Policy(
         keep_last=keep_last,
@@ -116,7 +113,7 @@ def _checkpoints(
     """Of the runs that stay and are not at work; every byte is verified first."""
     from rich.markup import escape
 
-    from paceline.maintenance.policy import checkpoints_to_remove
+    from paceline.insight.gc import checkpoints_to_remove
 
     found: list[Item] = []
     damaged: list[str] = []

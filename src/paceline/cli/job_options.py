@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from paceline.cli.options import given, group
-from paceline.config import flag
-from paceline.errors import ConfigError
-from paceline.launchers.names import LAUNCHER_NAMES, Contract, Inner
+from paceline.core.errors import ConfigError
+from paceline.core.options import flag
+from paceline.launch.registry import LAUNCHER_NAMES, Contract, Inner
 
 HERE = ("inprocess", "spawn", "torchrun")
 """Launchers that start processes on this machine, and know of other machines only what they are told."""
@@ -47,7 +47,7 @@ class JobOptions:
     detach: Annotated[bool, _flag("Leave a job running that would otherwise end with this command.")] = False
 
     def spec_fields(self, world_size: int | None) -> dict[str, Any]:
-        """Those that were given, as fields of :class:`~paceline.launchers.base.JobSpec`."""
+        """Those that were given, as fields of :class:`~paceline.launch.launcher.JobSpec`."""
         fields: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("name", "gpus_per_node", "cpus_per_task", "inner", "contract", "master_port")
@@ -56,7 +56,7 @@ class JobOptions:
         if self.env:
             fields["env"] = parse_env(self.env)
         if self.roles is not None and world_size is not None:
-            from paceline.launchers.contracts import parse_roles
+            from paceline.launch.rank_env import parse_roles
 
             fields["roles"] = parse_roles(self.roles, world_size)
         return fields

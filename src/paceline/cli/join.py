@@ -9,12 +9,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.agent.meeting import recorded_agents
-from paceline.config.option_sets import DEFAULTS, select
-from paceline.errors import ConfigError
-from paceline.job import Job
-from paceline.launchers.training import launch
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError
+from paceline.core.job import Job
+from paceline.core.option_sets import DEFAULTS, select
+from paceline.elastic.consensus.discovery import recorded_agents
+from paceline.launch.local_run import launch
+from paceline.runs.directory import RunDirectory
 
 _SHARED = ("run", "resume", "rdzv_id")
 _OF_A_MACHINE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from paceline.cli.options import group
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.options import ServingOptions
+    from paceline.serving.model import ServingOptions
 
 
 def _option(help: str) -> Parameter:
@@ -52,7 +52,7 @@ def print_service(
     Raises:
         ConfigError: Kubernetes would refuse it, or its server would.
     """
-    from paceline.launchers.kubernetes.inference_service import InferenceService
+    from paceline.launch.kubernetes_manifests import InferenceService
 
     if not kserve.dry_run:
         raise ConfigError(

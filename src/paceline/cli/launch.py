@@ -11,8 +11,8 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given
-from paceline.config import parse_duration_s, parse_nodes, parse_nproc
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -64,9 +64,9 @@ def launch(
         Print the job as JSON.
     """
     from paceline.cli.job_start import start
-    from paceline.launchers.base import JobSpec, get_launcher, job_name
-    from paceline.launchers.own_options import make_options
-    from paceline.launchers.submission import (
+    from paceline.launch.launcher import JobSpec, get_launcher, job_name
+    from paceline.launch.registry import make_options
+    from paceline.launch.submit import (
         choose_contract,
         choose_inner,
         job_directory,

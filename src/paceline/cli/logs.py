@@ -14,12 +14,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.distributed.failures import describe, read_failure
-from paceline.errors import ConfigError, RunDirectoryError
-from paceline.launchers.log_files import Tail, fold
-from paceline.launchers.registry import JobRecord, find_record, read_records
-from paceline.launchers.watch import Watch
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.launch.job_logs import Tail, Watch, fold
+from paceline.launch.submit import JobRecord, find_record, read_records
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import describe, read_failure
 
 _POLL_S = 0.2
 _RESTART_S = 5.0

@@ -1,4 +1,4 @@
-"""The options of a run as command-line flags, made from :class:`~paceline.config.RunConfig`'s fields."""
+"""The options of a run as command-line flags, made from :class:`~paceline.core.config.RunConfig`'s fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from paceline.config import RunConfig
+from paceline.core.config import RunConfig
 
 ARGUMENTS, COMMON = "Arguments", "Common"
 GROUPS = (

@@ -10,11 +10,11 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from paceline.errors import ConfigError
-from paceline.task_loading import TaskReference, parse_assignments
+from paceline.core.errors import ConfigError
+from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:
-    from paceline.planning.recommend import Plan, Row
+    from paceline.parallel.planning.recommend import Plan, Row
 
 _WIDTH = 110
 """Columns of the table, also where the output is no terminal."""
@@ -75,7 +75,7 @@ def plan(
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, but is {value}.")
     assignments = parse_assignments(set)
-    from paceline.planning.recommend import Machines, make_plan
+    from paceline.parallel.planning.recommend import Machines, make_plan
 
     machines = Machines(
         gpus=gpus,
@@ -101,7 +101,7 @@ def plan(
 
 
 def _show(made: Plan) -> None:
-    from paceline.planning.memory import classic_mixed_precision
+    from paceline.parallel.planning.predict import classic_mixed_precision
 
     m, machines = made.measurement, made.machines
     whole = m.whole

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from paceline.monitoring.overview import RunSummary, check_folder, find_runs
+from paceline.runs.status import RunSummary, check_folder, find_runs
 
 if TYPE_CHECKING:
     from rich.text import Text

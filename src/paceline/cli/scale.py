@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError, PacelineError
-from paceline.launchers.registry import JobRecord, find_record, read_records
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.launch.submit import JobRecord, find_record, read_records
+from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.agent.control_socket import AgentConnection, Status
+    from paceline.elastic.control import AgentConnection, Status
 
 _LOOK_S = 0.1
 
@@ -46,7 +46,7 @@ def scale(
     json
         Print the new state as one line of JSON.
     """
-    from paceline.agent.control_socket import AgentConnection
+    from paceline.elastic.control import AgentConnection
 
     if (nproc is None) == (nodes is None):
         raise ConfigError("say how many: --nproc N or --nodes N.")
@@ -62,7 +62,7 @@ def scale(
     if json:
         print(json_module.dumps(dataclasses.asdict(status)))
     else:
-        print(f"{run} goes on with {len(status.members)} processes, at step {status.step}.")
+        print(f"{run} continues with {len(status.members)} processes, at step {status.step}.")
     return 0
 
 
@@ -76,7 +76,7 @@ def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
     if json:
         print(json_module.dumps({"id": record.id, "nodes": nodes}))
     else:
-        print(f"{record.id} is to have {nodes} machine(s). See paceline status {record.id}")
+        print(f"Asked for {nodes} machine(s) for {record.id}. See paceline status {record.id}")
     return 0
 
 

@@ -15,13 +15,12 @@ from cyclopts import Parameter
 
 from paceline.cli.kserve_options import KServeOptions, print_service
 from paceline.cli.options import ARGUMENTS, COMMON, given, group
-from paceline.config import parse_duration_s
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s
 
 if TYPE_CHECKING:
-    from paceline.serving.options import ServingOptions
-    from paceline.serving.ray.options import RayOptions
-    from paceline.serving.servable import Opened
+    from paceline.serving.model import Opened, ServingOptions
+    from paceline.serving.ray_serve import RayOptions
     from paceline.serving.server import Address
 
 _COMMON = Parameter(group=group(COMMON), negative="")
@@ -129,7 +128,7 @@ def serve(
         raise ConfigError("--model says what --swap exchanges; without --swap it means nothing.")
     if ray_address is not None and on != "ray":
         raise ConfigError("--ray-address names a Ray cluster; say --on ray.")
-    from paceline.serving.options import ServingOptions, parse_replicas
+    from paceline.serving.model import ServingOptions, parse_replicas
 
     least, most = parse_replicas(replicas)
     options = ServingOptions(
@@ -162,14 +161,14 @@ def serve(
         raise ConfigError(f"--{min(given(kserve)).replace('_', '-')} belongs to --on kserve.")
     _require_libraries()
     from paceline.serving.access import read_token
-    from paceline.serving.models import open_model
+    from paceline.serving.app import open_model
     from paceline.serving.server import Address
 
     token = None if token_file is None else read_token(token_file)
     address = Address(host=host, port=port, grpc_port=grpc_port, token=token)
     ray_options = None
     if on == "ray":
-        from paceline.serving.ray.options import RayOptions
+        from paceline.serving.ray_serve import RayOptions
 
         ray_options = RayOptions.make(ray_address, replicas, options)
     elif least < most:
@@ -216,14 +215,13 @@ def _run(
 
     import uvloop
 
-    from paceline.serving.models import DeploymentFactory
+    from paceline.serving.app import DeploymentFactory
     from paceline.serving.server import serve as serve_packages
 
     with ExitStack() as stack:
         deploy: DeploymentFactory | None = None
         if ray_options is not None:
-            from paceline.serving.ray.cluster import ray_serve
-            from paceline.serving.ray.deployment import RayDeployment
+            from paceline.serving.ray_serve import RayDeployment, ray_serve
 
             deploy = partial(RayDeployment, stack.enter_context(ray_serve(ray_options)))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
@@ -231,8 +229,8 @@ def _run(
 
 
 def _trust(places: tuple[str, ...]) -> None:
-    from paceline.packages.package import open_package
-    from paceline.packages.trust import trust as trust_digest
+    from paceline.runs.package import open_package
+    from paceline.runs.package import trust as trust_digest
 
     for place in places:
         trust_digest(open_package(place).digest)

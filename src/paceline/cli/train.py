@@ -15,21 +15,14 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, given, group, run_options
-from paceline.config import (
-    RunConfig,
-    config_from_mapping,
-    merge_resumed_config,
-    parse_duration_s,
-    parse_nproc,
-    read_config_file,
-    require_unchanged,
-)
-from paceline.config.option_sets import CLASSIFICATIONS
-from paceline.errors import ConfigError
+from paceline.core.config import RunConfig, config_from_mapping, read_config_file
+from paceline.core.errors import ConfigError
+from paceline.core.option_sets import CLASSIFICATIONS, merge_resumed_config, require_unchanged
+from paceline.core.options import parse_duration_s, parse_nproc
 
 if TYPE_CHECKING:
-    from paceline.job import Job
-    from paceline.launchers.base import Command
+    from paceline.core.job import Job
+    from paceline.launch.launcher import Command
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
 
@@ -110,7 +103,7 @@ def resume(
     quiet
         Show no progress.
     """
-    from paceline.run_directory import RunDirectory
+    from paceline.runs.directory import RunDirectory
 
     manifest = RunDirectory(Path(run)).read_complete_manifest()
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
@@ -129,9 +122,9 @@ def _start(
     json: bool,
     quiet: bool,
 ) -> int:
-    from paceline.distributed.environment import detect_environment
-    from paceline.job import Job
-    from paceline.launchers.training import launch, require_recovery
+    from paceline.core.environment import detect_environment
+    from paceline.core.job import Job
+    from paceline.launch.local_run import launch, require_recovery
 
     config = config_from_mapping(values, "the command line")
     if config.on not in _HERE:
@@ -145,7 +138,7 @@ def _start(
         raise ConfigError("--preflight is for the command that starts the ranks; it runs once on a machine.")
     if environment.source != "single" and not dry_run:
         # Some launcher has made this process a rank: be one.
-        from paceline.worker import run_reported
+        from paceline.training.worker import run_reported
 
         require_recovery(config, environment)
         code, result = run_reported(job, environment)
@@ -157,7 +150,7 @@ def _start(
         _show_what_would_run(job, first, json=json)
         return 0
     if first is not None:
-        from paceline.launchers.preflight import run_before
+        from paceline.launch.preflight.spec import run_before
 
         code, interface = run_before(first.argv)
         if code:
@@ -171,8 +164,8 @@ def _start(
 
 
 def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None:
-    from paceline.launchers.base import Command
-    from paceline.launchers.training import prepare
+    from paceline.launch.launcher import Command
+    from paceline.launch.local_run import prepare
 
     _, rendered, job, directory = prepare(job)
     if json:
@@ -190,9 +183,9 @@ def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None
 
 def _preflight(job: Job) -> Command:
     """What examines this machine, and those that the same command is given on, before the run."""
-    from paceline.doctor.examination import Examination
-    from paceline.doctor.job import preflight_command
-    from paceline.launchers.training import prepare
+    from paceline.launch.local_run import prepare
+    from paceline.launch.preflight.job import preflight_command
+    from paceline.launch.preflight.spec import Examination
 
     config = job.config
     name, rendered, _, directory = prepare(job)
@@ -216,9 +209,9 @@ def _submit(
 ) -> int:
     """Have a launcher start ``paceline train`` on its machines."""
     from paceline.cli.job_start import start, task_spec
-    from paceline.launchers.base import get_launcher
-    from paceline.launchers.own_options import make_options
-    from paceline.launchers.submission import placed_task
+    from paceline.launch.launcher import get_launcher
+    from paceline.launch.registry import make_options
+    from paceline.launch.submit import placed_task
 
     launcher = get_launcher(config.on)
     launcher_options = make_options(launcher, own)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from paceline.cli.options import given, group, run_options
-from paceline.config import parse_best
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_best
 
 if TYPE_CHECKING:
-    from paceline.tuning.search import Search, SearchDirectory
+    from paceline.tune.search import Search, SearchDirectory
 
 Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
@@ -90,8 +90,8 @@ def tune(
     quiet
         Show no progress.
     """
-    from paceline.tuning import start
-    from paceline.tuning.search import SearchDirectory
+    from paceline.tune import plan_search
+    from paceline.tune.search import SearchDirectory
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
@@ -103,10 +103,10 @@ def tune(
         "gpus": gpus_per_trial,
     }
     how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    address = start.find_cluster(ray_address)
+    address = plan_search.find_cluster(ray_address)
     if go_on and run is None:
         raise ConfigError("--resume: give the search's directory, with --run DIR.")
-    directory = SearchDirectory(run or start.default_directory(task))
+    directory = SearchDirectory(run or plan_search.default_directory(task))
     asked = None
     if task or not go_on:
         asked = _asked(task, given(options), cpus_per_trial, trials, stop)
@@ -119,20 +119,20 @@ def tune(
     if go_on and (asked is None or directory.settings.exists()):
         there = directory.read()
         if asked is not None:
-            start.require_same(there, asked, directory, metric)
+            plan_search.require_same(there, asked, directory, metric)
         wanted = dataclasses.replace(there, **changes)
-        start.check(wanted)
+        plan_search.check(wanted)
     else:
         assert asked is not None
         directory.require_none()
-        start.check(asked)
+        plan_search.check(asked)
         _say(quiet, "trying the task for some steps ...")
-        wanted, _ = start.measured(asked, metric)
-    cpus = start.own_cpus()
-    expected = start.estimated(wanted, cpus)
-    _say(quiet, start.describe(wanted, expected, here=address is None))
+        wanted, _ = plan_search.measured(asked, metric)
+    cpus = plan_search.own_cpus()
+    expected = plan_search.estimated(wanted, cpus)
+    _say(quiet, plan_search.describe(wanted, expected, here=address is None))
     directory.write(wanted, new=not go_on)
-    code = start.run(
+    code = plan_search.run(
         wanted,
         directory,
         address=address,
@@ -150,10 +150,10 @@ def _asked(
     trials: int | None,
     stop: tuple[str, ...],
 ) -> Search:
-    from paceline.config import config_from_mapping
-    from paceline.config.values import parse_nproc
-    from paceline.task_loading import check_spec
-    from paceline.tuning.search import Search
+    from paceline.core.config import config_from_mapping
+    from paceline.core.options import parse_nproc
+    from paceline.core.task_loading import check_spec
+    from paceline.tune.search import Search
 
     check_spec(task)
     config = config_from_mapping({**options, "task": task}, "the command line")
@@ -185,8 +185,8 @@ def _goal(text: str) -> tuple[str, float]:
 
 
 def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
-    from paceline.tuning.journal import read_trials
-    from paceline.tuning.status import Standing, render
+    from paceline.tune.history import read_trials
+    from paceline.tune.status import Standing, render
 
     if not directory.result.exists():
         return code or 1
@@ -212,7 +212,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         console.print(f"  see {directory.trial(trial.number)}/logs", markup=False, soft_wrap=True)
     if result["best"] is None:
         console.print(
-            f"There is no best trial: none that did not fail has a number for {search.metric_name}.",
+            f"There is no best trial: no successful trial has a value of {search.metric_name}.",
             style="red",
             markup=False,
             soft_wrap=True,
@@ -221,14 +221,14 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         name, direction = parse_best(search.metric)
         best = result["best"]
         console.print(
-            f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. To train it whole:",
+            f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. Train it in full:",
             style="bold",
             markup=False,
         )
         console.print(best["command"], soft_wrap=True, markup=False)
     if not result["done"]:
         console.print(
-            f"Go on with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
+            f"Continue with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
         )
     console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)
     return code

@@ -13,7 +13,7 @@ from paceline.cli.options import given, group, run_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.verification.report import Report, Row
+    from paceline.insight.verify.verify import Report, Row
 
 Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
@@ -59,10 +59,9 @@ def verify(
     json
         Print the report as one line of JSON.
     """
-    from paceline.distributed.process import sigterm_interrupts
-    from paceline.verification.methods import chosen, parse_worlds
-    from paceline.verification.request import Request
-    from paceline.verification.run import verify as run_verification
+    from paceline.core.signals import sigterm_interrupts
+    from paceline.insight.verify.cases import Request, chosen, parse_worlds
+    from paceline.insight.verify.verify import verify as run_verification
 
     asked = given(options)
     request = Request(
