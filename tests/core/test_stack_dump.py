@@ -167,7 +167,7 @@ def test_own_threads() -> None:
         entered.wait()
         assert thread.ident is not None
         place = whereabouts(frames_of(thread.ident))
-        assert "wait_here` (test_stacks.py:" in place.where
+        assert "wait_here` (test_stack_dump.py:" in place.where
         assert all_stacks(first=thread.ident).startswith("Thread waiting-for-the-test:\n")
     finally:
         go_on.set()
