@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.core.errors import DataError, RunDirectoryError
-from paceline.core.options import Shuffle
-from paceline.data.order import (
+from paceline.config import Shuffle
+from paceline.data.balanced_order import (
     BalancedOrder,
-    DataOrder,
     balanced,
     checked_sizes,
     deal,
@@ -19,6 +17,8 @@ from paceline.data.order import (
     save_sizes,
     with_saved_sizes,
 )
+from paceline.data.order import DataOrder
+from paceline.errors import DataError, RunDirectoryError
 
 SIZES = np.random.default_rng(3).lognormal(4, 1, 1003).astype(np.int64) + 1
 PLAIN = DataOrder(num_samples=1003, global_batch_size=50, num_shards=7, seed=4)

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.errors import DataError
-from paceline.training.tasks import fashion_mnist
-from paceline.training.tasks.fashion_mnist import (
+from paceline.data import fashion_mnist
+from paceline.data.fashion_mnist import (
     DEBIAN_DIRECTORY,
     MIRRORS,
     IdxFile,
@@ -25,6 +24,7 @@ from paceline.training.tasks.fashion_mnist import (
     load_fashion_mnist,
     read_idx,
 )
+from paceline.errors import DataError
 
 NOWHERE = Path("/nonexistent")
 

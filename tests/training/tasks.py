@@ -21,8 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
-from paceline.core.callback import Callback, Group, Horizon
-from paceline.training.tasks.transformer import Transformer, load_stdlib_text
+from paceline.callback import Callback, Group, Horizon
+from paceline.data.stdlib_text import load_stdlib_text
+from paceline.recipes.transformer import Transformer
 
 CLASSES, FEATURES = 3, 12
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.core.errors import ConfigError
-from paceline.runs.directory import RunDirectory
-from paceline.runs.package_manifest import MANIFEST
+from paceline.errors import ConfigError
+from paceline.packages.manifest import MANIFEST
+from paceline.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.insight.revalidate import Program, Recheck
+    from paceline.reporting.recheck import Program, Recheck
 
 _WORDS = {
     "same": "the same, to the last bit",
@@ -35,7 +35,7 @@ def check(
     trust: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Check whether the recorded metrics of a run or package still hold, with the installed libraries.
+    """Say whether the recorded numbers of a run or a package still hold, under the libraries of now.
 
     The model that they are of is evaluated again on each split that the run recorded; a package's, on the
     split that it was compared on, and its programs are held against its weights. The exit code is 0 if all
@@ -47,12 +47,12 @@ def check(
     subject
         The run's directory; or a package's, NAME@TAG, NAME, or the beginning of a digest.
     task
-        Check a package with this task's code. Default: its own task, if you trust the package; a program that
-        you do not trust is left out.
+        Check a package with this task's code. Default: the task that it names, where you trust the package.
+        A program that you do not trust is then left out.
     tolerance
-        Largest absolute difference that is accepted.
+        The absolute difference of a number that still holds.
     trust
-        Trust the package's program and task from now on; both run code.
+        Let a package's program and its task run, from now on.
     json
         Print the findings as one line of JSON.
     """
@@ -76,20 +76,20 @@ def check(
 def _check_run(directory: RunDirectory, tolerance: float, *, quiet: bool) -> Recheck:
     directory.read_complete_manifest()
     # Only here, so that --help need not wait for torch.
-    from paceline.insight.revalidate import recheck
+    from paceline.reporting.recheck import recheck
 
     with _progress(quiet) as on_progress:
         return recheck(directory, tolerance=tolerance, on_progress=on_progress)
 
 
 def _check_package(place: str, task: str | None, tolerance: float, *, trust: bool, quiet: bool) -> Recheck:
-    from paceline.runs.package import open_package
-    from paceline.runs.package import trust as trust_digest
+    from paceline.packages.package import open_package
+    from paceline.packages.trust import trust as trust_digest
 
     package = open_package(place)
     if trust:
         trust_digest(package.digest)
-    from paceline.insight.revalidate import recheck_package
+    from paceline.reporting.recheck_package import recheck_package
 
     with _progress(quiet) as on_progress:
         return recheck_package(package, task, tolerance=tolerance, on_progress=on_progress)

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.cli.options import group
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.model import ServingOptions
+    from paceline.serving.options import ServingOptions
 
 
 def _option(help: str) -> Parameter:
-    return Parameter(help=help, group=group("--on kserve"), show_default=False, negative="")
+    return Parameter(help=help, group="KServe", show_default=False, negative="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ def print_service(
     Raises:
         ConfigError: Kubernetes would refuse it, or its server would.
     """
-    from paceline.launch.kubernetes_manifests import InferenceService
+    from paceline.launchers.kubernetes.inference_service import InferenceService
 
     if not kserve.dry_run:
         raise ConfigError(

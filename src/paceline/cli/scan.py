@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from paceline.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
 from paceline.cli.job_options import HERE, JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given, run_options
-from paceline.core.config import RunConfig, config_from_mapping
-from paceline.core.errors import ConfigError, LaunchError, PacelineError
-from paceline.core.options import flag, parse_nodes, parse_nproc
-from paceline.insight.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
+from paceline.config import RunConfig, config_from_mapping, flag, parse_nodes, parse_nproc
+from paceline.errors import ConfigError, LaunchError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import JobHandle, Launcher, Rendered
-    from paceline.launch.submit import JobRecord
+    from paceline.launchers.base import JobHandle, Launcher, Rendered
+    from paceline.launchers.registry import JobRecord
 
-Options: Any = run_options(common=("nproc", "nodes", "on", "strategy", "global_batch_size", "device"))
+Options: Any = run_options()
 LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 _NOT_FOR_A_SCAN = {
@@ -37,7 +36,7 @@ _NOT_FOR_A_SCAN = {
 def scan(
     task: str,
     *,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
+    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
     steps: int = 100,
     warmup: int = 20,
     scaling: Scaling = "strong",
@@ -62,9 +61,9 @@ def scan(
     steps
         Steps to measure.
     warmup
-        Steps before those; speeds are measured over windows of the same length.
+        Steps before those; speeds are taken over windows of as many.
     scaling
-        strong: the same global batch for all sizes; weak: it grows with the size, from --global-batch-size.
+        strong: the same global batch for all; weak: --global-batch-size is the smallest size's, and grows.
     plot
         Write a chart into this SVG file.
     json
@@ -72,9 +71,9 @@ def scan(
     markdown
         Print Markdown.
     """
-    from paceline.core.job import default_run_path
-    from paceline.core.task_loading import check_spec
-    from paceline.launch.launcher import get_launcher
+    from paceline.job import default_run_path
+    from paceline.launchers.base import get_launcher
+    from paceline.task import check_spec
 
     for name, value in (("steps", steps), ("warmup", warmup)):
         if value < 1:
@@ -144,8 +143,8 @@ def _sizes(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
     """One after another: they would share the machine."""
-    from paceline.core.job import Job
-    from paceline.launch.local_run import launch
+    from paceline.job import Job
+    from paceline.launchers.training import launch
 
     codes = {}
     for nproc, config in configs.items():
@@ -169,7 +168,7 @@ def _rendered(
         ConfigError: there is such a thing, or their results could not be read.
     """
     from paceline.cli.job_start import task_spec
-    from paceline.launch.registry import make_options
+    from paceline.launchers.own_options import make_options
 
     if launcher.files != "shared":
         raise ConfigError(
@@ -191,7 +190,7 @@ def _rendered(
 
 def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, Rendered]) -> dict[int, int]:
     """All are in the queue at once; where a job ends with its command, one after another."""
-    from paceline.launch.submit import submit
+    from paceline.launchers.submission import submit
 
     jobs: dict[int, tuple[JobRecord, JobHandle]] = {}
     codes: dict[int, int] = {}
@@ -215,7 +214,7 @@ def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, Rendered]) -> dict[i
 
 def _finished(nproc: int, record: JobRecord, handle: JobHandle) -> int:
     """The exit code of a job, once it has ended; where that cannot be learned, the others go on."""
-    from paceline.launch.submit import finish
+    from paceline.launchers.submission import finish
 
     try:
         return finish(record, handle)

@@ -1,0 +1,309 @@
+"""``manifest.json``: what a checkpoint is of, and the size and SHA-256 of each of its files.
+
+Its text is canonical and holds its own checksum, so a change of any byte shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.checkpoint.listed_files import open_listed, require_equal
+from paceline.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_MANIFEST_BYTES = 4 * 2**20
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_PIECE_BYTES = 2**20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_open = partial(open_listed, MANIFEST, CheckpointError)
+_compare = partial(require_equal, MANIFEST, CheckpointError)
+
+Pin = str | int | float | bool | None | list[str | int | float | bool | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint is of.
+
+    Attributes:
+        task: the task's name.
+        run: the run's id, which no other run has.
+        step: optimizer steps done.
+        state_version: transitions of the state done; it orders checkpoints.
+        epoch: epochs done.
+        generation: how often the run had been restarted.
+        shards: the run's number of logical shards, S.
+        pins: what the bits depend on (torch version, threads, ...): JSON scalars or lists of them.
+        best_version: the state_version of the best model so far, whose checkpoint is kept for as
+            long as this one is.
+
+    Raises:
+        CheckpointError: a value has the wrong type or range.
+    """
+
+    task: str
+    step: int
+    state_version: int
+    epoch: int
+    generation: int
+    shards: int
+    pins: Mapping[str, Pin]
+    best_version: int | None = None
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("task", "run"):
+            value = getattr(self, name)
+            if type(value) is not str or len(value) > 4096:
+                raise CheckpointError(
+                    f"{name} must be a string of at most 4,096 characters, but is {value!r:.80}"
+                )
+        for name in ("step", "state_version", "epoch", "generation", "shards"):
+            _check_count(name, getattr(self, name))
+        if self.best_version is not None:
+            _check_count("best_version", self.best_version)
+        if not isinstance(self.pins, Mapping):
+            raise CheckpointError(f"pins must be a mapping, but is {self.pins!r:.80}")
+        for name, pin in self.pins.items():
+            values = pin if type(pin) is list else [pin]
+            if type(name) is not str or not all(
+                value is None or type(value) in (str, int, float, bool) for value in values
+            ):
+                raise CheckpointError(
+                    f"pin {name!r:.80} must be a JSON scalar or a list of them: {pin!r:.80}"
+                )
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size in bytes and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check_count("size", self.size)
+        if type(self.sha256) is not str or not _SHA256.fullmatch(self.sha256):
+            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, but is {self.sha256!r:.80}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's description and its files by name.
+
+    Raises:
+        CheckpointError: a file's name is not plain: a path, hidden, or the manifest's own.
+    """
+
+    info: CheckpointInfo
+    files: Mapping[str, FileRecord]
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+                raise CheckpointError(f"{name!r:.200} is no plain file name")
+
+    def to_bytes(self) -> bytes:
+        """The one text that this manifest has."""
+        document = {
+            "format": FORMAT,
+            **asdict(self.info),
+            "files": {name: asdict(record) for name, record in self.files.items()},
+        }
+        document["manifest_sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
+        return _canonical(document)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Parse ``content``.
+
+        Raises:
+            CheckpointError: it is not exactly what :meth:`to_bytes` of some manifest gives.
+        """
+        try:
+            document = parse_json(content)
+            if type(document) is not dict:
+                raise CheckpointError("it is not a JSON object")
+            if document.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"its format is {document.get('format')!r:.80}; this version reads {FORMAT}"
+                )
+            files = document["files"]
+            info = {k: v for k, v in document.items() if k not in ("format", "files", "manifest_sha256")}
+            manifest = cls(CheckpointInfo(**info), {name: FileRecord(**files[name]) for name in files})
+            if manifest.to_bytes() != content:
+                raise CheckpointError("it does not match its own checksum")
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
+        return manifest
+
+
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise CheckpointError(f"{name} must be an integer from 0 to 2**63 - 1, but is {value!r:.80}")
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON strictly: no NaN, no duplicate keys, no nesting beyond Python's stack.
+
+    Raises:
+        CheckpointError: it is not such JSON.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise CheckpointError(f"it holds {constant}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
+            raise CheckpointError("it holds a key twice")
+        return mapping
+
+    try:
+        return json.loads(content, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is not JSON: {error}") from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in ``path``; the other files are not looked at.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    with _untrusted(path) as directory:
+        return _read_manifest(directory)
+
+
+def verify(path: Path) -> Manifest:
+    """Check every byte of the checkpoint in ``path``.
+
+    Raises:
+        CheckpointError: the message names the file that is damaged, missing, extra or of another size.
+    """
+    with _untrusted(path) as directory:
+        manifest = _read_manifest(directory)
+        for name, record in _listed(directory, manifest):
+            with _open(directory, name, record.size) as file:
+                _compare(name, record.sha256, hashlib.file_digest(file, "sha256").hexdigest())
+        return manifest
+
+
+def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """The checkpoint in ``path`` and its files' contents: the very bytes that were checked.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
+    with _untrusted(path) as directory:
+        manifest = _read_manifest(directory)
+        contents = {}
+        for name, record in _listed(directory, manifest):
+            with _open(directory, name, record.size) as file:
+                contents[name] = file.read(record.size + 1)
+            _compare(name, record.sha256, hashlib.sha256(contents[name]).hexdigest())
+        return manifest, contents
+
+
+@contextmanager
+def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.BufferedReader]]]]:
+    """The checkpoint in ``path`` and its files, open and checked: they can be read also once it is deleted.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
+    with ExitStack() as stack:
+        with _untrusted(path) as directory:
+            manifest = _read_manifest(directory)
+            files = [
+                (name, stack.enter_context(_open(directory, name, record.size)))
+                for name, record in _listed(directory, manifest)
+            ]
+            for name, file in files:
+                _compare(name, manifest.files[name].sha256, hashlib.file_digest(file, "sha256").hexdigest())
+        yield manifest, files
+
+
+def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> list[str]:
+    """All that is wrong with the checkpoint in ``path``, a line for each file; nothing where it verifies.
+
+    Args:
+        path: its directory.
+        on_read: called after each piece that was read, with its number of bytes.
+    """
+    found: list[str] = []
+    try:
+        with _untrusted(path) as directory:
+            manifest = _read_manifest(directory)
+            extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
+            found += [f"{name!r} is not in its {MANIFEST}" for name in sorted(extra)]
+            for name, record in manifest.files.items():
+                try:
+                    with _open(directory, name, record.size) as file:
+                        digest = hashlib.sha256()
+                        while piece := file.read(_PIECE_BYTES):
+                            digest.update(piece)
+                            on_read(len(piece))
+                    _compare(name, record.sha256, digest.hexdigest())
+                except CheckpointError as error:
+                    found.append(str(error))
+                except OSError as error:
+                    found.append(f"{name} cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        found.append(str(error.__cause__ or error))
+    return found
+
+
+@contextmanager
+def _untrusted(path: Path) -> Iterator[int]:
+    """The directory's descriptor; whatever is wrong inside becomes one error that names ``path``.
+
+    All is read through the descriptor, so that nobody can exchange the directory meanwhile.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+    except (CheckpointError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: {reason}. "
+            "Resume from another checkpoint, or restore this one from a copy."
+        ) from error
+
+
+def _read_manifest(directory: int) -> Manifest:
+    with _open(directory, MANIFEST) as file:
+        content = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
+    return Manifest.from_bytes(content)
+
+
+def _listed(directory: int, manifest: Manifest) -> Iterator[tuple[str, FileRecord]]:
+    """The files to read, after checking that these and no others are there, in the right sizes."""
+    extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
+    if extra:
+        raise CheckpointError(f"{min(extra)!r} is not in its {MANIFEST}")
+    for name, record in manifest.files.items():
+        _open(directory, name, record.size).close()
+    yield from manifest.files.items()

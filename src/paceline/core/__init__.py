@@ -1,1 +1,0 @@
-"""What all other rooms use: tasks, callbacks, configuration, errors, files, signals. It imports no torch."""

@@ -1,1 +1,0 @@
-"""Who takes part in a job: agents start, watch and replace workers."""

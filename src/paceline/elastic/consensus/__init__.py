@@ -1,1 +1,0 @@
-"""How the agents of several nodes agree on who leads the job."""

@@ -1,1 +1,0 @@
-"""What one asks about runs: reports, the dashboard, comparisons, faults, clean-up."""

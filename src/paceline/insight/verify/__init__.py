@@ -1,1 +1,0 @@
-"""Trains a task with every strategy, and compares the results."""

@@ -1,0 +1,1 @@
+"""How processes start, and where: a job is described, rendered as text, then submitted."""

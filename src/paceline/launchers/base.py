@@ -1,0 +1,351 @@
+"""One interface to every launcher: describe a job, render it as text, submit it, follow it.
+
+Rendering is pure: its text is what ``--dry-run`` prints, it needs neither the system that is rendered for nor
+its client libraries, and submitting does what the text says.
+
+A launcher only has to get one command started, once on each machine or once for each rank, in an environment
+that says which machine or rank it is. That command is :mod:`paceline.launchers.node` or
+:mod:`paceline.launchers.rank`; what happens on a machine from there on is the same under all launchers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from paceline.config import flag
+from paceline.errors import ConfigError
+from paceline.launchers.names import LAUNCHERS, options_type
+from paceline.launchers.names import Contract as Contract
+from paceline.launchers.names import Inner as Inner
+from paceline.launchers.names import option as option
+
+ONCE_A_RANK: tuple[Inner, ...] = ("srun", "mpi", "horovod")
+"""These start each rank themselves; under the others one command is started on each machine."""
+
+Files = Literal["shared", "image", "uploaded"]
+"""What a job's machines see of this one's files: all, only what an image has, or a copy of a directory."""
+
+State = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What is to run, on how many machines, and what each process is told.
+
+    Attributes:
+        command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
+            ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
+        name: shown in lists and by the cluster's own tools.
+        directory: absolute, and shared by the machines: what is rendered, and the job's logs, are kept there.
+        nodes: the least and the greatest number of machines.
+        nproc: processes a machine: one number for all, or one for each.
+        gpus_per_node: to ask the cluster for.
+        cpus_per_task: CPUs of each process, to ask the cluster for.
+        walltime_s: how long the job may take.
+        env: variables for every process.
+        threads: OMP_NUM_THREADS of every process; default: what the inner launcher does.
+        inner: what starts the ranks.
+        contract: which variables tell a process its place.
+        roles: with the tensorflow contract: what each rank is, such as ``("chief", "worker", "ps")``.
+        is_task: the command is ``paceline train``, which the agent may start.
+        run: the run's directory, of a task.
+        max_restarts: how often torchrun may start its workers again.
+        interface: the network interface to other machines.
+        master_port: where rank 0 listens; default: made from the job's number, so that jobs do not clash.
+        workdir: where the command runs.
+        python: the interpreter on the machines.
+        preflight: runs first on each machine, where the job is started once on each; the job is only started
+            where it ends with 0. It has the same placeholders.
+    """
+
+    command: tuple[str, ...]
+    name: str
+    directory: Path
+    nodes: tuple[int, int] = (1, 1)
+    nproc: tuple[int, ...] = (1,)
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    walltime_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    inner: Inner = "torchrun"
+    contract: Contract = "torch"
+    roles: tuple[str, ...] = ()
+    is_task: bool = False
+    run: Path | None = None
+    max_restarts: int = 0
+    interface: str | None = None
+    master_port: int | None = None
+    workdir: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
+    preflight: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
+        least, most = self.nodes
+        if len(self.nproc) > 1 and not least == most == len(self.nproc):
+            raise ConfigError(
+                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} machines, but --nodes is "
+                f"{least if least == most else f'{least}:{most}'}."
+            )
+        for name in ("gpus_per_node", "cpus_per_task", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "gpus_per_node" else 1):
+                raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
+
+    def processes_on(self, node_rank: int) -> int:
+        """How many processes a machine starts."""
+        return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
+
+    @property
+    def world_size(self) -> int:
+        """Processes over the least number of machines."""
+        return sum(self.nproc) if len(self.nproc) > 1 else self.nproc[0] * self.nodes[0]
+
+    @property
+    def starts_each_rank(self) -> bool:
+        """Whether the command is started once for each rank, not once on each machine."""
+        return self.inner in ONCE_A_RANK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command to run here. ``env`` is added to this process's own variables; ``stdin`` is what it reads."""
+
+    title: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""
+
+    @property
+    def text(self) -> str:
+        """The command for a shell, ready to be pasted."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        text = f"# {self.title}\n" + " \\\n  ".join([*words, shlex.join(self.argv)])
+        if not self.stdin:
+            return f"{text}\n"
+        end = "END"
+        while end in self.stdin.splitlines():
+            end += "_"
+        return f"{text} <<'{end}'\n{self.stdin}{end}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """What :meth:`Launcher.submit` would do.
+
+    Attributes:
+        spec: what was asked for.
+        options: the launcher's own.
+        files: texts by name, to be written into the job's directory.
+        commands: to run here, one after another or all at once, as the launcher does.
+    """
+
+    spec: JobSpec
+    options: Any = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[Command, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it, as ``--dry-run`` prints it."""
+        parts = [f"# {self.spec.directory / name}\n{text}" for name, text in self.files.items()]
+        return "\n".join([*parts, *(command.text for command in self.commands)])
+
+
+class RenderedOnlyError(ConfigError):
+    """This launcher writes a job's files, and they stay; the message says what submits them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """Where a job stands.
+
+    Attributes:
+        state: in one word, the same for all launchers.
+        detail: in the system's own words: "PENDING (Resources)".
+        exit_code: once it has ended, where the system tells.
+        restarts: how often the system started it again.
+    """
+
+    state: State
+    detail: str = ""
+    exit_code: int | None = None
+    restarts: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not change any more."""
+        return self.state in ENDED
+
+
+class JobHandle(ABC):
+    """A job that was submitted, by this process or an earlier one."""
+
+    @property
+    @abstractmethod
+    def reference(self) -> dict[str, Any]:
+        """What :meth:`Launcher.reopen` needs to find the job again, as JSON."""
+
+    @abstractmethod
+    def status(self) -> JobStatus:
+        """Ask the system where the job stands."""
+
+    @abstractmethod
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """What its processes print, line by line without line ends; with ``follow`` until the job ends."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the job, and all that it started; nothing happens to one that has ended.
+
+        A task is given time to save; where nobody else limits that, a second call ends it.
+        """
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Return the exit code once the job has ended: 0 only if it did what was asked."""
+
+    def scale(self, nodes: int) -> None:
+        """Have the system give the job another number of machines; those there are stay.
+
+        Raises:
+            ConfigError: it cannot be, or the job cannot have so many.
+            LaunchError: the system refused it.
+        """
+        raise ConfigError(
+            "this job's system cannot change its machines. Paceline's agents can: paceline scale RUN."
+        )
+
+
+class Launcher(ABC):
+    """Gets a job's command started on its machines.
+
+    Attributes:
+        name: what ``--on`` calls it.
+        inners: what may start the ranks in it, the default for scripts first; "agent" is for tasks.
+        contracts: which variables its processes can be given, the default first.
+        attached: a job ends with the command that started it, as under ``mpirun``; the others are
+            submitted to a system that keeps them.
+        files: what its machines see of this one's files. Where they do not share them, a run's directory is
+            a path there, and what is rendered is kept here, beside the job's record.
+        default_run: a task's run directory there, where the system has a place for it.
+        machines_given: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
+        extra: the extra of Paceline that submitting needs, such as "ray".
+    """
+
+    name: ClassVar[str]
+    inners: ClassVar[tuple[Inner, ...]]
+    contracts: ClassVar[tuple[Contract, ...]] = ("torch", "tensorflow", "none")
+    attached: bool = False
+    files: ClassVar[Files] = "shared"
+    default_run: ClassVar[str | None] = None
+    machines_given: ClassVar[bool] = False
+    extra: ClassVar[str | None] = None
+
+    @property
+    def options_type(self) -> type | None:
+        """A frozen dataclass with the launcher's own options; None where it has none."""
+        return options_type(self.name)
+
+    @abstractmethod
+    def render(self, spec: JobSpec, options: Any = None) -> Rendered:
+        """Say what would run; starts, writes and contacts nothing.
+
+        Args:
+            spec: the job.
+            options: an ``options_type``, or None where there is none or all are left out.
+
+        Raises:
+            ConfigError: this launcher cannot run the job; the message says which option is in the way.
+        """
+
+    def sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """The machines, and the processes on each, where the launcher's own options say so too.
+
+        Raises:
+            ConfigError: they say something else than ``--nodes`` and ``--nproc``.
+        """
+        return nodes, nproc
+
+    def place_of(self, path: str, options: Any) -> str:
+        """Where the machines find a script, a program or a task's file, from where the job runs.
+
+        Args:
+            path: as the user gives it: from this directory, or from the one that the machines get a copy of.
+            options: the launcher's own.
+
+        Raises:
+            ConfigError: there is no such file, or the machines do not get it.
+        """
+        if self.files == "shared" and not Path(path).is_file():
+            raise ConfigError(f"there is no file {path} in {Path.cwd()}.")
+        return path
+
+    def common_directory(self, spec: JobSpec, options: Any) -> Path | None:
+        """Where a job's machines leave each other what is said before it; None: the only one needs none.
+
+        Raises:
+            ConfigError: several machines have no directory that all of them can write.
+        """
+        if self.files == "shared":
+            return spec.directory
+        if spec.nodes[1] == 1:
+            return None
+        raise ConfigError(
+            "--preflight with --nodes above 1: the machines meet in a directory that all of them can write, "
+            f"and --on {self.name} has none. Leave it out; on one machine it works."
+        )
+
+    @abstractmethod
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Start it.
+
+        Raises:
+            LaunchError: the system is not installed, not reachable, or refused the job; nothing is left.
+        """
+
+    @abstractmethod
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find a job again by its handle's ``reference``."""
+
+
+def get_launcher(name: str) -> Launcher:
+    """The launcher of that name; its module is imported now, the system's own library is not.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    launcher = made_launcher(name, LAUNCHERS)
+    assert isinstance(launcher, Launcher)
+    return launcher
+
+
+def made_launcher(name: str, places: Mapping[str, str]) -> object:
+    """A launcher of the class that ``places`` says, as ``module:Class``, for its name.
+
+    Raises:
+        ConfigError: it says none; the message lists those there are.
+    """
+    if name not in places:
+        raise ConfigError(f"there is no launcher {name!r}. Choose one of: {', '.join(places)}.")
+    module, _, attribute = places[name].partition(":")
+    launcher: object = getattr(importlib.import_module(module), attribute)()
+    return launcher
+
+
+def job_name(text: str) -> str:
+    """``text`` as every system takes it for a name: lower-case letters, digits and single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "job"

@@ -1,0 +1,1 @@
+"""``--on kubernetes``: manifests, and the API server that they are submitted to."""

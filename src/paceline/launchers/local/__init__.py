@@ -1,0 +1,1 @@
+"""Start processes on this machine, watch them, and leave none behind."""

@@ -1,0 +1,1 @@
+"""``--on sagemaker``: training jobs on Amazon SageMaker."""

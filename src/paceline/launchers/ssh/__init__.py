@@ -1,0 +1,1 @@
+"""Jobs on machines that are reached by ssh."""

@@ -1,0 +1,1 @@
+"""Removing runs, checkpoints and packages that a policy does not keep. No torch."""

@@ -1,1 +1,0 @@
-"""How a step is split over ranks: groups, the exact reduction, strategies."""

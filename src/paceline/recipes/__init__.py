@@ -1,0 +1,1 @@
+"""Tasks that come with Paceline, by name: see ``paceline.task.RECIPES``."""

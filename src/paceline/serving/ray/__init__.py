@@ -1,0 +1,1 @@
+"""Models on Ray Serve: replicas on the machines of a cluster, behind the same server."""

@@ -1,0 +1,1 @@
+"""ZeRO by DeepSpeed, as an optional engine (``--strategy deepspeed``)."""

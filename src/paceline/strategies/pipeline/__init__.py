@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model cut into stages, and micro-batches on their way through them."""

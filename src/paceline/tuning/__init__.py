@@ -1,0 +1,1 @@
+"""Searches for the hyperparameters of a task, on Ray Tune."""
