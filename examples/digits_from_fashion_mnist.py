@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.inference import Inference
-from paceline.recipes.fashion_mnist import Classifier, FashionMNIST
+from paceline.core.inference import Inference
+from paceline.training.tasks.fashion_mnist import Classifier, FashionMNIST
 
 _EVERY = 4  # of so many digits one is for testing
 

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.errors import DataError
-from paceline.recipes.transformer import Transformer
+from paceline.core.errors import DataError
+from paceline.training.tasks.transformer import Transformer
 
 _PARTS = {"train": (0, 8), "val": (8, 9), "test": (9, 10)}
 """Tenths of each text."""

@@ -11,15 +11,17 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from paceline.cli import app
-from paceline.config import RunConfig, flag
-from paceline.training.plan import CHANGEABLE
+from paceline.cli.options import GROUPS
+from paceline.core.config import RunConfig
+from paceline.core.option_sets import CLASSIFICATIONS
+from paceline.core.options import flag
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the references of commands and options."""
     text = app.generate_docs(output_format="markdown")
     # The site's own table of contents stands beside the page.
-    text = re.sub(r"## Table of Contents\n.*?(?=\*\*Commands\*\*)", "", text, flags=re.DOTALL)
+    text = re.sub(r"## Table of Contents\n.*?(?=\*\*)", "", text, flags=re.DOTALL)
     files.append(File.generated(config, "reference/cli.md", content=text))
     files.append(File.generated(config, "reference/options.md", content=_options()))
     return files
@@ -34,13 +36,20 @@ def _options() -> str:
         shown = "" if default is None or default is False or default == "" else f"`{default}`"
         choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field.name]))
         help_text = field.metadata["help"] + (f" One of {choices}." if "," in choices else "")
-        # What identifies the task is compared by itself.
-        fixed = " *Fixed.*" if field.name in {"task", "set"} or field.name not in CHANGEABLE else ""
-        row = f"| `{flag(field.name)}` | {shown} | {help_text}{fixed} |\n"
+        its = CLASSIFICATIONS[field.name]
+        # What names the task is compared by itself.
+        resume = "fixed" if its.scope == "task" else its.resume
+        bits = its.bits.replace("_", " ")
+        row = f"| `{flag(field.name)}` | {shown} | {help_text} | {resume} | {bits} |\n"
         groups.setdefault(field.metadata["group"], []).append(row)
-    head = "| Option | Default | |\n|---|---|---|\n"
-    tables = [f"## {group}\n\n{head}{''.join(rows)}" for group, rows in groups.items()]
+    head = "| Option | Default | | Resume | Bits |\n|---|---|---|---|---|\n"
+    tables = [f"## {group}\n\n{head}{''.join(rows)}" for group, rows in sorted(groups.items(), key=_place)]
     return "\n".join([_OPTIONS_INTRODUCTION, *tables])
+
+
+def _place(group: tuple[str, list[str]]) -> int:
+    """Where a group of options stands in ``paceline train --help-all``."""
+    return GROUPS.index(group[0])
 
 
 _OPTIONS_INTRODUCTION = """# Options
@@ -48,7 +57,18 @@ _OPTIONS_INTRODUCTION = """# Options
 `paceline train` takes them as `--some-option`, `fit` as the keyword `some_option`, and a file given with
 `--config` as the key `some_option`. Where no default is shown, the task's own counts.
 
-What is *fixed* decides the model's bits: a run that is continued keeps it, and another value is refused.
+*Resume* says what becomes of an option when its run is continued:
+
+| Resume | `paceline resume RUN` | `paceline train --run RUN` |
+|---|---|---|
+| fixed | the recorded value; another one is refused | the same |
+| adjustable | the recorded value, unless another one is given | the same |
+| kept | the recorded value, unless another one is given | the present value |
+| fresh | the present value | the same |
+
+*Bits* says whether an option decides the bits of the trained model: *always*; *by strategy*, where only some
+of its values or some strategies do; *rounding*, where models are equal within rounding; or *never*.
+[How options are classified](../decisions/options.md) has the rest.
 """
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from paceline.data.fashion_mnist import load_fashion_mnist
-from paceline.recipes.fashion_mnist import LABELS
+from paceline.training.tasks.fashion_mnist import LABELS, load_fashion_mnist
 
 PACELINE = os.path.relpath(Path(sys.executable).with_name("paceline"))
 PACKAGE = "fashion-mnist@quickstart"
@@ -40,7 +39,7 @@ Your own task: copy examples/fashion_mnist.py, change it, and run it. Any of the
   python examples/fashion_mnist.py
   paceline train examples/fashion_mnist.py:Clothes --nproc 2 --epochs 1
 
-Every option: paceline train --help. All about tasks and runs: docs/index.md""")
+Every option: paceline train --help-all. All about tasks and runs: docs/index.md""")
     return code
 
 

@@ -75,4 +75,4 @@ def test_what_is_copied_is_enough_to_build_paceline(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [wheel] = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert "paceline/launchers/node.py" in archive.namelist()
+        assert "paceline/launch/node.py" in archive.namelist()

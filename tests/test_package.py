@@ -102,7 +102,7 @@ def test_type_checkers_see_every_exported_name() -> None:
 
 
 def test_every_deliberate_error_is_exported() -> None:
-    from paceline import errors
+    from paceline.core import errors
 
     defined = {
         name
@@ -137,7 +137,7 @@ def test_import_is_light() -> None:
 @pytest.mark.cold
 def test_names_of_the_user_interface_need_no_torch() -> None:
     imported = modules_imported_by("from paceline import Defaults, Loss, Task, TaskError")
-    assert "paceline.task" in imported
+    assert "paceline.core.task" in imported
     assert "torch" not in imported
 
 
@@ -160,7 +160,12 @@ def test_help_imports_nothing_that_starts_processes(command: str) -> None:
         f"sys.argv[:] = {words}; runpy.run_module('paceline', run_name='__main__')"
     )
     assert f"paceline.cli.{'train' if command == 'resume' else command}" in imported
-    assert not imported & {"psutil", "paceline.launchers.base", "paceline.run_directory", "paceline.task"}
+    assert not imported & {
+        "psutil",
+        "paceline.launch.launcher",
+        "paceline.runs.directory",
+        "paceline.core.task",
+    }
 
 
 @pytest.mark.integration

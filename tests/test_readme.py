@@ -1,4 +1,4 @@
-"""The README says what is true of this repository."""
+"""The README and CONTRIBUTING say what is true of this repository."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def tree_paths() -> set[str]:
-    """The paths in the README's repository tree, whose indentation is two spaces a level."""
-    block = re.search(r"```text\n(src/paceline/\n.*?)```", README, flags=re.DOTALL)
-    assert block, "the README has no repository tree"
+    """The paths in CONTRIBUTING's repository tree, whose indentation is two spaces a level."""
+    block = re.search(r"```text\n(src/paceline/\n.*?)```", CONTRIBUTING, flags=re.DOTALL)
+    assert block, "CONTRIBUTING.md has no repository tree"
     paths: set[str] = set()
     parents: list[str] = []
     for line in block[1].splitlines():
@@ -38,6 +39,10 @@ def test_the_tree_names_every_part_of_the_package() -> None:
         if not path.name.startswith(("_", ".")) and path.name != "py.typed"
     }
     assert parts - tree_paths() == set()
+
+
+def test_the_readme_fits_in_1500_words() -> None:
+    assert len(README.split()) <= 1_500
 
 
 def test_ci_runs_the_readmes_test_command() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.api import Result, TaskJob, fit, submit, submit_array
-    from paceline.errors import (
+    from paceline.core.errors import (
         CheckpointError,
         ConfigError,
         CorruptionError,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         UnwritableError,
         UserError,
     )
-    from paceline.inference import Inference, TensorSpec
-    from paceline.launchers.submitit.functions import FunctionJob
-    from paceline.task import Defaults, Loss, Task
+    from paceline.core.inference import Inference, TensorSpec
+    from paceline.core.task import Defaults, Loss, Task
+    from paceline.launch.submitit_functions import FunctionJob
 
 __version__ = "0.1.0"
 
@@ -79,10 +79,12 @@ __all__ = [
 
 _HOME = {
     "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
-    "paceline.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
-    "paceline.inference": ("Inference", "TensorSpec"),
-    "paceline.launchers.submitit.functions": ("FunctionJob",),
-    "paceline.task": ("Defaults", "Loss", "Task"),
+    "paceline.core.errors": tuple(
+        name for name in __all__ if name.endswith("Error") or name == "StopRequested"
+    ),
+    "paceline.core.inference": ("Inference", "TensorSpec"),
+    "paceline.launch.submitit_functions": ("FunctionJob",),
+    "paceline.core.task": ("Defaults", "Loss", "Task"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

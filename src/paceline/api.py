@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from paceline.config import config_from_mapping, parse_duration_s, parse_nodes, parse_nproc
-from paceline.distributed.environment import Environment, detect_environment
-from paceline.errors import ConfigError, LaunchError, StopRequested, TaskError
-from paceline.job import Job
-from paceline.launchers.base import JobHandle, JobStatus, get_launcher
-from paceline.launchers.own_options import make_options, option_names
-from paceline.launchers.registry import JobRecord
-from paceline.launchers.submission import finish, task_job
-from paceline.launchers.submission import submit as submit_job
-from paceline.launchers.submitit.functions import FunctionJob, submit_functions
-from paceline.launchers.training import launch, require_recovery
-from paceline.run_directory import RunDirectory
-from paceline.task import RECIPES, Task, check_spec, task_assignments, task_fields
-from paceline.worker import run
+from paceline.core.config import config_from_mapping
+from paceline.core.environment import Environment, detect_environment
+from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskError
+from paceline.core.job import Job
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.task import Task
+from paceline.core.task_loading import RECIPES, check_spec, task_assignments, task_fields
+from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
+from paceline.launch.local_run import launch, require_recovery
+from paceline.launch.registry import make_options, option_names
+from paceline.launch.submit import JobRecord, finish, task_job
+from paceline.launch.submit import submit as submit_job
+from paceline.launch.submitit_functions import FunctionJob, submit_functions
+from paceline.runs.directory import RunDirectory
+from paceline.training.worker import run
 
 
 @dataclass(frozen=True)

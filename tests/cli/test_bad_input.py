@@ -9,10 +9,10 @@ import torch
 from tests.cli.faulty import Paceline, assert_refused, sha256, train
 
 from paceline.api import fit
+from paceline.core.errors import ConfigError
 from paceline.data.audit import audit
-from paceline.errors import ConfigError
-from paceline.recipes.fashion_mnist import FashionMNIST
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
+from paceline.training.tasks.fashion_mnist import FashionMNIST
 
 pytestmark = pytest.mark.usefixtures("numerics")
 

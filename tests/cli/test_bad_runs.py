@@ -15,7 +15,7 @@ from tests.cli.faulty import STEPS, TASKS, Paceline, assert_refused, sha256, tra
 from tests.small_disk import small_disk as mounted_at
 
 from paceline.data.audit import audit
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("numerics")]
 

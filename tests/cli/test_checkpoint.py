@@ -12,9 +12,9 @@ import pytest
 
 from paceline import cli
 from paceline.data.audit import audit
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
 
-TASK = Path(__file__).parents[1] / "checkpoint" / "disk_task.py"
+TASK = Path(__file__).parents[1] / "runs" / "checkpoint" / "disk_task.py"
 pytestmark = pytest.mark.usefixtures("numerics")
 Paceline = Callable[..., tuple[int, str, str]]
 

@@ -15,15 +15,15 @@ import safetensors.torch
 import torch
 
 from paceline import cli
-from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.choice import choose
-from paceline.checkpoint.manifest import FileRecord
-from paceline.config import config_from_mapping
-from paceline.inference import TensorSpec
-from paceline.packages.manifest import Manifest, Provenance
-from paceline.run_directory import RunDirectory
-from paceline.training import replica
-from paceline.training.parent import find_parent
+from paceline.core.config import config_from_mapping
+from paceline.core.inference import TensorSpec
+from paceline.runs.checkpoint_manifest import FileRecord
+from paceline.runs.checkpoint_store import select_checkpoint
+from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
+from paceline.runs.package_manifest import Manifest, Provenance
+from paceline.training import state_manager
+from paceline.training.fine_tuning import find_parent
 
 TASKS = """
 from dataclasses import dataclass
@@ -126,20 +126,20 @@ def _copy(run: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("which", ["best", "last", "3"])
 def test_which_checkpoint_is_begun_with(here: Path, which: str) -> None:
     assert _paceline([*_train("child", "--init-from", f"parent@{which}"), "--max-steps", "2"]) == 0
-    saved = load(choose(Path("parent/checkpoints"), which))
+    saved = load(select_checkpoint(Path("parent/checkpoints"), which))
     assert RunDirectory(Path("child")).read_manifest()["parent"]["step"] == saved.manifest.info.step
     model = saved.state["model"]
     assert all(torch.equal(value, model[name]) for name, value in _copy("child").items())
 
 
 def test_the_model_is_built_once(here: Path) -> None:
-    with mock.patch.object(replica, "built_model", wraps=replica.built_model) as built:
+    with mock.patch.object(state_manager, "built_model", wraps=state_manager.built_model) as built:
         assert _paceline([*_train("child"), "--init-from", "parent", "--max-steps", "1"]) == 0
     assert built.call_count == 1
 
 
 def test_a_checkpoints_directory_will_do(here: Path) -> None:
-    path = choose(here / "parent" / "checkpoints", "last")
+    path = select_checkpoint(here / "parent" / "checkpoints", "last")
     assert find_parent(str(path)).record["step"] == 4
 
 
@@ -182,7 +182,7 @@ def test_adapters_are_merged_for_a_child_and_in_a_package(
     assert _paceline(_train("adapted", "--init-from", "parent@last", "--lora", lora, "--max-steps", "3")) == 0
     assert _paceline(["check", "adapted"]) == 0, "the merged model is the one that was evaluated"
     assert _paceline(_train("grandchild", "--init-from", "adapted@last", "--max-steps", "1")) == 0
-    state = load(choose(Path("adapted/checkpoints"), "last")).state["model"]
+    state = load(select_checkpoint(Path("adapted/checkpoints"), "last")).state["model"]
     a, b = (state[f"0.lora_{letter}.default.weight"] for letter in "AB")
     adapters = config_from_mapping({"lora": lora}, "here").adapters
     assert adapters is not None
@@ -195,13 +195,15 @@ def test_adapters_are_merged_for_a_child_and_in_a_package(
     exported = safetensors.torch.load_file(package / "weights.safetensors")
     assert exported.keys() == _copy("grandchild").keys()
     assert all(torch.equal(value, _copy("grandchild")[name]) for name, value in exported.items())
-    alone = str(choose(Path("adapted/checkpoints"), "last").rename(here / "step-00000003-v00000003"))
+    alone = str(
+        select_checkpoint(Path("adapted/checkpoints"), "last").rename(here / "step-00000003-v00000003")
+    )
     assert _paceline(_train("other", "--init-from", alone)) == 2
 
 
 def test_the_average_is_what_a_child_of_it_begins_with(here: Path) -> None:
     assert _paceline([*_train("averaged", "--ema", "0.5"), *STEPS]) == 0
-    state = load(choose(Path("averaged/checkpoints"), "last")).state
+    state = load(select_checkpoint(Path("averaged/checkpoints"), "last")).state
     weights = find_parent("averaged@last").weights
     assert all(torch.equal(value, state["ema"][f"module.{name}"]) for name, value in weights.items())
     assert not torch.equal(weights["0.weight"], state["model"]["0.weight"])
@@ -257,7 +259,7 @@ def test_another_number_of_classes_needs_a_new_head(here: Path) -> None:
 
 
 def test_a_damaged_parent_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = choose(Path("parent/checkpoints"), "3") / "model.safetensors"
+    path = select_checkpoint(Path("parent/checkpoints"), "3") / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -266,7 +268,7 @@ def test_a_damaged_parent_is_refused(here: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_a_package_gives_its_weights(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    saved = load(choose(Path("parent/checkpoints"), "last"))
+    saved = load(select_checkpoint(Path("parent/checkpoints"), "last"))
     path = _package(here / "package", saved.state["model"])
     assert _paceline(_train("child", "--init-from", str(path), "--max-steps", "1")) == 0
     assert all(torch.equal(value, saved.state["model"][name]) for name, value in _copy("child").items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,10 +14,11 @@ from collections.abc import Iterator
 import pytest
 from cyclopts import App
 
-from paceline.cli import app
+from paceline.cli import app, main
 from paceline.cli.launcher_options import in_question
-from paceline.config import RunConfig, flag
-from paceline.launchers.names import LAUNCHER_NAMES
+from paceline.core.config import RunConfig
+from paceline.core.options import flag
+from paceline.launch.registry import LAUNCHER_NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.cold]
 
@@ -30,24 +33,40 @@ for words in json.loads(sys.argv[1]):
     said[" ".join(words)] = [code, out.getvalue()]
 print(json.dumps([said, "torch" in sys.modules]))
 """
-COMMANDS = (
-    *("train", "resume", "tune", "launch", "jobs", "status", "cancel", "doctor"),
-    *(
-        "runs",
-        "dashboard",
-        "logs",
-        "audit",
-        "report",
-        "check",
-        "checkpoint",
-        "bench",
-        "scan",
-        "plan",
-        "version",
-    ),
-    *("export", "registry", "serve", "predict"),
+GROUPS = {
+    "Start": ("train", "resume", "launch", "join", "scale", "plan", "doctor"),
+    "Look": ("runs", "logs", "dashboard", "report", "jobs", "status", "cancel"),
+    "Prove": ("audit", "verify", "chaos", "check", "bench", "scan"),
+    "Tune": ("tune",),
+    "Serve": ("export", "registry", "serve", "predict"),
+    "Keep clean": ("gc", "checkpoint"),
+    "Other": ("version",),
+}
+COMMANDS = tuple(command for commands in GROUPS.values() for command in commands)
+SUBCOMMANDS = ("runs show", "runs pipeline", "bench comm", "bench serve", "registry pull", "checkpoint ls")
+WITH_RUN_OPTIONS = ("train", "resume", "tune", "chaos", "verify", "scan")
+COMMON_OF_TRAIN = (
+    *("--set", "--epochs", "--max-steps", "--global-batch-size", "--precision", "--seed", "--nproc"),
+    *("--nodes", "--on", "--strategy", "--device", "--checkpoint-every", "--run", "--config", "--dry-run"),
 )
-CALLS = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["version"]]
+WITH_LAUNCHERS = ("train", "resume", "launch", "doctor", "scan")
+HELPS = [
+    [],
+    *([command] for command in COMMANDS),
+    *(command.split() for command in SUBCOMMANDS),
+    *([command, "--on", name] for command in WITH_LAUNCHERS for name in LAUNCHER_NAMES),
+    *(["serve", "--on", name] for name in ("embedded", "ray", "kserve")),
+]
+CALLS = [
+    *([*words, "--help"] for words in HELPS),
+    *([command, "--help-all"] for command in (*WITH_RUN_OPTIONS, "launch", "serve")),
+    *(
+        ["--version"],
+        ["version"],
+        ["train", "-h", "--json"],
+    ),
+]
+_TWO_SCREENS = 60
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +74,7 @@ def said() -> dict[str, tuple[int, str]]:
     """What each call of ``CALLS`` answered, all in one process that has not imported torch."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(CALLS)],
-        env=None,
+        env={**os.environ, "COLUMNS": "80"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -71,25 +90,99 @@ def test_every_call_succeeds(said: dict[str, tuple[int, str]]) -> None:
     assert {code for code, _ in said.values()} == {0}
 
 
-def test_the_commands_are_listed_with_what_they_do(said: dict[str, tuple[int, str]]) -> None:
-    text = said["--help"][1]
-    for command in COMMANDS:
-        assert any(line.split()[1:2] == [command] for line in text.splitlines()), command
+def _groups(text: str) -> dict[str, list[str]]:
+    """The groups of a help page in their order, and the first words of their lines."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if title := re.match("╭─ (.*?) ─", line):
+            names = found.setdefault(title[1], [])
+        elif entry := re.match(r"│ (?:\*  |   )?(\S+)", line):
+            names.append(entry[1])
+    return found
 
 
-@pytest.mark.parametrize("command", ["train", "resume"])
+def test_the_commands_are_grouped_by_what_one_does(said: dict[str, tuple[int, str]]) -> None:
+    found = _groups(said["--help"][1])
+    assert {name: tuple(commands) for name, commands in found.items()} == GROUPS
+    assert list(found) == list(GROUPS)
+    assert "--help-all" in said["--help"][1]
+
+
+@pytest.mark.parametrize("words", [" ".join(words) for words in HELPS])
+def test_help_fits_two_screens(said: dict[str, tuple[int, str]], words: str) -> None:
+    lines = said[f"{words} --help".strip()][1].splitlines()
+    assert len(lines) <= _TWO_SCREENS
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_help_of_train_begins_with_what_nearly_everybody_uses(said: dict[str, tuple[int, str]]) -> None:
+    text = said["train --help"][1]
+    found = _groups(text)
+    assert list(found) == ["Arguments", "Common"]
+    assert [word for word in found["Common"] if word.startswith("--")] == list(COMMON_OF_TRAIN)
+    closing = " ".join(text.rpartition("╯")[2].split())
+    assert closing.startswith("More options, shown by --help-all: Training, Data, Evaluation, ")
+    assert "paceline train --on NAME --help" in closing
+
+
+def test_all_groups_follow_in_the_order_in_which_they_are_met(said: dict[str, tuple[int, str]]) -> None:
+    groups = list(_groups(said["train --help-all"][1]))
+    assert groups[:5] == ["Arguments", "Common", "Training", "Data", "Evaluation"]
+    assert groups.index("Parallelism") < groups.index("Recovery") < groups.index("Job") < groups.index("FSDP")
+    own = [name for name in groups if name.startswith("--on ")]
+    assert own == groups[-len(own) :]
+
+
+@pytest.mark.parametrize("command", WITH_RUN_OPTIONS)
 def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: str) -> None:
-    words = said[f"{command} --help"][1].split()
+    words = said[f"{command} --help-all"][1].split()
+    own = {"tune": ("resume",)}
     for field in dataclasses.fields(RunConfig):
-        if field.name not in ("task", "run"):
-            assert flag(field.name) in words, field.name
+        if field.name not in ("task", "run", *own.get(command, ())):
+            assert words.count(flag(field.name)) >= 1, field.name
     for group in ("Processes", "Parallelism", "Training", "Data", "Evaluation", "Run"):
         assert group in words
-    assert {"--dry-run", "--json", "--quiet"} <= set(words)
+    if command in ("train", "resume"):
+        assert {"--dry-run", "--json", "--quiet"} <= set(words)
     # Options are switched on, not off again.
     assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(
         words
     )
+
+
+@pytest.mark.parametrize("command", ["tune", "chaos", "verify", "scan"])
+def test_the_options_of_train_are_named_in_a_line(said: dict[str, tuple[int, str]], command: str) -> None:
+    text = said[f"{command} --help"][1]
+    assert "Options of paceline train, shown by --help-all: " in text
+    assert "Training" not in _groups(text)
+    assert "--fsdp-wrap" not in text
+
+
+def test_a_servers_common_options_come_first(said: dict[str, tuple[int, str]]) -> None:
+    short = _groups(said["serve --help"][1])
+    assert [word for word in short["Common"] if word.startswith("--")] == [
+        *("--host", "--port", "--replicas", "--devices", "--token-file", "--max-batch", "--max-queue"),
+        *("--timeout", "--trust", "--on", "--json"),
+    ]
+    whole = said["serve --help-all"][1]
+    command = app["serve"]
+    for option in command.assemble_argument_collection():
+        assert all(name in whole for name in option.names if name != "*")
+
+
+def test_the_help_of_a_program_that_is_launched_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "--on", "spawn", "--dry-run", "--", "/bin/true", "--help"]
+    monkeypatch.setattr(sys, "argv", ["paceline", *words])
+    assert main() == 0
+    printed = capsys.readouterr().out
+    assert "/bin/true --help" in printed
+    assert "Usage: paceline" not in printed
+
+
+def test_help_anywhere_is_help(said: dict[str, tuple[int, str]]) -> None:
+    assert said["train -h --json"] == said["train --help"]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +214,7 @@ def test_a_launchers_own_options_are_shown_with_its_name(said: dict[str, tuple[i
         check=True,
     )
     assert "--partition" in done.stdout
+    assert "--wait" in done.stdout
     assert "--image" not in done.stdout
 
 

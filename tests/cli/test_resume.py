@@ -15,7 +15,7 @@ import pytest
 
 from paceline import cli
 from paceline.data.audit import audit
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
 
 TASK = """
 from __future__ import annotations
@@ -231,3 +231,19 @@ def test_another_strategy_drops_what_belongs_to_the_one_before(
     config = tomllib.loads(job)["config"]
     names = {line.partition(" = ")[0] for line in created.splitlines()} - {"strategy"}
     assert {name: value for name, value in config.items() if name in names} == kept
+
+
+def test_resume_keeps_shares_spares_and_patience(paceline: Paceline, stopped: Path) -> None:
+    manifest = stopped / "run.toml"
+    created = {"balance": "equal", "spares": 1, "init_timeout": "9min"}
+    text = re.sub(r"(?m)^(balance|spares|init_timeout) = .*\n", "", manifest.read_text())
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in created.items())
+    manifest.write_text(text.replace("[config]\n", f"[config]\n{lines}\n"))
+    code, out, err = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json", "--spares", "2")
+    assert code == 0, err
+    (job,) = json.loads(out)["files"].values()
+    config = tomllib.loads(job)["config"]
+    assert {name: config.get(name) for name in created} == {**created, "spares": 2}
+    code, out, err = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json")
+    (job,) = json.loads(out)["files"].values()
+    assert created.items() <= tomllib.loads(job)["config"].items()

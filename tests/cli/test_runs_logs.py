@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from paceline.cli.logs import logs
 from paceline.cli.runs import find_runs, runs
-from paceline.distributed.process import record_failure
-from paceline.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
-from paceline.launchers.base import JobStatus
-from paceline.launchers.log_files import fold
-from paceline.launchers.registry import JobRecord, add_record
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
+from paceline.launch.job_logs import fold
+from paceline.launch.launcher import JobStatus
+from paceline.launch.submit import JobRecord, add_record
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import record_failure
 
 LOGS = """
 import sys

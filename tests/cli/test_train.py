@@ -202,8 +202,8 @@ def test_more_processes_than_shards(start: Callable[..., Any], run_processes: An
 @pytest.mark.parametrize(
     ("launcher", "starts"),
     [
-        ((), ["paceline.worker run/job.toml"]),
-        (("--nproc", "2"), ["forks 2 workers of run/job.toml", "-m paceline.agent.zygote"]),
+        ((), ["paceline.training.worker run/job.toml"]),
+        (("--nproc", "2"), ["forks 2 workers of run/job.toml", "-m paceline.elastic.forkserver"]),
         (
             ("--nproc", "2", "--recover", "none"),
             ["RANK=0", "RANK=1", "MASTER_ADDR=127.0.0.1", ">>run/logs/rank-1.log"],

@@ -10,13 +10,12 @@ import cyclopts
 import pytest
 
 from paceline.cli.audit import audit as audit_command
-from paceline.config import Shuffle
+from paceline.core.errors import RunDirectoryError
+from paceline.core.options import Shuffle
 from paceline.data.audit import audit
-from paceline.data.ledger import ledger_path
-from paceline.data.ledger_writer import LedgerWriter
+from paceline.data.ledger import LedgerWriter, ledger_path
 from paceline.data.order import DataOrder
-from paceline.errors import RunDirectoryError
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
 
 ORDER = DataOrder(1003, 100, 4, seed=7)
 STEPS = ORDER.steps_per_epoch  # 11: the last one has 3 samples

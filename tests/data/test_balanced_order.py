@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.config import Shuffle
-from paceline.data.balanced_order import (
+from paceline.core.errors import DataError, RunDirectoryError
+from paceline.core.options import Shuffle
+from paceline.data.order import (
     BalancedOrder,
+    DataOrder,
     balanced,
     checked_sizes,
     deal,
@@ -17,8 +19,6 @@ from paceline.data.balanced_order import (
     save_sizes,
     with_saved_sizes,
 )
-from paceline.data.order import DataOrder
-from paceline.errors import DataError, RunDirectoryError
 
 SIZES = np.random.default_rng(3).lognormal(4, 1, 1003).astype(np.int64) + 1
 PLAIN = DataOrder(num_samples=1003, global_batch_size=50, num_shards=7, seed=4)

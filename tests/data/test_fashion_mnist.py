@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.data import fashion_mnist
-from paceline.data.fashion_mnist import (
+from paceline.core.errors import DataError
+from paceline.training.tasks import fashion_mnist
+from paceline.training.tasks.fashion_mnist import (
     DEBIAN_DIRECTORY,
     MIRRORS,
     IdxFile,
@@ -24,7 +25,6 @@ from paceline.data.fashion_mnist import (
     load_fashion_mnist,
     read_idx,
 )
-from paceline.errors import DataError
 
 NOWHERE = Path("/nonexistent")
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import Shuffle
-from paceline.data.ledger import Ledger, LedgerEntry, ledger_path, read_ledger
-from paceline.data.ledger_writer import LedgerWriter
+from paceline.core.errors import RunDirectoryError, UnwritableError
+from paceline.core.options import Shuffle
+from paceline.data.ledger import Ledger, LedgerEntry, LedgerWriter, ledger_path, read_ledger
 from paceline.data.order import DataOrder
-from paceline.errors import RunDirectoryError, UnwritableError
 
 ORDER = DataOrder(1000, 96, 12, seed=7, shuffle=Shuffle(16))
 
@@ -258,7 +257,7 @@ def test_a_killed_writer_leaves_what_it_flushed(tmp_path: Path) -> None:
     program = """
         import os, signal, sys
         from pathlib import Path
-        from paceline.data.ledger_writer import LedgerWriter
+        from paceline.data.ledger import LedgerWriter
 
         writer = LedgerWriter(Path(sys.argv[1]), None, generation=0, parent_version=None)
         for v in range(1, 5001):

@@ -24,10 +24,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from paceline.config import Shuffle
-from paceline.data.device import to_device
-from paceline.data.evaluation import EvalBatches
+from paceline.core.errors import DataError
+from paceline.core.options import Shuffle
+from paceline.core.task import Task
+from paceline.core.task_loading import load_task_class
 from paceline.data.loader import (
+    EvalBatches,
     Loader,
     MicroBatch,
     auto_workers,
@@ -36,9 +38,7 @@ from paceline.data.loader import (
     resolve_workers,
 )
 from paceline.data.order import DataOrder, carve
-from paceline.data.tensors import TensorLoader
-from paceline.errors import DataError
-from paceline.task import Task, load_task_class
+from paceline.data.samples import TensorLoader, to_device
 
 pytestmark = pytest.mark.integration
 
@@ -336,7 +336,7 @@ def test_evaluation_blocks_are_the_same_for_any_world_size(make: Any, workers: i
 TASK_FILE = """
     from dataclasses import dataclass
     import torch
-    from paceline.task import Task
+    from paceline.core.task import Task
 
     class Items:
         def __len__(self): return 12

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import Shuffle
-from paceline.data.order import DataOrder, carve
-from paceline.data.permutation import MAX_SIZE, Permutation, derive_key, splitmix64
-from paceline.errors import ConfigError, DataError
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.options import Shuffle
+from paceline.data.order import MAX_SIZE, DataOrder, Permutation, carve, derive_key, splitmix64
 
 KEYS = st.integers(0, 2**64 - 1)
 

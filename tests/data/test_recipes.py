@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.recipes.fashion_mnist import FashionMNIST, FashionMNISTMLP, normalise
+from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP, normalise
 
 
 @pytest.fixture

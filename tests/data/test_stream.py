@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from paceline.data.microbatch import MicroBatch
+from paceline.core.errors import ConfigError, DataError
+from paceline.data.samples import MicroBatch
 from paceline.data.stream import IterableShards, ShardedStream, StreamLoader, as_stream
-from paceline.errors import ConfigError, DataError
 
 
 class Numbers(IterableDataset[Any]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.examples.test_models import example
 
-from paceline.errors import DataError
+from paceline.core.errors import DataError
 
 
 @pytest.fixture(scope="module")

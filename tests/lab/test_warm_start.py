@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import _warm_starts, runs
 from tests.lab.warm_start import START_NONE, Program, is_template, parse
 
-from paceline.distributed import tether
+from paceline.core import parent_death
 
 pytestmark = [pytest.mark.integration, pytest.mark.warm]
 
@@ -161,7 +161,7 @@ def test_a_template_dies_with_its_program(run_processes: Any, wait_until: Callab
 def test_a_tethered_process_dies_with_its_parent(run_processes: Any, wait_until: Callable[..., None]) -> None:
     starts = (
         "import subprocess, sys\n"
-        "from paceline.distributed.tether import tethered\n"
+        "from paceline.core.parent_death import tethered\n"
         "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
         "print(child.pid, flush=True)\n"
         "input()\n"
@@ -187,7 +187,7 @@ def test_a_start_with_other_limits_is_from_nothing() -> None:
     assert not about(["-c", ABOUT], env={**os.environ, "PYTHONHASHSEED": "7"})["warm"]
 
 
-TETHER = tether.__file__
+TETHER = parent_death.__file__
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,12 @@ from typing import Any
 
 import psutil
 
-from paceline.distributed import tether
+from paceline.core import parent_death
 
 _PATH = sys.path[1:]
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 15, 36, 37
 _TEMPLATE = "tests-template"
-_TETHER = Path(tether.__file__).resolve()
+_TETHER = Path(parent_death.__file__).resolve()
 _LONGEST = 1 << 19
 _MOST_FDS = 64
 _ROOM = "PACELINE_TESTS_ROOM_FOR_AN_ENVIRONMENT"
@@ -58,11 +58,11 @@ _ROOM = "PACELINE_TESTS_ROOM_FOR_AN_ENVIRONMENT"
 START_NONE = frozenset(
     f"paceline.{name}"
     for name in (
-        "agent.zygote",
-        "worker",
+        "elastic.forkserver",
+        "training.worker",
         "serving.fork_server",
         "serving.replica",
-        "tuning.trial_server",
+        "tune.trial",
     )
 )
 
@@ -392,8 +392,8 @@ class _Titles:
 def _preload() -> None:
     """Import what the processes of tests need sooner or later, and nothing that starts a thread."""
     import paceline.cli.train
-    import paceline.launchers.training  # noqa: F401
-    from paceline.worker import preload
+    import paceline.launch.local_run  # noqa: F401
+    from paceline.training.worker import preload
 
     preload()
 
@@ -462,7 +462,7 @@ class _Server:
         ours.close()
         self._channel.close()
         self._channel = theirs
-        tether.die_with_parent(parent=starter)
+        parent_death.die_with_parent(parent=starter)
         _set_name(_TEMPLATE)
         self._titles.write([_TEMPLATE], {})
         return None
@@ -534,7 +534,7 @@ def _seed_and_count(start: _Start) -> None:
 def _run(program: Program) -> None:
     if program.tether:
         number, parent = program.tether
-        tether.die_with_parent(number, parent)
+        parent_death.die_with_parent(number, parent)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     first = {"module": os.getcwd(), "code": "", "script": os.path.dirname(os.path.realpath(program.name))}

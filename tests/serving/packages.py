@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from paceline.checkpoint.manifest import FileRecord
-from paceline.inference import Inference
-from paceline.packages.manifest import Manifest, Provenance
-from paceline.packages.registry import Reference, Registry
-from paceline.packages.trust import trust
-from paceline.task import build_task, load_task_class
+from paceline.core.inference import Inference
+from paceline.core.task_loading import build_task, load_task_class
+from paceline.runs.checkpoint_manifest import FileRecord
+from paceline.runs.package import trust
+from paceline.runs.package_manifest import Manifest, Provenance
+from paceline.runs.package_registry import Reference, Registry
 
 
 def put(registry: Path, recipe: str, *, name: str, seed: int = 0, tag: str = "prod") -> Path:

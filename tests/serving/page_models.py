@@ -13,9 +13,8 @@ from safetensors.torch import save
 from tests.serving.packages import put_module
 from torch import nn
 
-from paceline.data.fashion_mnist import load_fashion_mnist
-from paceline.inference import Inference, TensorSpec
-from paceline.recipes.fashion_mnist import LABELS, FashionMNISTMLP
+from paceline.core.inference import Inference, TensorSpec
+from paceline.training.tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 
 
 @dataclass(frozen=True)

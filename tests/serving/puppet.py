@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.inference import Inference, TensorSpec
-from paceline.task import Task
+from paceline.core.inference import Inference, TensorSpec
+from paceline.core.task import Task
 
 DIE, FAIL, LEAVE_A_CHILD = -1.0, -2.0, -3.0
 """What a row may say; a positive number is seconds to sleep, 0 nothing."""

@@ -15,9 +15,9 @@ from tests.conftest import Processes
 from tests.serving.conftest import Server, json_request
 from tests.serving.load import PATH
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.serving.access import read_token
-from paceline.serving.options import ServingOptions
+from paceline.serving.model import ServingOptions
 from paceline.serving.server import Address, bind, listen
 
 

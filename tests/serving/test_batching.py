@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from tests.serving.clock import Clock
 
-from paceline.serving.batching import Batcher
-from paceline.serving.failures import Overloaded
-from paceline.serving.options import ServingOptions
-from paceline.serving.servable import Array, Arrays
+from paceline.serving.batching import Batcher, Overloaded
+from paceline.serving.model import Array, Arrays, ServingOptions
 
 BATCH = {"x": np.zeros((4, 1), np.float32)}
 

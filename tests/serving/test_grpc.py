@@ -23,11 +23,11 @@ from tests.serving.load import PATH
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.serving.access import Access
+from paceline.serving.app import Models
 from paceline.serving.grpc_server import GrpcServer
-from paceline.serving.models import Models
-from paceline.serving.options import ServingOptions
+from paceline.serving.model import ServingOptions
 from paceline.serving.server import Address
 
 MODEL = "fashion-mnist"

@@ -16,8 +16,8 @@ from PIL import Image
 from tests.conftest import Processes
 from tests.serving.conftest import Server
 
-from paceline.packages.package import open_package
-from paceline.packages.registry import Registry
+from paceline.runs.package import open_package
+from paceline.runs.package_registry import Registry
 
 PIXELS = np.random.default_rng(2).integers(0, 256, (40, 1, 28, 28), dtype=np.uint8)
 

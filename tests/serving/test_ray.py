@@ -15,11 +15,9 @@ from tests.conftest import Processes, children
 from tests.serving.conftest import Server, metrics
 from tests.serving.load import Load
 
-from paceline.errors import ConfigError, LaunchError
-from paceline.serving.options import ServingOptions, parse_replicas
-from paceline.serving.ray.cluster import ray_serve
-from paceline.serving.ray.deployment import reason
-from paceline.serving.ray.options import RayOptions
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.serving.model import ServingOptions, parse_replicas
+from paceline.serving.ray_serve import RayOptions, ray_serve, reason
 
 MODEL = 'model="fashion-mnist"'
 PATIENCE_S = 240
@@ -129,7 +127,7 @@ def test_why_a_replica_could_not_load_its_model() -> None:
         'ray::ServeReplica:a:M.initialize() (pid=1)\n  File "replica.py", line 1\n'
         "RuntimeError: Traceback (most recent call last):\n"
         '  File "loading.py", line 2, in load\n'
-        "paceline.errors.ConfigError: --devices cuda: torch finds no GPU here.\n"
+        "paceline.core.errors.ConfigError: --devices cuda: torch finds no GPU here.\n"
     )
     assert reason(message) == "ConfigError: --devices cuda: torch finds no GPU here."
     assert reason("the cluster is gone\nand more") == "the cluster is gone"

@@ -11,10 +11,8 @@ import pytest
 from tests.serving.clock import Clock
 
 from paceline.serving import frames
-from paceline.serving.options import ServingOptions
-from paceline.serving.replica_process import ReplicaDied, ReplicaProcess
-from paceline.serving.servable import ModelSpec, Source
-from paceline.serving.starting import Starter
+from paceline.serving.model import ModelSpec, ServingOptions, Source
+from paceline.serving.replica_process import ReplicaDied, ReplicaProcess, Starter
 
 INPUTS = {"x": np.zeros((1, 1), np.float32)}
 SOURCE = Source(package="nowhere", digest="0" * 64, kind="pt2")

@@ -27,19 +27,18 @@ from unittest import mock
 import tasks  # beside this file
 
 import paceline
-from paceline.distributed import reducer, shares, world
-from paceline.strategies.pipeline.blocks import find_blocks
-from paceline.strategies.pipeline.pipedream.reference import Reference
-from paceline.strategies.pipeline.staged import cut
-from paceline.training import arrivals, balance, run
+from paceline.insight.verify.reference import Reference
+from paceline.parallel import load_balancing, reducer, world
+from paceline.parallel.pipeline.stages import cut, find_blocks
+from paceline.training import async_ps, run_context
 
 
-class Restless(shares.Balancer):
+class Restless(load_balancing.Balancer):
     """Shares anew at each opportunity, as every rank's does alike."""
 
     windows = 0
 
-    def observe(self, window: shares.Window) -> bool:
+    def observe(self, window: load_balancing.Window) -> bool:
         self.windows += 1
         chosen = random.Random(self.windows)
         cuts = sorted(chosen.sample(range(1, sum(self.shares)), len(self.shares) - 1))
@@ -59,7 +58,7 @@ def restless(computing: int) -> Iterator[None]:
 
     with (
         mock.patch.object(world, "open_world", with_spares),
-        mock.patch.multiple(balance, Balancer=Restless, WINDOW_STEPS=1, WINDOW_S=0.0),
+        mock.patch.multiple(load_balancing, Balancer=Restless, WINDOW_STEPS=1, WINDOW_S=0.0),
     ):
         yield
 
@@ -71,7 +70,7 @@ def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
     def build(module: Any, mesh: Any, config: Any, options: Any) -> Reference:
         return Reference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
 
-    with mock.patch.object(run, "build_strategy", build):
+    with mock.patch.object(run_context, "build_strategy", build):
         yield
 
 
@@ -79,7 +78,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = getattr(tasks, job["task"])(**job.get("fields", {}))
     try:
-        order = mock.patch.object(arrivals.ArrivalTrainer, "order", iter(job.get("arrival", ())))
+        order = mock.patch.object(async_ps.ArrivalTrainer, "order", iter(job.get("arrival", ())))
         network = mock.patch.object(reducer, "supported", return_value=False)
         with (
             restless(job["computing"]) if "computing" in job else nullcontext(),

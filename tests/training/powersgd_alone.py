@@ -13,9 +13,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from paceline.distributed.environment import Environment
-from paceline.distributed.world import open_world
-from paceline.strategies.powersgd import POWERSGD_WARMUP, PowerSGD
+from paceline.core.environment import Environment
+from paceline.parallel.torch_ddp import POWERSGD_WARMUP, PowerSGD
+from paceline.parallel.world import open_world
 
 SHAPE = (6, 5)
 SIZE = 30

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.storage import newest_verified
+from paceline.runs.checkpoint_store import newest_verified
+from paceline.runs.checkpointer import load
 
 
 def newest(run: Path) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
-from paceline.callback import Callback, Group, Horizon
-from paceline.data.stdlib_text import load_stdlib_text
-from paceline.recipes.transformer import Transformer
+from paceline.core.callback import Callback, Group, Horizon
+from paceline.training.tasks.transformer import Transformer, load_stdlib_text
 
 CLASSES, FEATURES = 3, 12
 

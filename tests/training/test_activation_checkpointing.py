@@ -11,9 +11,8 @@ import torch
 from tests.training import tasks
 from torch import nn
 
-from paceline.errors import ConfigError
-from paceline.strategies.blocks import repeated_blocks
-from paceline.training.activation_checkpointing import checkpoint_activations
+from paceline.core.errors import ConfigError
+from paceline.parallel.wrap_units import checkpoint_activations, repeated_blocks
 
 JOB: dict[str, Any] = {"task": "Noisy", "options": {"max_steps": 4, "ema": 0.9, "eval_every": "2steps"}}
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config import RunConfig
-from paceline.errors import ConfigError
-from paceline.recipes.transformer import Transformer
-from paceline.training import automatic
-from paceline.training.automatic import require_replaceable, settle_strategy
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.parallel.planning import auto_strategy
+from paceline.parallel.planning.auto_strategy import require_replaceable, settle_strategy
+from paceline.training.tasks.transformer import Transformer
 
 MIB = 2**20
 CONFIG = RunConfig(task="transformer", reduction="fast", shards=2, global_batch_size=2)
@@ -40,7 +40,9 @@ def settled(memory: int, config: RunConfig = CONFIG, **changes: Any) -> tuple[Ru
 
 
 def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "paceline.parallel.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured")
+    )
     before = torch.get_rng_state()
     assert settled(1024 * MIB) == (CONFIG, None)
     assert torch.equal(torch.get_rng_state(), before)
@@ -95,5 +97,5 @@ def test_in_place_recovery_names_what_to_give() -> None:
 
 def test_processes_share_the_machine() -> None:
     cpu = torch.device("cpu")
-    one = automatic.memory_of_process(cpu, 1)
-    assert automatic.memory_of_process(cpu, 4) == one // 4
+    one = auto_strategy.memory_of_process(cpu, 1)
+    assert auto_strategy.memory_of_process(cpu, 4) == one // 4

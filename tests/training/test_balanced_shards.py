@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paceline.data.audit import audit
-from paceline.data.balanced_order import with_saved_sizes
 from paceline.data.ledger import read_ledger
-from paceline.run_directory import RunDirectory
+from paceline.data.order import with_saved_sizes
+from paceline.runs.directory import RunDirectory
 
 OPTIONS = {"max_steps": 5, "global_batch_size": 24, "log_every": 1}
 LINES = {"task": "Lines", "options": OPTIONS}

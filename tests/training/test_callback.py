@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.callback import BatchPlace, Callback, Group, Horizon
+from paceline.core.callback import BatchPlace, Callback, Group, Horizon
 
 
 class Diary(Callback):

@@ -16,16 +16,16 @@ import torch
 from tests.training.states import newest
 from torch.optim import Adafactor, NAdam
 
-from paceline.config import RunConfig
-from paceline.errors import ConfigError
-from paceline.run_directory import RunDirectory
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.insight.verify.reference import simulated_compression, simulated_model
+from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopSignals
-from paceline.training.pins import numerics_kept
-from paceline.training.preparation import Request, prepare
-from paceline.training.rounds import Rounds
-from paceline.training.simulation import simulated_compression, simulated_model
+from paceline.training.local_sgd import averaged
+from paceline.training.reproducibility import numerics_kept
+from paceline.training.run_setup import Request, prepare
+from paceline.training.schedule import Rounds
 from paceline.training.state import Progress
-from paceline.training.together import averaged
 
 HERE = Path(__file__).parent
 APART: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.storage import newest_verified
-from paceline.task import load_task_class
+from paceline.core.task_loading import load_task_class
+from paceline.runs.checkpoint_store import newest_verified
+from paceline.runs.checkpointer import load
 
 # Cold, as the processes of users are: forks of one process share the seed of their hashes.
 pytestmark = [pytest.mark.matrix, pytest.mark.cold]

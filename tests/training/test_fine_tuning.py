@@ -9,10 +9,9 @@ import pytest
 import torch
 from tests.training.states import newest
 
-from paceline.config import config_from_mapping
-from paceline.run_directory import RunDirectory
-from paceline.training.adapters import merged
-from paceline.training.parent import kept_parent
+from paceline.core.config import config_from_mapping
+from paceline.runs.directory import RunDirectory
+from paceline.training.fine_tuning import kept_parent, merged
 
 pytestmark = pytest.mark.matrix
 

@@ -12,13 +12,11 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from paceline.config import RunConfig
-from paceline.config.fine_tuning import Lora, parse_lora, parse_lr_scale
-from paceline.errors import ConfigError
-from paceline.training.adapters import add_adapters, merged
-from paceline.training.initialisation import freeze, initialise
-from paceline.training.patterns import names
-from paceline.training.rates import rate, scale_rates, scaled
+from paceline.core.config import Lora, RunConfig, parse_lora, parse_lr_scale
+from paceline.core.errors import ConfigError
+from paceline.training.fine_tuning import add_adapters, freeze, initialise, merged
+from paceline.training.optim import rate, scale_rates, scaled
+from paceline.training.parameter_patterns import names
 
 
 def _model(classes: int = 3) -> nn.Sequential:

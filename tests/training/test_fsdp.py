@@ -10,8 +10,8 @@ import torch
 from tests.training.states import newest
 from torch import nn
 
-from paceline.errors import ConfigError
-from paceline.strategies.blocks import blocks, untied
+from paceline.core.errors import ConfigError
+from paceline.parallel.wrap_units import blocks, untied
 
 pytestmark = pytest.mark.matrix
 

@@ -10,10 +10,9 @@ import torch
 from tests.training.states import newest
 from torch import nn
 
-from paceline.errors import ConfigError
-from paceline.strategies.pipeline.blocks import find_blocks
-from paceline.strategies.pipeline.layers_in_parts import closed
-from paceline.strategies.pipeline.split import require_blocks
+from paceline.core.errors import ConfigError
+from paceline.parallel.pipeline.stage_split import require_blocks
+from paceline.parallel.pipeline.stages import closed, find_blocks
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 

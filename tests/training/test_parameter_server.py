@@ -11,16 +11,15 @@ import pytest
 import torch
 from tests.training import tasks
 
-from paceline.checkpoint.state import model_sha256
-from paceline.config import RunConfig
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
 from paceline.data.order import DataOrder
-from paceline.distributed.division import divide
-from paceline.errors import ConfigError
-from paceline.training.clocks import Clocks, Staleness, most_stale
-from paceline.training.plan import DataPlan
-from paceline.training.randomness import seed_model
+from paceline.parallel.parameter_server import divide
+from paceline.runs.checkpoint_state import model_sha256
+from paceline.training.async_trainer import Clocks, Cuts, Staleness, most_stale
+from paceline.training.reproducibility import seed_model
+from paceline.training.resolve import DataPlan
 from paceline.training.state import Progress
-from paceline.training.stretches import Cuts
 
 SYNC: dict[str, dict[str, Any]] = {
     # Carved validation, plateau schedule, early stop; dropout, batch norm, AdamW; a short last batch.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.strategies.pipeline.pipedream.schedule import (
-    Action,
+from paceline.parallel.pipeline.pipedream import (
+    PipeDreamAction,
     Staleness,
     begins,
     forwards_ahead,
@@ -109,11 +109,11 @@ def test_a_stream_is_refused(pipelines: dict[str, Any]) -> None:
 def test_a_stage_is_never_idle_at_a_steps_end() -> None:
     """Two stages, three shards a step: the first one runs one forward ahead, of the next step at last."""
 
-    def forwards(*positions: int) -> list[Action]:
-        return [Action("F", position) for position in positions]
+    def forwards(*positions: int) -> list[PipeDreamAction]:
+        return [PipeDreamAction("F", position) for position in positions]
 
-    def backwards(*positions: int) -> list[Action]:
-        return [Action("B", position) for position in positions]
+    def backwards(*positions: int) -> list[PipeDreamAction]:
+        return [PipeDreamAction("B", position) for position in positions]
 
     first, last = forwards_ahead(0, 2), forwards_ahead(1, 2)
     assert (first, last) == (1, 0)

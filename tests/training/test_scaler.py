@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.training.scaler import PartScaler
+from paceline.training.optim import PartScaler
 
 
 @pytest.mark.parametrize("overflowed", [None, 0, 1, "elsewhere"])

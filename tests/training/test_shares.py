@@ -11,14 +11,20 @@ import pytest
 import torch
 from tests.training.test_exactness import EXACT, WORKERS
 
-from paceline.config import RunConfig
+from paceline.core.config import RunConfig
 from paceline.data.audit import audit
 from paceline.data.ledger import LedgerEntry, read_ledger
-from paceline.distributed.shares import WINDOW_STEPS, WINDOWS, Speed
-from paceline.distributed.world import World
-from paceline.monitoring.phases import PhaseTimer
-from paceline.run_directory import RunDirectory
-from paceline.training.balance import SPEED_WIDTH, ShareBalance, Stopwatch
+from paceline.parallel.load_balancing import (
+    SPEED_WIDTH,
+    WINDOW_STEPS,
+    WINDOWS,
+    ShareBalance,
+    Speed,
+    Stopwatch,
+)
+from paceline.parallel.world import World
+from paceline.runs.directory import RunDirectory
+from paceline.runs.phases import PhaseTimer
 from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
 
 pytestmark = pytest.mark.matrix
@@ -191,7 +197,7 @@ def test_ranks_share_anew_when_all_have_measured(tmp_path: Path) -> None:
 
 def test_speed_is_the_mean_over_the_window_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
-    monkeypatch.setattr("paceline.monitoring.phases.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("paceline.runs.phases.perf_counter", lambda: float(next(clock)))
     timer = PhaseTimer()
     stopwatch = Stopwatch(timer, torch.device("cpu"))
     for step in range(WINDOW_STEPS):

@@ -15,21 +15,13 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.cli.runs_pipeline import pipeline
-from paceline.errors import ConfigError, RunDirectoryError, TaskError
-from paceline.recipes.transformer import Transformer
-from paceline.strategies.pipeline import trace
-from paceline.strategies.pipeline.blocks import absent_arguments, find_blocks
-from paceline.strategies.pipeline.results import pack, unpack
-from paceline.strategies.pipeline.schedule import (
-    CHUNKS,
-    Action,
-    Name,
-    idle_share,
-    most_kept,
-    orders,
-    timeline,
-)
-from paceline.strategies.pipeline.split import (
+from paceline.core.errors import ConfigError, RunDirectoryError, TaskError
+from paceline.core.task import Loss
+from paceline.parallel.pipeline import schedules
+from paceline.parallel.pipeline.channel import pack, unpack
+from paceline.parallel.pipeline.pipeline import backward_of_inputs, backward_of_weights
+from paceline.parallel.pipeline.schedules import CHUNKS, Action, Name, idle_share, most_kept, orders, timeline
+from paceline.parallel.pipeline.stage_split import (
     Cost,
     balanced_split,
     equal_split,
@@ -37,8 +29,8 @@ from paceline.strategies.pipeline.split import (
     require_blocks,
     split_as_told,
 )
-from paceline.strategies.pipeline.split_backward import backward_of_inputs, backward_of_weights
-from paceline.task import Loss
+from paceline.parallel.pipeline.stages import absent_arguments, find_blocks
+from paceline.training.tasks.transformer import Transformer
 
 GIB = 2**30
 SLOTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -260,7 +252,7 @@ def test_a_step_is_counted_and_drawn(tmp_path: Path, capsys: Any) -> None:
         pipeline(tmp_path)
     timed = timeline(orders("1f1b", 2, 4), lambda action: SLOTS[action.kind] * 1e-3)
     rows = [[[*t.action, t.begin, t.end] for t in of_rank] for of_rank in timed]
-    trace.write(tmp_path / trace.FILE, "1f1b", 8, rows)
+    schedules.write(tmp_path / schedules.FILE, "1f1b", 8, rows)
     assert pipeline(tmp_path, json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["microbatches"] == 4
@@ -272,6 +264,6 @@ def test_a_step_is_counted_and_drawn(tmp_path: Path, capsys: Any) -> None:
     assert "idle: 20.0% measured, 20.0% counted" in capsys.readouterr().out
     drawn = (tmp_path / "step.svg").read_text()
     assert drawn.count("<title>") == 16
-    (tmp_path / trace.FILE).write_text("{}")
+    (tmp_path / schedules.FILE).write_text("{}")
     with pytest.raises(RunDirectoryError, match=r"pipeline\.json is damaged"):
         pipeline(tmp_path)

@@ -12,22 +12,20 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.config import RunConfig
-from paceline.data.evaluation import EvalBatches
-from paceline.distributed.mesh import Mesh
-from paceline.distributed.process import StopRequests, passed_on
-from paceline.distributed.world import World
-from paceline.errors import ConfigError
-from paceline.recipes.fashion_mnist import FashionMNIST
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.signals import StopRequests, passed_on
+from paceline.data.loader import EvalBatches
+from paceline.parallel.world import Mesh, World
 from paceline.training import evaluation
-from paceline.training.conclusion import starts
 from paceline.training.control import WALLTIME, Control, cause, exit_code, merge
-from paceline.training.deadline import Deadline
 from paceline.training.evaluation import EvaluationStopped, Evaluator
-from paceline.training.pins import configure_numerics, numerics_kept
-from paceline.training.plan import DataPlan
-from paceline.training.schedule import Schedule
+from paceline.training.finalize import starts
+from paceline.training.reproducibility import configure_numerics, numerics_kept
+from paceline.training.resolve import DataPlan
+from paceline.training.schedule import Deadline, Schedule
 from paceline.training.state import Progress
+from paceline.training.tasks.fashion_mnist import FashionMNIST
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 

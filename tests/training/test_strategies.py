@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.training.states import newest
 
-from paceline.config.parallelism import StrategyName
+from paceline.core.parallel_config import StrategyName
 
 STEPS = {"max_steps": 3}
 ON_ONE = ("single", "dp")

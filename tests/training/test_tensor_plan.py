@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
-from paceline.errors import ConfigError, TaskError
-from paceline.recipes.fashion_mnist import FashionMNIST, FashionMNISTMLP
-from paceline.recipes.transformer import Transformer
-from paceline.strategies.tensor_pairs import Pair, pairs
-from paceline.strategies.tensor_plan import found_plan, named_plan, require_whole_heads
-from paceline.strategies.tensor_randomness import PartedRandomness
+from paceline.core.errors import ConfigError, TaskError
+from paceline.parallel.tensor_parallel import PartedRandomness
+from paceline.parallel.tp_autoplan import Pair, found_plan, named_plan, pairs, require_whole_heads
+from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
+from paceline.training.tasks.transformer import Transformer
 
 
 class Gated(nn.Module):

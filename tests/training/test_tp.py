@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.checkpointer import load
-from paceline.checkpoint.storage import newest_verified
+from paceline.runs.checkpoint_store import newest_verified
+from paceline.runs.checkpointer import load
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.distributed.fingerprint import fingerprint
-from paceline.training.verification import Vote, describe, outvoted
+from paceline.parallel.reducer import fingerprint
+from paceline.training.sdc import Vote, describe, outvoted
 
 
 @pytest.mark.parametrize(

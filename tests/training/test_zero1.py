@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.training.states import newest
 
-from paceline.strategies.zero1 import owners
+from paceline.parallel.zero1 import owners
 
 JOBS: dict[str, dict[str, Any]] = {
     "everything": {

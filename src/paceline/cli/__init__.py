@@ -8,10 +8,10 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
-from cyclopts import App, CoercionError, CycloptsError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CoercionError, CycloptsError, Group, UnknownOptionError, UnusedCliTokensError
 
 from paceline import __version__
-from paceline.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 
 app = App(
     name="paceline",
@@ -20,35 +20,37 @@ app = App(
     result_action="return_value",
     help_format="plaintext",  # Markdown's renderer takes longer to import than all of ours
 )
+_START, _LOOK, _PROVE, _TUNE = "Start", "Look", "Prove", "Tune"
+_SERVE, _CLEAN, _OTHER = "Serve", "Keep clean", "Other"
 _COMMANDS = {
-    "train": ("train:train", "Train a task, on one process or several."),
-    "resume": ("train:resume", "Continue a run at its exact next sample."),
-    "tune": ("tune:tune", "Search for a task's best hyperparameters, many trials at once."),
-    "launch": ("launch:launch", "Start any program on one process or many machines."),
-    "jobs": ("jobs:jobs", "List the jobs that were submitted."),
-    "status": ("jobs:status", "Say where a job stands."),
-    "cancel": ("jobs:cancel", "End a job."),
-    "doctor": ("doctor:doctor", "Look at a job's machines, and what is between them, before the job."),
-    "runs": ("runs:app", "List runs, with state and results; show what happened in one."),
-    "dashboard": ("dashboard:dashboard", "Show runs and jobs live on a local page."),
-    "logs": ("logs:logs", "Show what each rank of a run printed."),
-    "join": ("join:join", "Join a run that other machines are at."),
-    "scale": ("scale:scale", "Change the number of processes of a run at work."),
-    "audit": ("audit:audit", "Prove from a run's ledger that every sample was seen exactly once."),
-    "chaos": ("chaos:chaos", "Train under faults, and prove that nothing is lost."),
-    "report": ("report:report", "Analyse what came out of runs, and compare them."),
-    "check": ("check:check", "Say whether the recorded numbers of a run or a package still hold."),
-    "checkpoint": ("checkpoint:app", "List, verify and remove a run's checkpoints."),
-    "gc": ("gc:gc", "Remove runs, checkpoints and packages that a policy does not keep."),
-    "verify": ("verify:verify", "Train under every strategy, and compare with one process."),
-    "scan": ("scan:scan", "Train with several numbers of processes, and say how well it scales."),
-    "plan": ("plan:plan", "Predict memory and step time of each strategy, and recommend one."),
-    "export": ("export:export", "Export a run's model as a package."),
-    "registry": ("registry:app", "List, tag, copy and roll back packages."),
-    "serve": ("serve:serve", "Serve packages over HTTP: the Open Inference Protocol v2."),
-    "predict": ("predict:predict", "Predict with a package or a server: images, rows, files."),
-    "bench": ("bench:app", "Measure Paceline beside a hand-written loop and its peers."),
-    "version": ("version:version", "Print the versions of Paceline and of what it builds on."),
+    "train": (_START, "train:train", "Train a task on one process or many."),
+    "resume": (_START, "train:resume", "Continue a run at its exact next sample."),
+    "launch": (_START, "launch:launch", "Start any program on one process or many machines."),
+    "join": (_START, "join:join", "Join a run that is running on other machines."),
+    "scale": (_START, "scale:scale", "Change how many processes a run uses while it runs."),
+    "plan": (_START, "plan:plan", "Predict each strategy's memory and step time; recommend one."),
+    "doctor": (_START, "doctor:doctor", "Check a job's machines and their network before the job."),
+    "runs": (_LOOK, "runs:app", "List runs with state and results; show one run's history."),
+    "logs": (_LOOK, "logs:logs", "Show what each rank of a run printed."),
+    "dashboard": (_LOOK, "dashboard:dashboard", "Show runs and jobs live on a local web page."),
+    "report": (_LOOK, "report:report", "Analyse and compare the results of runs."),
+    "jobs": (_LOOK, "jobs:jobs", "List submitted jobs."),
+    "status": (_LOOK, "jobs:status", "Show a job's state."),
+    "cancel": (_LOOK, "jobs:cancel", "Cancel a job."),
+    "audit": (_PROVE, "audit:audit", "Prove from a run's ledger that it saw each sample once."),
+    "verify": (_PROVE, "verify:verify", "Train under every strategy, and compare with one process."),
+    "chaos": (_PROVE, "chaos:chaos", "Train under injected faults, and prove that nothing is lost."),
+    "check": (_PROVE, "check:check", "Recompute and compare a run's or package's recorded metrics."),
+    "bench": (_PROVE, "bench:app", "Compare Paceline's speed with plain loops and other libraries."),
+    "scan": (_PROVE, "scan:scan", "Measure throughput and efficiency by number of processes."),
+    "tune": (_TUNE, "tune:tune", "Search for a task's best hyperparameters in parallel trials."),
+    "export": (_SERVE, "export:export", "Export a run's model as a package."),
+    "registry": (_SERVE, "registry:app", "List, tag, copy and roll back packages."),
+    "serve": (_SERVE, "serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
+    "predict": (_SERVE, "predict:predict", "Predict with a package or a server."),
+    "gc": (_CLEAN, "gc:gc", "Remove runs, checkpoints and packages that a policy drops."),
+    "checkpoint": (_CLEAN, "checkpoint:app", "List, verify and remove a run's checkpoints."),
+    "version": (_OTHER, "version:version", "Print the versions of Paceline and its dependencies."),
 }
 _USAGE = {
     "train": "[OPTIONS] TASK",
@@ -62,9 +64,17 @@ _USAGE = {
 }
 """Of the commands with the most options: cyclopts would inspect them all once more to find it out."""
 
-for _name, (_place, _help) in _COMMANDS.items():
+_GROUPS = {
+    name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(g for g, _, _ in _COMMANDS.values()))
+}
+for _index, (_name, (_group, _place, _help)) in enumerate(_COMMANDS.items()):
     _more = {"usage": f"Usage: paceline {_name} {_USAGE[_name]}"} if _name in _USAGE else {}
-    app.command(f"paceline.cli.{_place}", name=_name, help=_help, **_more)
+    app.command(
+        f"paceline.cli.{_place}", name=_name, help=_help, group=_GROUPS[_group], sort_key=_index, **_more
+    )
+# The line below all commands tells of --help.
+app["--help"].group = app["--version"].group = Group("", show=False)
+_HELP_FLAGS = ("--help", "-h", "--help-all")
 
 
 def main() -> int:
@@ -73,7 +83,12 @@ def main() -> int:
         words = _given(sys.argv[1:])
         code: object = 0
         if _asks_for_help(words):
-            app.help_print(words[:-1])
+            # Only here: no other command waits for it.
+            from paceline.cli.help import print_help
+
+            own = _before_dashes(words)
+            named = [word for word in own if word not in _HELP_FLAGS]
+            print_help(app, named, everything="--help-all" in own)
         else:
             code = app(words, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -109,14 +124,20 @@ def _given(words: list[str]) -> list[str]:
     return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
 
 
+def _before_dashes(words: list[str]) -> list[str]:
+    """The command's own words, without those of a program that it starts."""
+    return words[: words.index("--")] if "--" in words else words
+
+
 def _asks_for_help(words: list[str]) -> bool:
     """Whether a command's help is all that is wanted, for which its options need not be parsed first."""
-    return len(words) > 1 and words[0] in _COMMANDS and words[-1] in ("--help", "-h") and "--" not in words
+    own = _before_dashes(words)
+    return any(flag in own for flag in _HELP_FLAGS) and (own[0] in _HELP_FLAGS or own[0] in _COMMANDS)
 
 
 def _unknown(error: UnknownOptionError) -> str:
     """An option that is nobody's, or another launcher's than the one in question."""
-    from paceline.launchers.own_options import own_flags, whose
+    from paceline.launch.registry import own_flags, whose
 
     flag = error.token.keyword or error.token.value
     owners = whose(flag)
@@ -131,7 +152,7 @@ def _unknown(error: UnknownOptionError) -> str:
 
 def _explain(error: CycloptsError) -> str:
     """What is wrong with the command line, in a sentence."""
-    from paceline.config import RunConfig, config_from_mapping
+    from paceline.core.config import RunConfig, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
         return f"there is nothing to do with {' '.join(map(repr, error.unused_tokens or ()))}."

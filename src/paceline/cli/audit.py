@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.run_directory import RunDirectory
+from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.data.audit import AuditReport
-    from paceline.data.epoch_audit import Ranges
+    from paceline.data.audit import AuditReport, Ranges
 
 
 def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from cyclopts import App, Parameter
 
 if TYPE_CHECKING:
-    from paceline.bench.recovery import RecoveryResult
-    from paceline.bench.serving.run import ServingResult
-    from paceline.bench.strategies import StrategiesResult
-    from paceline.bench.suites import BenchResult
-    from paceline.bench.tuning import TuningResult
-    from paceline.bench.workload import Workload
+    from paceline.insight.bench.recovery import RecoveryResult
+    from paceline.insight.bench.serving.run import ServingResult
+    from paceline.insight.bench.strategies import StrategiesResult
+    from paceline.insight.bench.suites import BenchResult
+    from paceline.insight.bench.tuning import TuningResult
+    from paceline.insight.bench.workload import Workload
 
-app = App(name="bench", help="Measure Paceline beside a hand-written loop and its peers, on this machine.")
+app = App(name="bench", help="Compare Paceline's speed with plain loops and other libraries.")
 
 PeerName = Literal["ddp", "accelerate", "lightning", "paceline-exact", "paceline-fast", "paceline-torch"]
 _ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
@@ -56,13 +56,13 @@ def train(
     ] = _ALL_PEERS,
     rounds: Rounds = 5,
     steps: Steps = None,
-    warmup: Annotated[int | None, Parameter(help="Steps before those. Default: the workload's.")] = None,
+    warmup: Annotated[int | None, Parameter(help="Steps of warm-up. Default: the workload's.")] = None,
     shards: Annotated[int, Parameter(help="Paceline's --shards.")] = 2,
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
     """Steps a second of the same training by each peer: 2 CPU ranks, gloo, 64 samples a rank."""
-    from paceline.bench.suites import bench_train
+    from paceline.insight.bench.suites import bench_train
 
     result = bench_train(
         workloads=_workloads(workload),
@@ -81,7 +81,7 @@ def checkpoint(
     *, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False
 ) -> int:
     """What a checkpoint every 50 steps costs, on the ConvNet."""
-    from paceline.bench.suites import bench_checkpoint
+    from paceline.insight.bench.suites import bench_checkpoint
 
     return show(
         bench_checkpoint(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown
@@ -93,7 +93,7 @@ def overhead(
     *, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False
 ) -> int:
     """What recovery in place costs while nothing fails, on the ConvNet."""
-    from paceline.bench.suites import bench_overhead
+    from paceline.insight.bench.suites import bench_overhead
 
     return show(bench_overhead(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
 
@@ -101,7 +101,7 @@ def overhead(
 @app.command
 def memory(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False) -> int:
     """Peak memory of a rank beyond the imports', on a 20-million-parameter MLP."""
-    from paceline.bench.suites import bench_memory
+    from paceline.insight.bench.suites import bench_memory
 
     return show(bench_memory(rounds=rounds, progress=_progress), json=json, markdown=markdown)
 
@@ -125,7 +125,7 @@ def shards(
     markdown: Markdown = False,
 ) -> int:
     """Time a step for several numbers of logical shards, with the exact reduction."""
-    from paceline.bench.suites import bench_shards
+    from paceline.insight.bench.suites import bench_shards
 
     result = bench_shards(
         workloads=_workloads(workload), shards=counts, rounds=rounds, steps=steps, progress=_progress
@@ -146,7 +146,7 @@ def shares(
 
     The slow rank is stopped for 4 of every 8 milliseconds (SIGSTOP, SIGCONT).
     """
-    from paceline.bench.suites import bench_shares
+    from paceline.insight.bench.suites import bench_shares
 
     result = bench_shares(rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
     return show(result, json=json, markdown=markdown)
@@ -174,7 +174,7 @@ def recovery(
     markdown: Markdown = False,
 ) -> int:
     """Workers killed with -9: who comes back, how soon, and with the weights of the undisturbed run."""
-    from paceline.bench.recovery import bench_recovery
+    from paceline.insight.bench.recovery import bench_recovery
 
     result = bench_recovery(
         contenders=contenders,
@@ -213,7 +213,7 @@ def strategies(
     slow-link: bytes and accuracy over 100 Mbit/s between two network namespaces (needs root). slow-worker:
     parameter servers. At the end, one table of all bars.
     """
-    from paceline.bench.strategies import bench_strategies
+    from paceline.insight.bench.strategies import bench_strategies
 
     result = bench_strategies(chosen=suite, rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
     return show(result, json=json, markdown=markdown)
@@ -230,7 +230,7 @@ def tune(
     markdown: Markdown = False,
 ) -> int:
     """ASHA beside a full grid of the same configurations, and a trial beside a bare paceline train."""
-    from paceline.bench.tuning import bench_tuning
+    from paceline.insight.bench.tuning import bench_tuning
 
     result = bench_tuning(trials=trials, steps=steps, alone=alone, rounds=rounds, progress=_progress)
     return show(result, json=json, markdown=markdown)
@@ -258,14 +258,14 @@ def serve(
     package is exchanged 100 times, two that are ended 20 times, replicas killed with -9, all under load.
     At the end, one table of all bars.
     """
-    from paceline.bench.serving.run import bench_serve
+    from paceline.insight.bench.serving.run import bench_serve
 
     result = bench_serve(only=only, rounds=rounds, seconds=seconds, progress=_progress)
     return show(result, json=json, markdown=markdown)
 
 
 def _workloads(name: str) -> list[Workload]:
-    from paceline.bench.workload import WORKLOADS
+    from paceline.insight.bench.workload import WORKLOADS
 
     return list(WORKLOADS.values()) if name == "all" else [WORKLOADS[name]]
 
@@ -282,10 +282,10 @@ def show(
     markdown: bool = False,
 ) -> int:
     """Print a benchmark's result: tables, Markdown or JSON."""
-    from paceline.bench.bars import bars_markdown, bars_table
-    from paceline.bench.serving.run import ServingResult
-    from paceline.bench.strategies import StrategiesResult
-    from paceline.bench.tuning import TuningResult
+    from paceline.insight.bench.bars import bars_markdown, bars_table
+    from paceline.insight.bench.serving.run import ServingResult
+    from paceline.insight.bench.strategies import StrategiesResult
+    from paceline.insight.bench.tuning import TuningResult
 
     verdicts = result.verdicts if isinstance(result, StrategiesResult | ServingResult | TuningResult) else ()
     if json:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.bench.communication.collectives import COLLECTIVES, Op, parse_sizes
-from paceline.bench.communication.link import find_link
-from paceline.bench.communication.plan import Backend, CommunicationPlan, Mode
-from paceline.distributed.environment import detect_environment
-from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec, get_launcher
+from paceline.core.environment import detect_environment
+from paceline.core.errors import ConfigError
+from paceline.insight.bench.communication.collectives import COLLECTIVES, Op, parse_sizes
+from paceline.insight.bench.communication.link import find_link
+from paceline.insight.bench.communication.plan import Backend, CommunicationPlan, Mode
+from paceline.launch.launcher import JobSpec, get_launcher
 
 if TYPE_CHECKING:
-    from paceline.bench.communication.report import CommunicationReport
+    from paceline.insight.bench.communication.report import CommunicationReport
 
 Flag = Annotated[bool, Parameter(negative="")]
 
@@ -91,9 +91,9 @@ def comm(
     if place.source == "single" and mode == "process-per-device" and nproc > 1:
         return _start_ranks(plan, sys.argv[1:])
 
-    from paceline.bench.communication.measure import Measured
-    from paceline.bench.communication.report import CommunicationReport
-    from paceline.bench.communication.run import run_plan
+    from paceline.insight.bench.communication.measure import Measured
+    from paceline.insight.bench.communication.report import CommunicationReport
+    from paceline.insight.bench.communication.run import run_plan
 
     results: list[Measured] = []
     carrier, ranks = run_plan(plan, place, results.append)
@@ -115,7 +115,7 @@ def comm(
 def _start_ranks(plan: CommunicationPlan, words: Sequence[str]) -> int:
     """Give the same command to the ranks of this machine; the first of them prints."""
     if plan.backend == "nccl":
-        from paceline.bench.communication.run import require_gpus
+        from paceline.insight.bench.communication.run import require_gpus
 
         require_gpus(plan, plan.nproc)
     launcher = get_launcher("mpi" if plan.backend == "mpi" else "spawn")

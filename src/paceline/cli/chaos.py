@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from paceline.chaos.plan import KINDS, Kind
-from paceline.cli.options import given, run_options
-from paceline.errors import ConfigError
+from paceline.cli.options import given, group, run_options
+from paceline.core.errors import ConfigError
+from paceline.insight.fault_injection import KINDS, Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.chaos.report import ChaosReport
+    from paceline.insight.chaos import ChaosReport
 
 _DEFAULT_KINDS = "kill,stop,leave,join"
 
@@ -27,9 +27,9 @@ RunOptions = Annotated[Options | None, Parameter(name="*")]
 def chaos(
     task: str,
     *,
-    faults: Annotated[int, Parameter(group="Faults")] = 20,
-    kinds: Annotated[str, Parameter(group="Faults")] = _DEFAULT_KINDS,
-    run: Annotated[Path | None, Parameter(group="Run directory")] = None,
+    faults: Annotated[int, Parameter(group=group("Faults"))] = 20,
+    kinds: Annotated[str, Parameter(group=group("Faults"))] = _DEFAULT_KINDS,
+    run: Path | None = None,
     options: RunOptions = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -45,7 +45,7 @@ def chaos(
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
     faults
-        How many.
+        Number of faults.
     kinds
         kill, stop, slow, leave, join, enospc, eio, bitflip, truncate; several with commas.
     run
@@ -53,9 +53,9 @@ def chaos(
     json
         Print the report as one line of JSON.
     """
-    from paceline.chaos.run import ChaosRequest, run_chaos
-    from paceline.distributed.process import sigterm_interrupts
-    from paceline.job import default_run_path
+    from paceline.core.job import default_run_path
+    from paceline.core.signals import sigterm_interrupts
+    from paceline.insight.chaos import ChaosRequest, run_chaos
 
     request = ChaosRequest(
         options={**given(options), "task": task},
@@ -90,14 +90,14 @@ def _print(report: ChaosReport) -> None:
     if report.ok:
         console.print("Nothing was lost.", style="green")
     else:
-        problems = f"Not as it should be: {'; '.join(report.problems)}."
+        problems = f"Problems: {'; '.join(report.problems)}."
         console.print(problems, style="bold red", markup=False, soft_wrap=True)
 
 
 def _table(report: ChaosReport) -> Table:
     from rich.table import Table
 
-    from paceline.chaos.plan import IN_WORDS
+    from paceline.insight.fault_injection import IN_WORDS
 
     table = Table("kind", "faults", "recovered", "p50", "p99", "what happens")
     for column in table.columns[1:-1]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError
-from paceline.packages.manifest import MANIFEST
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError
+from paceline.runs.directory import RunDirectory
+from paceline.runs.package_manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from paceline.reporting.recheck import Program, Recheck
+    from paceline.insight.revalidate import Program, Recheck
 
 _WORDS = {
     "same": "the same, to the last bit",
@@ -35,7 +35,7 @@ def check(
     trust: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say whether the recorded numbers of a run or a package still hold, under the libraries of now.
+    """Check whether the recorded metrics of a run or package still hold, with the installed libraries.
 
     The model that they are of is evaluated again on each split that the run recorded; a package's, on the
     split that it was compared on, and its programs are held against its weights. The exit code is 0 if all
@@ -47,12 +47,12 @@ def check(
     subject
         The run's directory; or a package's, NAME@TAG, NAME, or the beginning of a digest.
     task
-        Check a package with this task's code. Default: the task that it names, where you trust the package.
-        A program that you do not trust is then left out.
+        Check a package with this task's code. Default: its own task, if you trust the package; a program that
+        you do not trust is left out.
     tolerance
-        The absolute difference of a number that still holds.
+        Largest absolute difference that is accepted.
     trust
-        Let a package's program and its task run, from now on.
+        Trust the package's program and task from now on; both run code.
     json
         Print the findings as one line of JSON.
     """
@@ -76,20 +76,20 @@ def check(
 def _check_run(directory: RunDirectory, tolerance: float, *, quiet: bool) -> Recheck:
     directory.read_complete_manifest()
     # Only here, so that --help need not wait for torch.
-    from paceline.reporting.recheck import recheck
+    from paceline.insight.revalidate import recheck
 
     with _progress(quiet) as on_progress:
         return recheck(directory, tolerance=tolerance, on_progress=on_progress)
 
 
 def _check_package(place: str, task: str | None, tolerance: float, *, trust: bool, quiet: bool) -> Recheck:
-    from paceline.packages.package import open_package
-    from paceline.packages.trust import trust as trust_digest
+    from paceline.runs.package import open_package
+    from paceline.runs.package import trust as trust_digest
 
     package = open_package(place)
     if trust:
         trust_digest(package.digest)
-    from paceline.reporting.recheck_package import recheck_package
+    from paceline.insight.revalidate import recheck_package
 
     with _progress(quiet) as on_progress:
         return recheck_package(package, task, tolerance=tolerance, on_progress=on_progress)

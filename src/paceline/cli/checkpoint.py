@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from paceline.checkpoint import inventory
 from paceline.cli.byte_progress import byte_progress
-from paceline.errors import ConfigError, RunDirectoryError
-from paceline.run_directory import RunDirectory, backup_path
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.runs import checkpoint_store
+from paceline.runs.directory import RunDirectory, backup_path
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.inventory import Entry
+    from paceline.runs.checkpoint_store import Entry
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
 Run = Annotated[Path, Parameter(help="The run's directory.")]
-BackupTo = Annotated[
-    str | None, Parameter(help="Where its backups are. Default: where run.toml says that they go.")
-]
+BackupTo = Annotated[str | None, Parameter(help="Folder of its backups. Default: the one in run.toml.")]
 Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 
 
@@ -31,7 +29,7 @@ Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 def ls(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """List the checkpoints of RUN and its backups; only their manifests are read."""
     directory, backup = _places(run, backup_to)
-    entries = inventory.entries(directory.checkpoints, backup)
+    entries = checkpoint_store.entries(directory.checkpoints, backup)
     if json:
         print(json_module.dumps([_record(entry) for entry in entries]))
     elif not entries:
@@ -49,7 +47,7 @@ def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
     """
     directory, backup = _places(run, backup_to)
     with byte_progress("verifying", quiet=json) as on_read:
-        checked = inventory.check(inventory.entries(directory.checkpoints, backup), on_read)
+        checked = checkpoint_store.check(checkpoint_store.entries(directory.checkpoints, backup), on_read)
     if json:
         print(json_module.dumps([{**_record(entry), "problems": problems} for entry, problems in checked]))
     else:
@@ -68,7 +66,7 @@ def prune(
     run: Run,
     *,
     keep: Annotated[
-        int | None, Parameter(help="So many of the newest good ones stay. Default: the run's own --keep.")
+        int | None, Parameter(help="Keep this many of the newest good ones. Default: the run's --keep.")
     ] = None,
     damaged: Annotated[bool, Parameter(negative="", help="Remove damaged ones too.")] = False,
     dry_run: Annotated[
@@ -89,11 +87,15 @@ def prune(
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
         with byte_progress("verifying", quiet=json) as on_read:
-            chosen = inventory.choose(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            chosen = checkpoint_store.choose_removals(
+                directory.checkpoints, keep, damaged=damaged, on_read=on_read
+            )
     else:
         with directory.locked(), byte_progress("verifying", quiet=json) as on_read:
-            chosen = inventory.choose(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
-            inventory.remove(directory.checkpoints, chosen.removed)
+            chosen = checkpoint_store.choose_removals(
+                directory.checkpoints, keep, damaged=damaged, on_read=on_read
+            )
+            checkpoint_store.remove_checkpoints(directory.checkpoints, chosen.removed)
     if json:
         names = {field: [path.name for path in paths] for field, paths in chosen._asdict().items()}
         print(json_module.dumps({**names, "dry_run": dry_run}))

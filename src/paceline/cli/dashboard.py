@@ -10,8 +10,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.distributed.process import signals_handled, wait_for
-from paceline.errors import ConfigError, RunDirectoryError
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.signals import signals_handled, wait_for
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -40,13 +40,13 @@ def dashboard(
     host
         The address to listen on. Others than this machine's own need --token-file.
     token_file
-        Holds the secret that visitors are asked for; made where there is none. Only its owner may read it.
+        File with the secret that visitors must give; created if missing. Only its owner may read it.
     open
         Open the page in a browser.
     json
         Print the address as JSON.
     """
-    from paceline.dashboard.server import DashboardServer
+    from paceline.insight.dashboard import DashboardServer
 
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, but is {port}.")
@@ -73,6 +73,6 @@ def dashboard(
 
 
 def _token(path: Path) -> bytes:
-    from paceline.agent.token import create_token, read_token
+    from paceline.elastic.token import create_token, read_token
 
     return read_token(path) if path.exists() else create_token(path)

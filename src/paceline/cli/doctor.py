@@ -14,14 +14,13 @@ from cyclopts import Parameter
 from paceline.cli.job_options import HERE, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given
-from paceline.config import parse_duration_s, parse_nodes, parse_nproc
-from paceline.doctor.checks import Report
-from paceline.doctor.examination import Examination
-from paceline.errors import ConfigError
-from paceline.launchers.base import ONCE_A_RANK, Inner, JobSpec, get_launcher
-from paceline.launchers.own_options import make_options
-from paceline.launchers.submission import choose_inner, job_directory
-from paceline.task import check_spec
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.task_loading import check_spec
+from paceline.launch.launcher import ONCE_A_RANK, Inner, JobSpec, get_launcher
+from paceline.launch.preflight.spec import Examination, Report
+from paceline.launch.registry import make_options
+from paceline.launch.submit import choose_inner, job_directory
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -63,39 +62,39 @@ def doctor(
     task
         Also try to import this task everywhere; its model's size says how large a checkpoint is.
     on
-        The launcher. Without one, this machine is looked at.
+        The launcher. Default: check this machine.
     nodes
         Machines.
     nproc
-        Processes a machine that the job will have: one number, or a list such as 8,4.
+        Processes per machine of the job: one number, or a list such as 8,4.
     threads
-        CPU threads a process that the job will have.
+        CPU threads per process of the job.
     gpus_per_node
-        GPUs to ask for, and to find, on each machine.
+        GPUs to request, and to find, on each machine.
     cpus_per_task
-        CPUs to ask for, for each process of the job.
+        CPUs to request for each process of the job.
     interface
         Network interface to the other machines, e.g. eth0.
     master_port
-        Where the job's rank 0 will listen.
+        Port on which the job's rank 0 will listen.
     run
         The run's directory.
     keep
-        Checkpoints that must find room.
+        Number of checkpoints that must fit on the disk.
     checkpoint_size
-        Of one, such as 2GiB. Default: as those of the run, else about three times the task's model.
+        Size of one checkpoint, such as 2GiB. Default: as in the run, else about three times the task's model.
     timeout
-        How long to wait for all machines to appear.
+        How long to wait for all machines.
     walltime
-        How long the examination's job may take. Default: 15min, on systems that keep jobs.
+        Time limit of the checks' job. Default: 15min, on systems with a queue.
     env
         K=V, for every process; may be repeated.
     python
         The interpreter on the machines. Default: this one.
     horovod
-        Only say what Horovod was built with here, as horovodrun --check-build does.
+        Only print what Horovod was built with, as horovodrun --check-build does.
     dry_run
-        Print the whole job, and start nothing; works where the system is not installed.
+        Print the whole job, and start nothing; does not need the system.
     json
         Print the report as one line of JSON.
     """
@@ -110,7 +109,7 @@ def doctor(
     if counts is None:
         raise ConfigError("--nproc auto does not work here: give the processes a machine.")
     if least != most:
-        raise ConfigError(f"--nodes {nodes}: say how many machines are to be looked at.")
+        raise ConfigError(f"--nodes {nodes}: give the number of machines to check.")
     if len(counts) > 1 and len(counts) != least:
         raise ConfigError(f"--nproc {nproc} lists {len(counts)} machines, but --nodes is {least}.")
     if launcher.files != "shared":
@@ -137,7 +136,7 @@ def doctor(
             "HOST:PORT, --node-rank N and a --run that all of them share."
         )
     if alone and python is None and not env and not dry_run:
-        from paceline.doctor.job import examine_here
+        from paceline.launch.preflight.job import examine_here
 
         return _show(examine_here(examination, master_port), json=json)
     limit = walltime if walltime is not None or launcher.attached else _WALLTIME
@@ -163,7 +162,7 @@ def doctor(
     if dry_run:
         print(launcher.render(spec, options).text, end="")
         return 0
-    from paceline.doctor.job import examine_by
+    from paceline.launch.preflight.job import examine_by
 
     return _show(examine_by(launcher, spec, options, examination.directory), json=json)
 
@@ -181,14 +180,14 @@ def _show(report: Report, *, json: bool) -> int:
     else:
         from rich.console import Console
 
-        from paceline.doctor.table import print_report
+        from paceline.launch.preflight.spec import print_report
 
         print_report(report, Console(highlight=False))
     return 1 if report.status == "fail" else 0
 
 
 def _show_horovod(python: str, *, json: bool) -> int:
-    from paceline.launchers.horovod import check_build
+    from paceline.launch.horovod import check_build
 
     build = check_build(python)
     print(json_module.dumps(dataclasses.asdict(build)) if json else build.text)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.packages.package import Package
+    from paceline.runs.package import Package
 
 _PIPE_COLUMNS = 250
 
@@ -44,7 +44,7 @@ def export(
     run
         The run's directory.
     checkpoint
-        best, last or a step. Default: the best where the run knows one, else the last.
+        best, last or a step. Default: the best, else the last.
     format
         What the package holds beside the weights: pt2 runs without the task's code, onnx without torch.
     quantize
@@ -52,16 +52,16 @@ def export(
     name
         The package's name. Default: the task's.
     tag
-        NAME@TAG means this package from now on.
+        Point NAME@TAG at this package.
     tolerance
         What an output may differ by. Default: 0.0001 of the largest output; with --quantize, 99 % (int8) or
         99.5 % (bf16) of the labels must be equal.
     json
         Print one JSON object: the package's directory, digest, reference and differences.
     """
-    from paceline.exporting.package_writer import ExportRequest
-    from paceline.exporting.package_writer import export as export_run
-    from paceline.packages.registry import Registry
+    from paceline.runs.package_registry import Registry
+    from paceline.serving.export import ExportRequest
+    from paceline.serving.export import export as export_run
 
     request = ExportRequest(
         run=run,

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.config import parse_duration_s
+from paceline.core.options import parse_duration_s
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from paceline.maintenance.items import Item
-    from paceline.maintenance.policy import Policy, Verdict
+    from paceline.insight.gc import Item, Policy, Verdict
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -42,21 +41,20 @@ def gc(
 ) -> int:
     """Show which runs in ROOT, their checkpoints, and packages may go; remove them with --yes.
 
-    What never goes: a run at work; the newest checkpoint of a run that verifies, and its best; a package with
-    a tag, and the one that a roll-back would bring back; what a run or package that stays came from; what is
-    damaged, and links. The exit code is 0 if all that was to go is gone.
+    What is never removed: a running run; the newest checkpoint of a run that verifies, and its best; a
+    package with a tag, and the one that a roll-back would bring back; what a run or package that stays
+    came from; what is damaged, and links. The exit code is 0 if all that was to go is gone.
 
     Parameters
     ----------
     root
         The folder that holds the runs.
     keep_last
-        So many of the newest stay: of each task's runs, of each run's checkpoints, of each name's packages.
+        Keep the newest N of each task's runs, each run's checkpoints and each name's packages.
     older_than
-        What is younger stays: 30d, 12h.
+        Keep what is younger, such as 30d or 12h.
     keep_best
-        Of each task's runs and each name's packages, the best stays, by the metric of --best or the loss;
-        where runs were told another --best, the best by each.
+        Keep the best of each task's runs and each name's packages, by their --best metrics, or the loss.
     only
         What to look at: runs, checkpoints, packages. Default: all three.
     yes
@@ -64,11 +62,9 @@ def gc(
     json
         Print one JSON object.
     """
-    from paceline.maintenance.items import packages_in, runs_in
-    from paceline.maintenance.policy import Policy, decide
-    from paceline.maintenance.removal import remove
-    from paceline.monitoring.overview import check_folder
-    from paceline.packages.registry import Registry
+    from paceline.insight.gc import Policy, decide, packages_in, remove, runs_in
+    from paceline.runs.package_registry import Registry
+    from paceline.runs.status import check_folder
 
     policy = Policy(
         keep_last=keep_last,
@@ -117,7 +113,7 @@ def _checkpoints(
     """Of the runs that stay and are not at work; every byte is verified first."""
     from rich.markup import escape
 
-    from paceline.maintenance.policy import checkpoints_to_remove
+    from paceline.insight.gc import checkpoints_to_remove
 
     found: list[Item] = []
     damaged: list[str] = []

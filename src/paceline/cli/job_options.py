@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given
-from paceline.config import flag
-from paceline.errors import ConfigError
-from paceline.launchers.names import LAUNCHER_NAMES, Contract, Inner
+from paceline.cli.options import given, group
+from paceline.core.errors import ConfigError
+from paceline.core.options import flag
+from paceline.launch.registry import LAUNCHER_NAMES, Contract, Inner
 
 HERE = ("inprocess", "spawn", "torchrun")
 """Launchers that start processes on this machine, and know of other machines only what they are told."""
 
 
 def _flag(help: str) -> Parameter:
-    return Parameter(help=help, group="Job", show_default=False, negative="")
+    return Parameter(help=help, group=group("Job"), show_default=False, negative="")
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -27,27 +27,27 @@ class JobOptions:
     """Options of a job on any launcher."""
 
     name: Annotated[str | None, _flag("The job's name. Default: the script's or run's.")] = None
-    gpus_per_node: Annotated[int | None, _flag("GPUs to ask for, on each machine.")] = None
-    cpus_per_task: Annotated[int | None, _flag("CPUs to ask for, for each process.")] = None
+    gpus_per_node: Annotated[int | None, _flag("GPUs to request on each machine.")] = None
+    cpus_per_task: Annotated[int | None, _flag("CPUs to request for each process.")] = None
     env: Annotated[tuple[str, ...], _flag("K=V, for every process; may be repeated.")] = ()
     inner: Annotated[
         Inner | None, _flag("What starts the ranks. Default: agent for tasks, torchrun for scripts.")
     ] = None
     contract: Annotated[
-        Contract | None, _flag("Which variables tell a process its place. Default: as --inner is used to.")
+        Contract | None, _flag("Which variables tell a process its rank. Default: those of --inner.")
     ] = None
     roles: Annotated[
         str | None, _flag("With --contract tensorflow: such as chief=1,worker=2,ps=1,evaluator=1.")
     ] = None
-    master_port: Annotated[int | None, _flag("Where rank 0 listens.")] = None
-    preflight: Annotated[
-        bool, _flag("Examine the machines first, as paceline doctor does; start nothing if a check fails.")
-    ] = False
-    wait: Annotated[bool, _flag("Show a submitted job's output, and end as it does.")] = False
-    detach: Annotated[bool, _flag("Let a job that would end with this command go on without it.")] = False
+    master_port: Annotated[int | None, _flag("Port on which rank 0 listens.")] = None
+    preflight: Annotated[bool, _flag("Run paceline doctor's checks first; start nothing if one fails.")] = (
+        False
+    )
+    wait: Annotated[bool, _flag("Wait for a submitted job: show its output, and exit with its code.")] = False
+    detach: Annotated[bool, _flag("Leave a job running that would otherwise end with this command.")] = False
 
     def spec_fields(self, world_size: int | None) -> dict[str, Any]:
-        """Those that were given, as fields of :class:`~paceline.launchers.base.JobSpec`."""
+        """Those that were given, as fields of :class:`~paceline.launch.launcher.JobSpec`."""
         fields: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("name", "gpus_per_node", "cpus_per_task", "inner", "contract", "master_port")
@@ -56,7 +56,7 @@ class JobOptions:
         if self.env:
             fields["env"] = parse_env(self.env)
         if self.roles is not None and world_size is not None:
-            from paceline.launchers.contracts import parse_roles
+            from paceline.launch.rank_env import parse_roles
 
             fields["roles"] = parse_roles(self.roles, world_size)
         return fields

@@ -13,16 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.job_options import HERE, JobOptions
-from paceline.config import RunConfig, flag, parse_duration_s, parse_nodes, parse_nproc
-from paceline.errors import ConfigError
-from paceline.launchers.base import JobSpec, Launcher
-from paceline.launchers.preflight import run_before
-from paceline.launchers.registry import JobRecord, read_records
-from paceline.launchers.submission import finish, machines_python, made_directory, submit, task_job
-from paceline.launchers.training import check_task
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.options import flag, parse_duration_s, parse_nodes, parse_nproc
+from paceline.launch.launcher import JobSpec, Launcher
+from paceline.launch.local_run import check_task
+from paceline.launch.preflight.spec import run_before
+from paceline.launch.submit import (
+    JobRecord,
+    finish,
+    machines_python,
+    made_directory,
+    read_records,
+    submit,
+    task_job,
+)
 
 if TYPE_CHECKING:
-    from paceline.doctor.examination import Examination
+    from paceline.launch.preflight.spec import Examination
 
 _ANYWHERE = Path("/tmp")
 """Of a machine that has none of this one's directories: it may not let a script write where that is."""
@@ -89,13 +97,13 @@ def start(
     """
     first = None
     if options.preflight:
-        from paceline.doctor.job import preflight_command, preflight_spec
+        from paceline.launch.preflight.job import preflight_command, preflight_spec
 
         examination = dataclasses.replace(
             _examination(launcher, spec, own), task=task, keep=keep, timeout_s=init_timeout_s
         )
         if launcher.name in HERE:
-            from paceline.launchers.local.options import MeetingOptions
+            from paceline.launch.options import MeetingOptions
 
             meeting = own or MeetingOptions()
             first = preflight_command(examination, spec.nodes[1], meeting.node_rank, meeting.rdzv_endpoint)
@@ -137,7 +145,7 @@ def start(
             print(line, flush=True)
         code = finish(record, handle)
     except KeyboardInterrupt:
-        print(f"paceline: {record.id} goes on. End it: paceline cancel {record.id}", file=sys.stderr)
+        print(f"paceline: {record.id} keeps running. End it: paceline cancel {record.id}", file=sys.stderr)
         return 130
     if json:
         print(json_module.dumps({**_described(record), "exit_code": code}), flush=True)
@@ -154,7 +162,7 @@ def _examination(launcher: Launcher, spec: JobSpec, own: Any) -> Examination:
         directory = (common or _ANYWHERE) / "preflight"
         if spec.run is None and launcher.files != "shared":
             run = common or _ANYWHERE
-    from paceline.doctor.examination import Examination
+    from paceline.launch.preflight.spec import Examination
 
     return Examination(
         directory=directory,
@@ -178,7 +186,7 @@ def _detach(spec: JobSpec) -> None:
     Raises:
         SystemExit: there: 0, or the exit code of the other if that has ended without a job.
     """
-    from paceline.launchers.attached import OUTPUT
+    from paceline.launch.supervisor import OUTPUT
 
     log = spec.directory / OUTPUT
     with made_directory(spec.directory):

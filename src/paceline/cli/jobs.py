@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.errors import PacelineError
-from paceline.launchers.base import JobStatus
-from paceline.launchers.registry import JobRecord, find_record, read_records
+from paceline.core.errors import PacelineError
+from paceline.launch.launcher import JobStatus
+from paceline.launch.submit import JobRecord, find_record, read_records
 
 Flag = Annotated[bool, Parameter(negative="")]
 _COMMAND_LENGTH = 60
@@ -29,7 +29,7 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
     Parameters
     ----------
     all
-        Also those that ended more than a day ago.
+        Include jobs that ended more than a day ago.
     json
         Print a JSON list.
     """

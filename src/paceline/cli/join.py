@@ -9,11 +9,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.agent.meeting import recorded_agents
-from paceline.errors import ConfigError
-from paceline.job import Job
-from paceline.launchers.training import launch
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError
+from paceline.core.job import Job
+from paceline.core.option_sets import DEFAULTS, select
+from paceline.elastic.consensus.discovery import recorded_agents
+from paceline.launch.local_run import launch
+from paceline.runs.directory import RunDirectory
+
+_SHARED = ("run", "resume", "rdzv_id")
+_OF_A_MACHINE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]
+"""Options that are another machine's in the job of the run."""
 
 
 def join(
@@ -25,7 +30,7 @@ def join(
     quiet: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Join a run that other machines are at, and stay until it ends or this machine leaves.
+    """Join a run that is running on other machines, and stay until it ends or this machine leaves.
 
     The run's directory is the one that all its machines share. The processes that are started here copy the
     state from a peer and take part after a step; the final weights stay the same. Ctrl-C leaves after a step.
@@ -35,11 +40,11 @@ def join(
     run
         The run's directory.
     nproc
-        Processes here. Default: as many as the first machine has.
+        Processes on this machine. Default: as many as on the first machine.
     interface
         Network interface to the other machines, e.g. eth0.
     token_file
-        Holds the secret by which the machines know each other. Default: in the run's directory.
+        File with the secret that the run's machines share. Default: in the run's directory.
     quiet
         Show no progress.
     json
@@ -51,16 +56,10 @@ def join(
         job = Job.from_toml(file)
     except OSError as error:
         raise ConfigError(f"{file}, the run's job, cannot be read: {error.strerror}.") from error
-    config = dataclasses.replace(
-        job.config,
-        run=str(run),
-        nproc=job.config.nproc if nproc is None else nproc,
-        interface=interface,
-        token_file=None if token_file is None else str(token_file),
-        node_rank=None,
-        rdzv_endpoint=None,
-        on="auto",
-    )
+    here = {name: DEFAULTS[name] for name in (*_OF_A_MACHINE, "on")}
+    here |= {"run": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
+    here["token_file"] = None if token_file is None else str(token_file)
+    config = dataclasses.replace(job.config, **here)
     code, directory = launch(dataclasses.replace(job, config=config, quiet=quiet), joins=True)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError
+from paceline.cli.options import group
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.options import ServingOptions
+    from paceline.serving.model import ServingOptions
 
 
 def _option(help: str) -> Parameter:
-    return Parameter(help=help, group="KServe", show_default=False, negative="")
+    return Parameter(help=help, group=group("--on kserve"), show_default=False, negative="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def print_service(
     Raises:
         ConfigError: Kubernetes would refuse it, or its server would.
     """
-    from paceline.launchers.kubernetes.inference_service import InferenceService
+    from paceline.launch.kubernetes_manifests import InferenceService
 
     if not kserve.dry_run:
         raise ConfigError(

@@ -11,8 +11,8 @@ from cyclopts import Parameter
 from paceline.cli.job_options import JobOptions
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given
-from paceline.config import parse_duration_s, parse_nodes, parse_nproc
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -47,26 +47,26 @@ def launch(
     nodes
         Machines, N or MIN:MAX.
     nproc
-        Processes a machine: one number, or a list such as 8,4.
+        Processes per machine: one number, or a list such as 8,4.
     threads
         OMP_NUM_THREADS of every process.
     walltime
-        How long the job may take, such as 90min or 2h.
+        Time limit of the job, such as 90min or 2h.
     max_restarts
-        How often torchrun may start its workers again.
+        How often torchrun may restart its workers.
     interface
         Network interface to the other machines, e.g. eth0.
     python
         The interpreter on the machines. Default: this one; in an image, python.
     dry_run
-        Print the whole job, and start nothing; works where the system is not installed.
+        Print the whole job, and start nothing; does not need the system.
     json
         Print the job as JSON.
     """
     from paceline.cli.job_start import start
-    from paceline.launchers.base import JobSpec, get_launcher, job_name
-    from paceline.launchers.own_options import make_options
-    from paceline.launchers.submission import (
+    from paceline.launch.launcher import JobSpec, get_launcher, job_name
+    from paceline.launch.registry import make_options
+    from paceline.launch.submit import (
         choose_contract,
         choose_inner,
         job_directory,

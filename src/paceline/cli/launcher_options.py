@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import options_class
-from paceline.config import RunConfig
-from paceline.launchers import names
-from paceline.launchers.own_options import option_types
+from paceline.cli.options import group, options_class
+from paceline.core.config import RunConfig
+from paceline.launch import registry
+from paceline.launch.registry import option_types
 
 _COMMAND = ("paceline", "__main__.py")
 _HERE = ("spawn", "torchrun")
@@ -31,7 +31,7 @@ def launchers_options(*, for_tasks: bool = False) -> Any:
     helps: dict[str, tuple[str, list[str]]] = {}
     types: dict[str, Any] = {}
     for name in in_question(sys.argv):
-        options_type = names.options_type(name)
+        options_type = registry.options_type(name)
         if options_type is None:
             continue
         types |= option_types(options_type)
@@ -42,7 +42,9 @@ def launchers_options(*, for_tasks: bool = False) -> Any:
     for name, (text, owners) in helps.items():
         if for_tasks and name in RunConfig.__dataclass_fields__:
             continue
-        parameter = Parameter(help=text, group=f"--on {', '.join(owners)}", show_default=False, negative="")
+        parameter = Parameter(
+            help=text, group=group(f"--on {', '.join(owners)}"), show_default=False, negative=""
+        )
         fields.append((name, Annotated[types[name] | None, parameter], dataclasses.field(default=None)))
     return options_class("LauncherOptions", fields)
 
@@ -51,10 +53,10 @@ def in_question(argv: Sequence[str]) -> Sequence[str]:
     """The launchers whose options a command line may hold: importing all of them takes a command's time.
 
     Where it names its launcher, that one; else those that start processes on this machine.
-    Whoever is no command line of ours, such as the documentation, sees all.
+    What is no command line of ours, such as the documentation, sees all.
     """
     if Path(argv[0]).name not in _COMMAND or "--config" in argv:
-        return names.LAUNCHER_NAMES
+        return registry.LAUNCHER_NAMES
     words = [word for word in argv[1:] if word.startswith("--on=")]
     named = words[0].removeprefix("--on=") if words else dict(pairwise(argv)).get("--on")
-    return (named,) if named in names.LAUNCHER_NAMES else _HERE
+    return (named,) if named in registry.LAUNCHER_NAMES else _HERE

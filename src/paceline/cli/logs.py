@@ -14,12 +14,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.distributed.process import describe, read_failure
-from paceline.errors import ConfigError, RunDirectoryError
-from paceline.launchers.log_files import Tail, fold
-from paceline.launchers.registry import JobRecord, find_record, read_records
-from paceline.launchers.watch import Watch
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.launch.job_logs import Tail, Watch, fold
+from paceline.launch.submit import JobRecord, find_record, read_records
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import describe, read_failure
 
 _POLL_S = 0.2
 _RESTART_S = 5.0
@@ -34,12 +33,17 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 def logs(
     run: Annotated[str, Parameter(help="The run's directory, or a job of paceline jobs.")],
     *,
-    rank: Annotated[int | None, Parameter(help="Only this rank; else all, each line with its ranks.")] = None,
-    grep: Annotated[str | None, Parameter(help="Only lines that this regular expression is in.")] = None,
+    rank: Annotated[
+        int | None, Parameter(help="Show only this rank. Default: all, with the ranks of each line.")
+    ] = None,
+    grep: Annotated[str | None, Parameter(help="Show only lines that match this regular expression.")] = None,
     follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], negative="", help="Go on until the end or Ctrl-C.")
+        bool,
+        Parameter(
+            name=["--follow", "-f"], negative="", help="Follow the output until the run ends or Ctrl-C."
+        ),
     ] = False,
-    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="How many last lines of each rank.")] = 50,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Number of last lines of each rank.")] = 50,
 ) -> int:
     """Print what the ranks printed: the last lines of each, then, with -f, new ones as they come.
 

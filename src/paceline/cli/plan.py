@@ -10,11 +10,11 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from paceline.errors import ConfigError
-from paceline.task import TaskReference, parse_assignments
+from paceline.core.errors import ConfigError
+from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:
-    from paceline.planning.recommend import Plan, Row
+    from paceline.parallel.planning.recommend import Plan, Row
 
 _WIDTH = 110
 """Columns of the table, also where the output is no terminal."""
@@ -47,23 +47,23 @@ def plan(
     task
         file.py:Name, package.module:Name, or a recipe such as transformer.
     gpus
-        GPUs over all machines; a process each.
+        GPUs over all machines, with one process each.
     gpu_memory
-        Memory of one, such as 80GiB.
+        Memory of one GPU, such as 80GiB.
     nodes
         Machines.
     bandwidth
-        What one process sends in a second, such as 25GB/s.
+        Bandwidth of one process, such as 25GB/s.
     tflops
-        10^12 operations that one GPU really makes in a second: often a third of its data sheet's.
+        TFLOP/s that one GPU really reaches: often a third of its data sheet's.
     set
         A hyperparameter as field=value; may be repeated.
     global_batch_size
-        Samples a step, over all processes. Default: the task's.
+        Samples per step, over all processes. Default: the task's.
     shards
-        Logical shards of a global batch. Default: the task's, or one a process.
+        Logical shards of a global batch. Default: the task's, or one per process.
     device
-        cpu: processes without a GPU, on gloo.
+        cuda, or cpu: processes without a GPU, on gloo.
     json
         Print JSON.
     """
@@ -75,7 +75,7 @@ def plan(
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, but is {value}.")
     assignments = parse_assignments(set)
-    from paceline.planning.recommend import Machines, make_plan
+    from paceline.parallel.planning.recommend import Machines, make_plan
 
     machines = Machines(
         gpus=gpus,
@@ -101,7 +101,7 @@ def plan(
 
 
 def _show(made: Plan) -> None:
-    from paceline.planning.memory import classic_mixed_precision
+    from paceline.parallel.planning.predict import classic_mixed_precision
 
     m, machines = made.measurement, made.machines
     whole = m.whole

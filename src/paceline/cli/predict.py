@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.serving.prediction import Engine
-    from paceline.serving.rows import Rows
-    from paceline.serving.servable import Array, ModelSpec
+    from paceline.serving.batch_predict import Engine, Rows
+    from paceline.serving.model import Array, ModelSpec
 
 Flag = Annotated[bool, Parameter(negative="")]
 _SHOWN = 20
@@ -39,8 +38,9 @@ def predict(
 ) -> int:
     """Predict INPUTS with MODEL, a package or a server's address.
 
-    INPUTS are images, or rows in .npy, .npz (arrays by the inputs' names), .csv or .json. With --output, what
-    was computed is kept: killed, the same command goes on, and every row is in the result exactly once.
+    INPUTS are images, or rows in .npy, .npz (arrays by the inputs' names), .csv or .json. With --output,
+    what was computed is kept: after a kill, the same command continues, and every row is in the result
+    exactly once.
 
     Parameters
     ----------
@@ -72,11 +72,10 @@ def predict(
     for option, value in (("nproc", nproc), ("chunk", chunk), ("max-batch", max_batch)):
         if value < 1:
             raise ConfigError(f"--{option} must be at least 1, but is {value}.")
+    from paceline.serving.app import open_model
+    from paceline.serving.batch_predict import read_rows, replicas, server
     from paceline.serving.client import Client
-    from paceline.serving.models import open_model
-    from paceline.serving.options import UNBOUNDED, ServingOptions
-    from paceline.serving.prediction import replicas, server
-    from paceline.serving.rows import read_rows
+    from paceline.serving.model import UNBOUNDED, ServingOptions
 
     if model.startswith(("http://", "https://")):
         with Client(model, token_file=token_file) as client:
@@ -127,8 +126,7 @@ def _into(
 ) -> None:
     import asyncio
 
-    from paceline.serving.chunks import Journal, fingerprint
-    from paceline.serving.prediction import predict_into
+    from paceline.serving.batch_predict import Journal, fingerprint, predict_into
 
     job = {**job, "inputs": fingerprint(rows.arrays)}
     with Journal.open(output, job, len(rows.names), chunk) as journal:
@@ -146,7 +144,7 @@ def _into(
 def _all(rows: Rows, engine: Engine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
     import asyncio
 
-    from paceline.serving.prediction import predict_all
+    from paceline.serving.batch_predict import predict_all
 
     return asyncio.run(predict_all(rows.arrays, engine, chunk, on_rows))
 
@@ -167,7 +165,7 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:
-    from paceline.serving.chunks import records
+    from paceline.serving.batch_predict import records
 
     found = list(records(outputs, spec, rows.names, 0))
     if json:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from paceline.cli.byte_progress import byte_progress
-from paceline.errors import PackageError
+from paceline.core.errors import PackageError
 
 if TYPE_CHECKING:
-    from paceline.packages.transfer import Transferred
+    from paceline.runs.package_transfer import Transferred
 
 app = App(name="registry", help="List, tag, copy and roll back packages.")
 
@@ -23,9 +23,8 @@ Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 @app.command
 def ls(*, json: Json = False) -> int:
     """List the packages of the registry, with their tags."""
-    from paceline.packages.package import read_manifest
-    from paceline.packages.registry import Registry
-    from paceline.packages.trust import trusted
+    from paceline.runs.package import read_manifest, trusted
+    from paceline.runs.package_registry import Registry
 
     registry = Registry.of_user()
     tags: dict[str, list[str]] = {}
@@ -70,8 +69,7 @@ def show(package: str, *, json: Json = False) -> int:
         Its directory, NAME@TAG, NAME (its latest), or a digest or the beginning of one.
     """
     from paceline.cli.export import as_json, print_package
-    from paceline.packages.package import open_package
-    from paceline.packages.trust import trusted
+    from paceline.runs.package import open_package, trusted
 
     opened = open_package(package)
     is_trusted = opened.digest in trusted()
@@ -86,16 +84,16 @@ def show(package: str, *, json: Json = False) -> int:
 
 @app.command
 def tag(package: What, tag: str, *, json: Json = False) -> int:
-    """Let a tag mean a package from now on.
+    """Point a tag at a package.
 
     Parameters
     ----------
     tag
         NAME@TAG, or TAG for one of the package's own name.
     """
-    from paceline.packages.manifest import plain_name
-    from paceline.packages.package import open_package
-    from paceline.packages.registry import Reference, Registry, parse_reference
+    from paceline.runs.package import open_package
+    from paceline.runs.package_manifest import plain_name
+    from paceline.runs.package_registry import Reference, Registry, parse_reference
 
     registry = Registry.of_user()
     opened = open_package(registry.path_of(registry.resolve(package)))
@@ -113,14 +111,14 @@ def tag(package: What, tag: str, *, json: Json = False) -> int:
 
 @app.command
 def untag(reference: str, *, json: Json = False) -> int:
-    """Forget a tag; its package stays.
+    """Remove a tag; its package stays.
 
     Parameters
     ----------
     reference
         NAME@TAG.
     """
-    from paceline.packages.registry import Registry, parse_reference
+    from paceline.runs.package_registry import Registry, parse_reference
 
     parsed = parse_reference(reference)
     before = Registry.of_user().remove_tag(parsed)
@@ -133,14 +131,14 @@ def untag(reference: str, *, json: Json = False) -> int:
 
 @app.command
 def rollback(reference: str, *, json: Json = False) -> int:
-    """Let a tag mean again what it meant before.
+    """Point a tag back at its previous package.
 
     Parameters
     ----------
     reference
         NAME@TAG, or NAME (its latest).
     """
-    from paceline.packages.registry import Registry, parse_reference
+    from paceline.runs.package_registry import Registry, parse_reference
 
     parsed = parse_reference(reference)
     before, now = Registry.of_user().roll_back(parsed)
@@ -160,8 +158,8 @@ def push(package: What, to: Path, *, json: Json = False) -> int:
     to
         The other registry's directory; any static file server can serve it.
     """
-    from paceline.packages.registry import Registry
-    from paceline.packages.transfer import push as push_package
+    from paceline.runs.package_registry import Registry
+    from paceline.runs.package_transfer import push as push_package
 
     with byte_progress("copying", quiet=json) as on_bytes:
         copied = push_package(package, to, Registry.of_user(), on_bytes)
@@ -170,7 +168,7 @@ def push(package: What, to: Path, *, json: Json = False) -> int:
 
 @app.command
 def pull(package: str, source: str, *, json: Json = False) -> int:
-    """Copy a package, and its tag, from another registry; verified whole before it is visible.
+    """Copy a package, and its tag, from another registry; verified before it is visible.
 
     What was fetched of a pull that broke off is not fetched again.
 
@@ -181,8 +179,8 @@ def pull(package: str, source: str, *, json: Json = False) -> int:
     source
         The other registry's directory, or its http(s) URL.
     """
-    from paceline.packages.registry import Registry
-    from paceline.packages.transfer import pull as pull_package
+    from paceline.runs.package_registry import Registry
+    from paceline.runs.package_transfer import pull as pull_package
 
     registry = Registry.of_user()
     with byte_progress("copying", quiet=json) as on_bytes:

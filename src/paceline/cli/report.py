@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError, RunDirectoryError
-from paceline.run_directory import RunDirectory, write_atomically
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.files import write_atomically
+from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.reporting.report import Report
+    from paceline.insight.report import Report
 
 Flag = Annotated[bool, Parameter(negative="")]
 
@@ -37,7 +38,7 @@ def report(
     run
         The runs' directories.
     output
-        The page. Default: report.html in the run's directory; for several, comparison.html in the first's.
+        The page's file. Default: report.html in the run's directory; for several, comparison.html there.
     checkpoint
         best, last or a step. Default: the best, or the last where nothing was validated.
     split
@@ -58,10 +59,10 @@ def report(
     if target.is_dir():
         raise ConfigError(f"--output {target} is a folder. Name a file, such as {target / 'report.html'}.")
     # Only here, so that --help need not wait for torch.
-    from paceline.reporting.analysis import analyse
-    from paceline.reporting.charts import require_matplotlib
-    from paceline.reporting.page import render
-    from paceline.reporting.report import as_json, make_report
+    from paceline.insight.analysis import analyse
+    from paceline.insight.charts import require_matplotlib
+    from paceline.insight.report import as_json, make_report
+    from paceline.insight.report_page import render
 
     require_matplotlib()  # not after a long evaluation
     analyses = []
@@ -112,7 +113,7 @@ def _print(made: Report, target: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.reporting.verdict import interval, number
+    from paceline.insight.report import interval, number
 
     console = Console(highlight=False)
     console.print(Text(made.verdict.headline, style="bold"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from paceline.monitoring.overview import RunSummary, check_folder, find_runs
+from paceline.runs.status import RunSummary, check_folder, find_runs
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,7 +21,7 @@ _WIDE_COLUMNS = 110
 _PIPE_COLUMNS = 250
 
 
-app = App(name="runs", help="List runs, with state and results; show what happened in one.")
+app = App(name="runs", help="List runs with state and results; show one run's history.")
 app.command("paceline.cli.runs_show:show", name="show", help="Show a run's timeline and goodput.")
 app.command("paceline.cli.runs_pipeline:pipeline", name="pipeline", help="Show and draw a pipeline's bubble.")
 
@@ -32,7 +32,7 @@ def runs(
     *,
     json: Annotated[bool, Parameter(negative="", help="Print a JSON array instead of a table.")] = False,
 ) -> int:
-    """List runs: state, progress, processes and shards, result, age and time at work."""
+    """List runs: state, progress, processes and shards, result, age and running time."""
     if root != _DEFAULT_ROOT:
         check_folder(root)
     found = find_runs(root)

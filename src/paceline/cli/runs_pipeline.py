@@ -8,8 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from paceline.errors import RunDirectoryError
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import RunDirectoryError
+from paceline.runs.directory import RunDirectory
 
 
 def pipeline(
@@ -29,7 +29,7 @@ def pipeline(
     json
         Print one JSON object instead.
     """
-    from paceline.strategies.pipeline import trace as traces
+    from paceline.parallel.pipeline import schedules as traces
 
     directory = RunDirectory(run)
     trace = traces.read(directory.path / traces.FILE)

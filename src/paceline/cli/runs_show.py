@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.errors import RunDirectoryError
-from paceline.monitoring.timeline import REPEATED, timeline
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import RunDirectoryError
+from paceline.runs.directory import RunDirectory
+from paceline.runs.timeline import REPEATED, timeline
 
 if TYPE_CHECKING:
-    from paceline.monitoring.timeline import Goodput, Timeline
+    from paceline.runs.timeline import Goodput, Timeline
 
 _PIPE_COLUMNS = 250
 _MOST_MODULES = 10

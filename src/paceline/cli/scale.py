@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from paceline.errors import ConfigError, PacelineError
-from paceline.launchers.registry import JobRecord, find_record, read_records
-from paceline.run_directory import RunDirectory
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.launch.submit import JobRecord, find_record, read_records
+from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.agent.control_socket import AgentConnection, Status
+    from paceline.elastic.control import AgentConnection, Status
 
 _LOOK_S = 0.1
 
@@ -29,10 +29,10 @@ def scale(
     nodes: int | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Change the number of processes of a run at work, or of a job's machines; the weights stay the same.
+    """Change the number of processes of a running run, or of a job's machines; the weights stay the same.
 
     Processes leave after a step, in good order; new ones copy the state from a peer and join after a
-    step. The command returns once the run goes on with so many. It needs a run with --recover inplace.
+    step. The command returns once the run continues with that number. It needs a run with --recover inplace.
     A job on Kubernetes is given other machines, up to the --nodes MIN:MAX that it was submitted with.
 
     Parameters
@@ -42,11 +42,11 @@ def scale(
     nproc
         Processes on this machine: at least 1, at most the run's shards.
     nodes
-        Machines, where the run is on several.
+        Machines, for a run on several.
     json
-        Print where the job then stands as one line of JSON.
+        Print the new state as one line of JSON.
     """
-    from paceline.agent.control_socket import AgentConnection
+    from paceline.elastic.control import AgentConnection
 
     if (nproc is None) == (nodes is None):
         raise ConfigError("say how many: --nproc N or --nodes N.")
@@ -62,7 +62,7 @@ def scale(
     if json:
         print(json_module.dumps(dataclasses.asdict(status)))
     else:
-        print(f"{run} goes on with {len(status.members)} processes, at step {status.step}.")
+        print(f"{run} continues with {len(status.members)} processes, at step {status.step}.")
     return 0
 
 
@@ -76,7 +76,7 @@ def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
     if json:
         print(json_module.dumps({"id": record.id, "nodes": nodes}))
     else:
-        print(f"{record.id} is to have {nodes} machine(s). See paceline status {record.id}")
+        print(f"Asked for {nodes} machine(s) for {record.id}. See paceline status {record.id}")
     return 0
 
 

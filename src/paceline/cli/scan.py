@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
 from paceline.cli.job_options import HERE, JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import given, run_options
-from paceline.config import RunConfig, config_from_mapping, flag, parse_nodes, parse_nproc
-from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
+from paceline.core.options import flag, parse_nodes, parse_nproc
+from paceline.insight.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
 
 if TYPE_CHECKING:
-    from paceline.launchers.base import JobHandle, Launcher, Rendered
-    from paceline.launchers.registry import JobRecord
+    from paceline.launch.launcher import JobHandle, Launcher, Rendered
+    from paceline.launch.submit import JobRecord
 
-Options: Any = run_options()
+Options: Any = run_options(common=("nproc", "nodes", "on", "strategy", "global_batch_size", "device"))
 LauncherOptions: Any = launchers_options(for_tasks=True)
 Flag = Annotated[bool, Parameter(negative="")]
 _NOT_FOR_A_SCAN = {
@@ -36,7 +37,7 @@ _NOT_FOR_A_SCAN = {
 def scan(
     task: str,
     *,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
+    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
     steps: int = 100,
     warmup: int = 20,
     scaling: Scaling = "strong",
@@ -61,9 +62,9 @@ def scan(
     steps
         Steps to measure.
     warmup
-        Steps before those; speeds are taken over windows of as many.
+        Steps before those; speeds are measured over windows of the same length.
     scaling
-        strong: the same global batch for all; weak: --global-batch-size is the smallest size's, and grows.
+        strong: the same global batch for all sizes; weak: it grows with the size, from --global-batch-size.
     plot
         Write a chart into this SVG file.
     json
@@ -71,9 +72,9 @@ def scan(
     markdown
         Print Markdown.
     """
-    from paceline.job import default_run_path
-    from paceline.launchers.base import get_launcher
-    from paceline.task import check_spec
+    from paceline.core.job import default_run_path
+    from paceline.core.task_loading import check_spec
+    from paceline.launch.launcher import get_launcher
 
     for name, value in (("steps", steps), ("warmup", warmup)):
         if value < 1:
@@ -143,8 +144,8 @@ def _sizes(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
     """One after another: they would share the machine."""
-    from paceline.job import Job
-    from paceline.launchers.training import launch
+    from paceline.core.job import Job
+    from paceline.launch.local_run import launch
 
     codes = {}
     for nproc, config in configs.items():
@@ -168,7 +169,7 @@ def _rendered(
         ConfigError: there is such a thing, or their results could not be read.
     """
     from paceline.cli.job_start import task_spec
-    from paceline.launchers.own_options import make_options
+    from paceline.launch.registry import make_options
 
     if launcher.files != "shared":
         raise ConfigError(
@@ -190,7 +191,7 @@ def _rendered(
 
 def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, Rendered]) -> dict[int, int]:
     """All are in the queue at once; where a job ends with its command, one after another."""
-    from paceline.launchers.submission import submit
+    from paceline.launch.submit import submit
 
     jobs: dict[int, tuple[JobRecord, JobHandle]] = {}
     codes: dict[int, int] = {}
@@ -214,7 +215,7 @@ def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, Rendered]) -> dict[i
 
 def _finished(nproc: int, record: JobRecord, handle: JobHandle) -> int:
     """The exit code of a job, once it has ended; where that cannot be learned, the others go on."""
-    from paceline.launchers.submission import finish
+    from paceline.launch.submit import finish
 
     try:
         return finish(record, handle)

@@ -14,50 +14,53 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from paceline.cli.kserve_options import KServeOptions, print_service
-from paceline.cli.options import given
-from paceline.config import parse_duration_s
-from paceline.errors import ConfigError
+from paceline.cli.options import ARGUMENTS, COMMON, given, group
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s
 
 if TYPE_CHECKING:
-    from paceline.serving.options import ServingOptions
-    from paceline.serving.ray.options import RayOptions
-    from paceline.serving.servable import Opened
+    from paceline.serving.model import Opened, ServingOptions
+    from paceline.serving.ray_serve import RayOptions
     from paceline.serving.server import Address
 
-Flag = Annotated[bool, Parameter(negative="")]
+_COMMON = Parameter(group=group(COMMON), negative="")
+_REQUESTS = Parameter(group=group("Requests"), negative="")
+_REPLICAS = Parameter(group=group("Replicas"))
+_PROGRAM = Parameter(group=group("Program"))
+_SWAP = Parameter(group=group("Swap"))
 _SWAP_TIMEOUT_S = 600.0
 _HOST, _PORT = "127.0.0.1", 8000
 
 
 def serve(
-    package: Annotated[tuple[str, ...], Parameter(negative="")],
+    package: Annotated[tuple[str, ...], Parameter(negative="", group=group(ARGUMENTS))],
     *,
-    on: Literal["embedded", "ray", "kserve"] = "embedded",
-    replicas: str = "1",
-    ray_address: str | None = None,
-    devices: str = "cpu",
-    threads: int = 1,
-    max_batch: int = 32,
-    max_wait: str = "2ms",
-    max_queue: int = 256,
-    timeout: str = "30s",
-    host: str = _HOST,
-    port: int = _PORT,
-    grpc_port: int | None = None,
-    token_file: Path | None = None,
-    program: Literal["auto", "pt2", "onnx"] = "auto",
-    task: str = "",
-    trust: Flag = False,
-    max_body: int = 64,
-    receive_timeout: str = "10s",
-    startup_timeout: str = "2min",
-    hang_timeout: str = "1min",
-    drain_notice: str = "1s",
-    access_log: Flag = False,
-    swap: str | None = None,
-    model: str | None = None,
+    host: Annotated[str, _COMMON] = _HOST,
+    port: Annotated[int, _COMMON] = _PORT,
+    replicas: Annotated[str, _COMMON] = "1",
+    devices: Annotated[str, _COMMON] = "cpu",
+    token_file: Annotated[Path | None, _COMMON] = None,
+    max_batch: Annotated[int, _COMMON] = 32,
+    max_queue: Annotated[int, _COMMON] = 256,
+    timeout: Annotated[str, _COMMON] = "30s",
+    trust: Annotated[bool, _COMMON] = False,
+    on: Annotated[Literal["embedded", "ray", "kserve"], _COMMON] = "embedded",
+    json: Annotated[bool, _COMMON] = False,
+    grpc_port: Annotated[int | None, _REQUESTS] = None,
+    max_body: Annotated[int, _REQUESTS] = 64,
+    receive_timeout: Annotated[str, _REQUESTS] = "10s",
+    access_log: Annotated[bool, _REQUESTS] = False,
+    threads: Annotated[int, _REPLICAS] = 1,
+    max_wait: Annotated[str, _REPLICAS] = "2ms",
+    startup_timeout: Annotated[str, _REPLICAS] = "2min",
+    hang_timeout: Annotated[str, _REPLICAS] = "1min",
+    drain_notice: Annotated[str, _REPLICAS] = "1s",
+    program: Annotated[Literal["auto", "pt2", "onnx"], _PROGRAM] = "auto",
+    task: Annotated[str, _PROGRAM] = "",
+    swap: Annotated[str | None, _SWAP] = None,
+    model: Annotated[str | None, _SWAP] = None,
+    ray_address: Annotated[str | None, Parameter(group=group("--on ray"))] = None,
     kserve: Annotated[KServeOptions | None, Parameter(name="*")] = None,
-    json: Flag = False,
 ) -> int:
     """Serve each PACKAGE until SIGTERM; it then answers what it was asked, and ends.
 
@@ -66,60 +69,58 @@ def serve(
     Parameters
     ----------
     package
-        Directories or references such as fashion-mnist@prod.
-    on
-        Where replicas run. embedded: processes of this machine. ray: Ray Serve, on many machines. kserve:
-        on Kubernetes; --dry-run prints the InferenceService.
-    replicas
-        Processes that compute, for each package. With --on ray or kserve, MIN:MAX follows the load.
-    ray_address
-        With --on ray: HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster of the
-        server's own, here.
-    devices
-        Where, in turns: cpu, or cuda:0,cuda:1.
-    threads
-        Of each replica, on a CPU.
-    max_batch
-        Rows that are computed together.
-    max_wait
-        How long a batch may wait to fill while every replica computes. It never waits for an idle one.
-    max_queue
-        Rows that may wait, or fewer while batches take longer than they did at best; what comes beyond gets
-        429 and Retry-After.
-    timeout
-        How long a request may take; it may say less (Request-Timeout-Ms).
+        Directories, or references such as fashion-mnist@prod.
     host
-        Address to listen on. Others than this machine's own need --token-file.
+        Address to listen on. One that other machines can reach needs --token-file.
     port
-        0 takes a free one.
-    grpc_port
-        Speak gRPC, too, on this port of the same address.
+        Port to listen on; 0: any free one.
+    replicas
+        Processes per package. With --on ray or kserve, MIN:MAX scales with the load.
+    devices
+        Devices of the replicas, in turn: cpu, or cuda:0,cuda:1.
     token_file
-        A file that only you can read, with the token that clients send: Authorization: Bearer TOKEN.
-    program
-        Which of a package's programs computes. auto: pt2, or else onnx.
-    task
-        Use the weights with this task's own code, and no program.
+        File with the token that clients send (Authorization: Bearer TOKEN); readable only by you.
+    max_batch
+        Largest number of rows in a batch.
+    max_queue
+        Rows that may wait, or fewer while the server is slow; more get 429 and Retry-After.
+    timeout
+        Time limit of a request, which may set a shorter one (Request-Timeout-Ms).
     trust
         Trust these packages' pt2 programs from now on; loading one may run any code.
+    on
+        Where replicas run. embedded: on this machine; ray: Ray Serve, on many machines; kserve: on
+        Kubernetes (--dry-run prints the InferenceService).
+    json
+        Print one line of JSON when the server is ready.
+    grpc_port
+        Also serve gRPC, on this port of the same address.
     max_body
         Largest request, in MiB.
     receive_timeout
         How long a client may take to send a request.
+    access_log
+        Log each request, without its contents.
+    threads
+        CPU threads of each replica.
+    max_wait
+        How long to wait for a batch to fill while all replicas are busy.
     startup_timeout
         How long a replica may take to load its model.
     hang_timeout
-        A replica that computes one batch for longer is replaced.
+        Replace a replica that computes one batch for longer.
     drain_notice
-        After SIGTERM, for how long to say "not ready" before connections are refused.
-    access_log
-        Log each request, without what is in it.
+        After SIGTERM, how long to answer "not ready" before refusing connections.
+    program
+        Which of a package's programs to run. auto: pt2, else onnx.
+    task
+        Use the weights with this task's code instead of the package's program.
     swap
-        A server's address: exchange its package instead of serving one here.
+        Replace the package of the server at this address, instead of starting one.
     model
-        With --swap: the model's name there. Default: the package's.
-    json
-        Print one line of JSON when the server is ready.
+        With --swap: the model's name on the server. Default: the package's.
+    ray_address
+        HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
     """
     if swap is not None:
         return _swap(swap, package, model, token_file, json=json)
@@ -127,7 +128,7 @@ def serve(
         raise ConfigError("--model says what --swap exchanges; without --swap it means nothing.")
     if ray_address is not None and on != "ray":
         raise ConfigError("--ray-address names a Ray cluster; say --on ray.")
-    from paceline.serving.options import ServingOptions, parse_replicas
+    from paceline.serving.model import ServingOptions, parse_replicas
 
     least, most = parse_replicas(replicas)
     options = ServingOptions(
@@ -160,14 +161,14 @@ def serve(
         raise ConfigError(f"--{min(given(kserve)).replace('_', '-')} belongs to --on kserve.")
     _require_libraries()
     from paceline.serving.access import read_token
-    from paceline.serving.models import open_model
+    from paceline.serving.app import open_model
     from paceline.serving.server import Address
 
     token = None if token_file is None else read_token(token_file)
     address = Address(host=host, port=port, grpc_port=grpc_port, token=token)
     ray_options = None
     if on == "ray":
-        from paceline.serving.ray.options import RayOptions
+        from paceline.serving.ray_serve import RayOptions
 
         ray_options = RayOptions.make(ray_address, replicas, options)
     elif least < most:
@@ -214,14 +215,13 @@ def _run(
 
     import uvloop
 
-    from paceline.serving.models import DeploymentFactory
+    from paceline.serving.app import DeploymentFactory
     from paceline.serving.server import serve as serve_packages
 
     with ExitStack() as stack:
         deploy: DeploymentFactory | None = None
         if ray_options is not None:
-            from paceline.serving.ray.cluster import ray_serve
-            from paceline.serving.ray.deployment import RayDeployment
+            from paceline.serving.ray_serve import RayDeployment, ray_serve
 
             deploy = partial(RayDeployment, stack.enter_context(ray_serve(ray_options)))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
@@ -229,8 +229,8 @@ def _run(
 
 
 def _trust(places: tuple[str, ...]) -> None:
-    from paceline.packages.package import open_package
-    from paceline.packages.trust import trust as trust_digest
+    from paceline.runs.package import open_package
+    from paceline.runs.package import trust as trust_digest
 
     for place in places:
         trust_digest(open_package(place).digest)

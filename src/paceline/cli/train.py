@@ -14,40 +14,39 @@ from cyclopts import Parameter
 
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import given, run_options
-from paceline.config import (
-    RunConfig,
-    config_from_mapping,
-    parse_duration_s,
-    parse_nproc,
-    read_config_file,
-)
-from paceline.errors import ConfigError
+from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, given, group, run_options
+from paceline.core.config import RunConfig, config_from_mapping, read_config_file
+from paceline.core.errors import ConfigError
+from paceline.core.option_sets import CLASSIFICATIONS, merge_resumed_config, require_unchanged
+from paceline.core.options import parse_duration_s, parse_nproc
 
 if TYPE_CHECKING:
-    from paceline.job import Job
-    from paceline.launchers.base import Command
+    from paceline.core.job import Job
+    from paceline.launch.launcher import Command
 
-Options: Any = run_options()
+_COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
+
+Options: Any = run_options(common=COMMON_OF_TRAIN)
+ResumeOptions: Any = run_options(common=_COMMON_OF_RESUME)
 LauncherOptions: Any = launchers_options(for_tasks=True)
-Flag = Annotated[bool, Parameter(negative="")]
-RunOptions = Annotated[Options | None, Parameter(name="*")]
+DryRun = Annotated[bool, Parameter(negative="", group=group(COMMON))]
+Output = Annotated[bool, Parameter(negative="", group=group("Output"))]
 JobFlags = Annotated[JobOptions | None, Parameter(name="*")]
 LauncherFlags = Annotated[LauncherOptions | None, Parameter(name="*")]
 _HERE = ("auto", "inprocess", "spawn", "torchrun")
 
 
 def train(
-    task: str = "",
+    task: Annotated[str, Parameter(group=group(ARGUMENTS))] = "",
     *,
-    run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
-    config: Annotated[Path | None, Parameter(group="Task")] = None,
-    options: RunOptions = None,
+    options: Annotated[Options | None, Parameter(name="*")] = None,
+    run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group=group(COMMON))] = None,
+    config: Annotated[Path | None, Parameter(group=group(COMMON))] = None,
+    dry_run: DryRun = False,
     job: JobFlags = None,
     launcher_options: LauncherFlags = None,
-    dry_run: Flag = False,
-    json: Flag = False,
-    quiet: Flag = False,
+    json: Output = False,
+    quiet: Output = False,
 ) -> int:
     """Train TASK, on one process or several; continue it where it stands if it exists.
 
@@ -58,12 +57,11 @@ def train(
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
     run
-        The run's directory. Default: runs/TASK-TIME. Under torchrun write --run-dir: torchrun takes
-        --run for an abbreviation of one of its own options.
+        The run's directory. Default: runs/TASK-TIME. Under torchrun, write --run-dir.
     config
         A TOML file with these options, such as a run.toml; the command line wins.
     dry_run
-        Print what would be started, and start nothing.
+        Print what would start, and start nothing.
     json
         Print the result as JSON, as the last line.
     quiet
@@ -75,22 +73,22 @@ def train(
     asked = {**({"task": task} if task else {}), **({"run": run} if run else {}), **given(options)}
     if "set" in asked:
         asked["set"] = (*values.get("set", ()), *asked["set"])  # the last one wins
-    for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
-        if length in asked:
+    for name in asked:
+        if (other := CLASSIFICATIONS[name].replaces) is not None:
             values.pop(other, None)
     values |= asked
     return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
 def resume(
-    run: str,
+    run: Annotated[str, Parameter(group=group(ARGUMENTS))],
     *,
-    options: RunOptions = None,
+    options: Annotated[ResumeOptions | None, Parameter(name="*")] = None,
+    dry_run: DryRun = False,
     job: JobFlags = None,
     launcher_options: LauncherFlags = None,
-    dry_run: Flag = False,
-    json: Flag = False,
-    quiet: Flag = False,
+    json: Output = False,
+    quiet: Output = False,
 ) -> int:
     """Continue the run in directory RUN at its exact next sample, with the processes and strategy of before.
 
@@ -99,36 +97,20 @@ def resume(
     run
         The run's directory.
     dry_run
-        Print what would be started, and start nothing.
+        Print what would start, and start nothing.
     json
         Print the result as JSON, as the last line.
     quiet
         Show no progress.
     """
-    from paceline.run_directory import RunDirectory
+    from paceline.runs.directory import RunDirectory
 
-    recorded = RunDirectory(Path(run)).read_complete_manifest()["config"]
-    asked = given(options)
-    kept = {name: recorded[name] for name in _KEPT if name in recorded}
-    if asked.keys() & {"strategy", "mesh"} or recorded.get("strategy") == "single":
-        now = RunConfig(**{name: asked[name] for name in ("strategy", "mesh") if name in asked})
-        others = {"strategy", "mesh", *now.misplaced}
-        kept = {name: value for name, value in kept.items() if name not in others}
-    values = {**kept, **asked, "run": run, "resume": "must"}
+    manifest = RunDirectory(Path(run)).read_complete_manifest()
+    recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
+    asked = {**given(options), "run": run, "resume": "must"}
+    require_unchanged(asked, asked, recorded)
+    values = merge_resumed_config(asked, asked, recorded)
     return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
-
-
-# Options that decide no bit of the model but that a continued run is expected to keep; and precision,
-# without which one of them is refused.
-_KEPT: tuple[str, ...] = (
-    *("on", "nproc", "nodes", "rdzv_id", "backend", "interface", "threads", "device", "workers"),
-    *("strategy", "mesh", "dp_devices", "sequence_parallel", "pp_schedule", "pp_split", "zero_stage"),
-    *("fsdp_wrap", "fsdp_reshard", "fsdp_offload", "fsdp_mixed_precision", "precision"),
-    *("checkpoint_activations", "checkpoint_blocks"),
-    *("ps_mode", "staleness", "servers"),
-    *("checkpoint_every", "keep", "backup_to", "log_every", "log_to"),
-    *("recover", "max_restarts", "heartbeat", "hang_timeout", "walltime", "verify_every"),
-)
 
 
 def _start(
@@ -140,9 +122,9 @@ def _start(
     json: bool,
     quiet: bool,
 ) -> int:
-    from paceline.distributed.environment import detect_environment
-    from paceline.job import Job
-    from paceline.launchers.training import launch, require_recovery
+    from paceline.core.environment import detect_environment
+    from paceline.core.job import Job
+    from paceline.launch.local_run import launch, require_recovery
 
     config = config_from_mapping(values, "the command line")
     if config.on not in _HERE:
@@ -156,7 +138,7 @@ def _start(
         raise ConfigError("--preflight is for the command that starts the ranks; it runs once on a machine.")
     if environment.source != "single" and not dry_run:
         # Some launcher has made this process a rank: be one.
-        from paceline.worker import run_reported
+        from paceline.training.worker import run_reported
 
         require_recovery(config, environment)
         code, result = run_reported(job, environment)
@@ -168,7 +150,7 @@ def _start(
         _show_what_would_run(job, first, json=json)
         return 0
     if first is not None:
-        from paceline.launchers.preflight import run_before
+        from paceline.launch.preflight.spec import run_before
 
         code, interface = run_before(first.argv)
         if code:
@@ -182,8 +164,8 @@ def _start(
 
 
 def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None:
-    from paceline.launchers.base import Command
-    from paceline.launchers.training import prepare
+    from paceline.launch.launcher import Command
+    from paceline.launch.local_run import prepare
 
     _, rendered, job, directory = prepare(job)
     if json:
@@ -201,9 +183,9 @@ def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None
 
 def _preflight(job: Job) -> Command:
     """What examines this machine, and those that the same command is given on, before the run."""
-    from paceline.doctor.examination import Examination
-    from paceline.doctor.job import preflight_command
-    from paceline.launchers.training import prepare
+    from paceline.launch.local_run import prepare
+    from paceline.launch.preflight.job import preflight_command
+    from paceline.launch.preflight.spec import Examination
 
     config = job.config
     name, rendered, _, directory = prepare(job)
@@ -227,9 +209,9 @@ def _submit(
 ) -> int:
     """Have a launcher start ``paceline train`` on its machines."""
     from paceline.cli.job_start import start, task_spec
-    from paceline.launchers.base import get_launcher
-    from paceline.launchers.own_options import make_options
-    from paceline.launchers.submission import placed_task
+    from paceline.launch.launcher import get_launcher
+    from paceline.launch.registry import make_options
+    from paceline.launch.submit import placed_task
 
     launcher = get_launcher(config.on)
     launcher_options = make_options(launcher, own)

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, run_options
-from paceline.config import parse_best
-from paceline.errors import ConfigError
+from paceline.cli.options import given, group, run_options
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_best
 
 if TYPE_CHECKING:
-    from paceline.tuning.search import Search, SearchDirectory
+    from paceline.tune.search import Search, SearchDirectory
 
 Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
-_WHAT = "What is searched"
-_COST = "What it may cost"
-_WHERE = "Where trials run"
+_WHAT, _COST, _WHERE = group("Search", 0), group("Budget", 1), group("Resources", 2)
 _SHOWN_FAILURES = 3
 
 
@@ -41,8 +39,8 @@ def tune(
     cpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     gpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"), group="Run directory")] = None,
-    go_on: Annotated[bool, Parameter(name="--resume", negative="", group="Run directory")] = False,
+    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
+    go_on: Annotated[bool, Parameter(name="--resume", negative="")] = False,
     options: Annotated[Options | None, Parameter(name="*")] = None,
     json: Flag = False,
     quiet: Flag = False,
@@ -60,39 +58,40 @@ def tune(
         A field of the task and its values; once for each field. lr=log:1e-3:1, momentum=uniform:0.1:0.9,
         n=int:1:8 or width=choice:32,64.
     metric
-        NAME:min or NAME:max, which decides. Default: the task's, else loss:min.
+        NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
-        How many, at most; where there are only so many combinations, each comes once. Default: 128.
+        Maximum number of trials; a smaller grid is tried once. Default: 128.
     scheduler
         asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha.
     grace
-        Evaluations that every trial has. Default: 1.
+        Evaluations before a trial can be stopped. Default: 1.
     reduction_factor
-        One in so many trials goes on after a comparison; each comes so many times later. Default: 4.
+        With asha, one in N trials continues after a comparison, and each comparison comes N times later.
+        Default: 4.
     stop
-        NAME=VALUE: a trial that reaches it has done enough; may be repeated.
+        NAME=VALUE: end a trial that reaches it; may be repeated.
     budget
-        2h (of the clock), 100trials, 50gpu-h or $200. Running trials save and end when it is spent.
+        2h (of the clock), 100trials, 50gpu-h or $200; then running trials save and end.
     price_per_hour
-        Dollars that an hour of the machines costs, for a budget in dollars.
+        Price of the machines in dollars, for a budget in dollars.
     cpus_per_trial
-        CPUs that a trial holds. Default: its processes times --threads.
+        CPUs of each trial. Default: its processes times --threads.
     gpus_per_trial
-        GPUs that a trial holds. Default: none.
+        GPUs of each trial. Default: none.
     ray_address
-        HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a cluster of the search's own, here.
+        HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
     run
         The search's directory. Default: runs/tune-TASK-TIME.
     go_on
-        Go on with the search in --run; trials that have ended are not run again. With TASK and all options
-        given again, it is begun where there is none yet: for a job that a queue may start more than once.
+        Continue the search in --run, without the trials that have ended. With TASK and all options given
+        again, start it if there is none: for jobs that a queue may restart.
     json
         Print the result as JSON.
     quiet
         Show no progress.
     """
-    from paceline.tuning import start
-    from paceline.tuning.search import SearchDirectory
+    from paceline.tune import plan_search
+    from paceline.tune.search import SearchDirectory
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
@@ -104,10 +103,10 @@ def tune(
         "gpus": gpus_per_trial,
     }
     how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
-    address = start.find_cluster(ray_address)
+    address = plan_search.find_cluster(ray_address)
     if go_on and run is None:
-        raise ConfigError("--resume: say which search is to go on, with --run DIR.")
-    directory = SearchDirectory(run or start.default_directory(task))
+        raise ConfigError("--resume: give the search's directory, with --run DIR.")
+    directory = SearchDirectory(run or plan_search.default_directory(task))
     asked = None
     if task or not go_on:
         asked = _asked(task, given(options), cpus_per_trial, trials, stop)
@@ -115,25 +114,25 @@ def tune(
     elif search or stop or cpus_per_trial is not None or how or given(options):
         raise ConfigError(
             "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
-            "may be given anew."
+            "can be changed."
         )
     if go_on and (asked is None or directory.settings.exists()):
         there = directory.read()
         if asked is not None:
-            start.require_same(there, asked, directory, metric)
+            plan_search.require_same(there, asked, directory, metric)
         wanted = dataclasses.replace(there, **changes)
-        start.check(wanted)
+        plan_search.check(wanted)
     else:
         assert asked is not None
         directory.require_none()
-        start.check(asked)
+        plan_search.check(asked)
         _say(quiet, "trying the task for some steps ...")
-        wanted, _ = start.measured(asked, metric)
-    cpus = start.own_cpus()
-    expected = start.estimated(wanted, cpus)
-    _say(quiet, start.describe(wanted, expected, here=address is None))
+        wanted, _ = plan_search.measured(asked, metric)
+    cpus = plan_search.own_cpus()
+    expected = plan_search.estimated(wanted, cpus)
+    _say(quiet, plan_search.describe(wanted, expected, here=address is None))
     directory.write(wanted, new=not go_on)
-    code = start.run(
+    code = plan_search.run(
         wanted,
         directory,
         address=address,
@@ -151,10 +150,10 @@ def _asked(
     trials: int | None,
     stop: tuple[str, ...],
 ) -> Search:
-    from paceline.config import config_from_mapping
-    from paceline.config.values import parse_nproc
-    from paceline.task import check_spec
-    from paceline.tuning.search import Search
+    from paceline.core.config import config_from_mapping
+    from paceline.core.options import parse_nproc
+    from paceline.core.task_loading import check_spec
+    from paceline.tune.search import Search
 
     check_spec(task)
     config = config_from_mapping({**options, "task": task}, "the command line")
@@ -186,8 +185,8 @@ def _goal(text: str) -> tuple[str, float]:
 
 
 def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
-    from paceline.tuning.journal import read_trials
-    from paceline.tuning.status import Standing, render
+    from paceline.tune.history import read_trials
+    from paceline.tune.status import Standing, render
 
     if not directory.result.exists():
         return code or 1
@@ -213,7 +212,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         console.print(f"  see {directory.trial(trial.number)}/logs", markup=False, soft_wrap=True)
     if result["best"] is None:
         console.print(
-            f"There is no best trial: none that did not fail has a number for {search.metric_name}.",
+            f"There is no best trial: no successful trial has a value of {search.metric_name}.",
             style="red",
             markup=False,
             soft_wrap=True,
@@ -222,14 +221,14 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         name, direction = parse_best(search.metric)
         best = result["best"]
         console.print(
-            f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. To train it whole:",
+            f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. Train it in full:",
             style="bold",
             markup=False,
         )
         console.print(best["command"], soft_wrap=True, markup=False)
     if not result["done"]:
         console.print(
-            f"Go on with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
+            f"Continue with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
         )
     console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)
     return code

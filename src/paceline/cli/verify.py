@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, run_options
+from paceline.cli.options import given, group, run_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.verification.report import Report, Row
+    from paceline.insight.verify.verify import Report, Row
 
 Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
@@ -32,9 +32,9 @@ _WIDTH = 110
 def verify(
     task: str,
     *,
-    strategies: Annotated[str | None, Parameter(group="What is compared")] = None,
-    worlds: Annotated[str, Parameter(group="What is compared")] = "1,2,4",
-    steps: Annotated[int, Parameter(group="What is compared")] = 4,
+    strategies: Annotated[str | None, Parameter(group=group("Comparison"))] = None,
+    worlds: Annotated[str, Parameter(group=group("Comparison"))] = "1,2,4",
+    steps: Annotated[int, Parameter(group=group("Comparison"))] = 4,
     options: RunOptions = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -59,10 +59,9 @@ def verify(
     json
         Print the report as one line of JSON.
     """
-    from paceline.distributed.process import sigterm_interrupts
-    from paceline.verification.methods import chosen, parse_worlds
-    from paceline.verification.request import Request
-    from paceline.verification.run import verify as run_verification
+    from paceline.core.signals import sigterm_interrupts
+    from paceline.insight.verify.cases import Request, chosen, parse_worlds
+    from paceline.insight.verify.verify import verify as run_verification
 
     asked = given(options)
     request = Request(

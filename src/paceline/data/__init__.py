@@ -1,1 +1,1 @@
-"""Which samples a step sees, how they are fetched, and the proof that each was seen once."""
+"""Which samples a step sees, how they are read, and the proof that each was seen once."""

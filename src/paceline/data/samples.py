@@ -1,23 +1,238 @@
-"""Reading and collating samples, with randomness keyed by sample: what a worker process does.
-
-Before each ``__getitem__`` the generators of torch, ``random`` and numpy are seeded from
-(seed, epoch, sample), so augmentation is the same for any number of workers, shards or processes.
-"""
+"""How samples are read: in this process or in workers, each under its own random key."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import pickle
 import random
+import signal
+import sys
+import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import wait
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from paceline.data.microbatch import Collate, Indices
-from paceline.data.permutation import derive_key
+from paceline.core.errors import DataError
+from paceline.core.stack_dump import offer_stacks
+from paceline.core.task import Task
+from paceline.core.task_loading import load_task_class
+from paceline.data.order import DataOrder, Split, derive_key
+
+# --- What loaders hand to the trainer, and the few types that all of them share ---
+
+
+Indices = npt.NDArray[np.int64]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one shard computes in one step.
+
+    Attributes:
+        shard: the logical shard; in an evaluation, the block's number.
+        batch: what ``collate`` returned, on the device.
+        num_samples: how many samples it holds.
+        checksum: :func:`checksum` of the sample numbers that were fetched. The ledger's evidence.
+    """
+
+    shard: int
+    batch: Any
+    num_samples: int
+    checksum: int
+
+
+class Loader(Protocol):
+    """Gives a rank its micro-batches. Any (epoch, step) may come first; in order is fastest."""
+
+    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
+        """The micro-batches of those of ``shards`` that are present in this step, in order.
+
+        Raises:
+            DataError: a sample cannot be read or does not fit its batch.
+        """
+        ...
+
+    def close(self) -> None:
+        """End worker processes; may be called twice."""
+        ...
+
+
+def checksum(numbers: Indices) -> int:
+    """CRC-32 of sample numbers as little-endian int64.
+
+    They are numbered within the split, before a carved split is mapped to its dataset, so that an
+    audit needs nothing but the order.
+    """
+    return zlib.crc32(numbers.astype("<i8", copy=False).tobytes())
+
+
+# --- Moving batches to the device ---
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a batch, through mappings, sequences and dataclasses; leave the rest as it is.
+
+    Copies to a GPU go through pinned memory and are not waited for.
+    """
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        if batch.device.type == "cpu" and device.type == "cuda" and not batch.is_pinned():
+            batch = batch.pin_memory()
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, PackedSequence):
+        return PackedSequence(*(to_device(part, device) for part in batch))
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple | list):
+        values = [to_device(value, device) for value in batch]
+        # Other tuples are named ones, which take their fields one by one.
+        return type(batch)(values) if type(batch) in (tuple, list) else type(batch)(*values)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = (f.name for f in dataclasses.fields(batch) if f.init)
+        return dataclasses.replace(batch, **{f: to_device(getattr(batch, f), device) for f in fields})
+    return batch
+
+
+# --- Tensor-backed datasets, indexed a batch at a time ---
+
+
+def without_subsets(dataset: Any) -> tuple[Any, Indices | None]:
+    """Unwrap torch's ``Subset``: the dataset inside, and each sample's number there (None: the same)."""
+    numbers: Indices | None = None
+    # Only Subset itself: a subclass may do more in __getitem__.
+    while type(dataset) is Subset:
+        outer = np.asarray(dataset.indices, dtype=np.int64)
+        numbers = outer if numbers is None else outer[numbers]
+        dataset = dataset.dataset
+    return dataset, numbers
+
+
+def is_tensor_backed(dataset: Any, collate: Collate) -> bool:
+    """Whether batches are plain indexing: a ``TensorDataset`` (or a Subset of one), default collate."""
+    if getattr(collate, "__func__", collate) not in (Task.collate, default_collate):
+        return False
+    inner = type(without_subsets(dataset)[0])
+    return issubclass(inner, TensorDataset) and inner.__getitem__ is TensorDataset.__getitem__
+
+
+class RowNumbers:
+    """Numbers within a split -> numbers in the innermost dataset, through a carved split and Subsets."""
+
+    def __init__(self, index_map: Split | None, subset: Indices | None) -> None:
+        self._index_map = index_map
+        self._subset = subset
+
+    def __call__(self, numbers: Indices) -> Indices:
+        """Map many numbers at once."""
+        if self._index_map is not None:
+            numbers = self._index_map(numbers)
+        return numbers if self._subset is None else self._subset[numbers]
+
+
+class TensorGather:
+    """Rows of tensors by number: one ``index_select`` for each tensor, then onto the device.
+
+    Tensors small enough live on the GPU. Bigger ones are gathered on the CPU into pinned memory and
+    copied without waiting, so that a gather overlaps with the step before.
+    """
+
+    def __init__(self, dataset: Any, *, device: torch.device, index_map: Split | None) -> None:
+        inner, subset = without_subsets(dataset)
+        self._to_rows = RowNumbers(index_map, subset)
+        self._tensors: tuple[torch.Tensor, ...] = inner.tensors
+        self._device = device
+        if device.type == "cuda":
+            num_bytes = sum(t.numel() * t.element_size() for t in self._tensors)
+            if num_bytes <= torch.cuda.mem_get_info(device)[0] // 8:
+                self._tensors = tuple(t.to(device) for t in self._tensors)
+        self._home = self._tensors[0].device
+
+    def locate(self, numbers: Indices) -> torch.Tensor:
+        """Numbers within the split -> row numbers, int64, where the tensors live."""
+        return torch.from_numpy(self._to_rows(numbers)).to(self._home)
+
+    def take(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each tensor, on the device; a list, as ``default_collate`` makes of tuples."""
+        taken = [tensor.index_select(0, rows) for tensor in self._tensors]
+        if self._home.type != self._device.type:
+            taken = [t.pin_memory().to(self._device, non_blocking=True) for t in taken]
+        return taken
+
+
+class TensorLoader:
+    """Loads from tensors.
+
+    A step of a small model takes under a millisecond, so the order is computed for many steps at once.
+    """
+
+    _CHUNK = 16_384  # positions; 1 to 2 ms of index arithmetic
+
+    def __init__(
+        self, dataset: Any, order: DataOrder, *, device: torch.device, index_map: Split | None = None
+    ) -> None:
+        self._order = order
+        self._gather = TensorGather(dataset, device=device, index_map=index_map)
+        self._epoch = -1
+        self._start = self._stop = 0
+        self._numbers: Indices = np.empty(0, np.int64)
+        self._rows = torch.empty(0, dtype=torch.int64)
+
+    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
+        """See :class:`Loader`; the micro-batches are views of one gather."""
+        bounds = self._order.shard_bounds(step)[shards.start : shards.stop : shards.step]
+        if not bounds:
+            return []
+        start, stop = bounds[0][0], bounds[-1][1]
+        if epoch != self._epoch or start < self._start or stop > self._stop:
+            self._compute(epoch, start, stop)
+        offset = self._start
+        rows = self._rows[start - offset : stop - offset]
+        if shards.step != 1:
+            rows = torch.cat([self._rows[a - offset : b - offset] for a, b in bounds])
+        tensors = self._gather.take(rows)
+        sizes = [b - a for a, b in bounds]
+        # One split a tensor, not one slice a shard: a slice costs 2 us.
+        batches = zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
+        return [
+            MicroBatch(shard, list(batch), b - a, checksum(self._numbers[a - offset : b - offset]))
+            for shard, (a, b), batch in zip(shards, bounds, batches, strict=False)
+        ]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _compute(self, epoch: int, start: int, stop: int) -> None:
+        """Order a chunk of positions; where a rank's own share is nearly as big, just that."""
+        if stop - start < self._CHUNK // 8:
+            stop = max(stop, min(start + self._CHUNK, self._order.num_samples))
+        self._numbers = self._order.indices(epoch, start, stop)
+        self._rows = self._gather.locate(self._numbers)
+        self._epoch, self._start, self._stop = epoch, start, stop
+
+
+# --- Reading and collating samples, with randomness keyed by sample: what a worker process does ---
+#
+# Before each ``__getitem__`` the generators of torch, ``random`` and numpy are seeded from
+# (seed, epoch, sample), so augmentation is the same for any number of workers, shards or processes.
+
 
 _SAMPLE = 16
 """Domain of the keys, apart from those of ``paceline.data.order``."""
@@ -164,3 +379,276 @@ def undisturbed() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
+
+
+# --- Map-style datasets read by worker processes, a few steps ahead ---
+
+
+class SampleSource:
+    """Reads requests in order, in this process or by workers through torch's ``DataLoader``.
+
+    Workers are forked from multiprocessing's fork server. A plain fork copies the locks of threads that
+    do not exist in the child (gloo, the checkpoint writer, OpenMP) and a CUDA context that is useless
+    there; a spawned process imports torch anew, which costs each worker a second and its own memory.
+    The dataset is pickled to each worker; torch tensors in it are shared, numpy arrays are copied.
+    """
+
+    def __init__(
+        self, dataset: Any, *, seed: int, device: torch.device, workers: int, collate: Collate, split: str
+    ) -> None:
+        self._reader = SampleReader(dataset, collate=collate, seed=seed, split=split)
+        self._device = device
+        self._split = split
+        self._num_workers = workers
+        self._workers: _Workers | None = None
+        self._requests: Iterator[Request] = iter(())
+        self._pending: deque[Request] = deque()
+
+    def start(self, requests: Iterator[Request], *, ahead: int) -> None:
+        """Begin a sequence of requests; what was read ahead of another one is dropped.
+
+        Args:
+            requests: may be endless.
+            ahead: how many to keep in flight, at least.
+        """
+        self._pending.clear()
+        if self._num_workers == 0:
+            self._requests = requests
+            return
+        if self._workers is None:
+            self._workers = _Workers(
+                self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda"
+            )
+        try:
+            with warnings.catch_warnings():
+                # torch's advice to fork after all; the error below says what helps.
+                warnings.filterwarnings("ignore", message="Got pickle error")
+                self._workers.start(self._recorded(requests))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"the {self._split} dataset cannot be sent to worker processes: {error}. Open files and "
+                "connections in __getitem__ instead of __init__, avoid lambdas, or use --workers 0."
+            ) from error
+
+    def next(self) -> tuple[Request, Any]:
+        """The next request and its batch, on the device.
+
+        Raises:
+            DataError: a sample cannot be read, samples do not fit together, or a worker died.
+            StopIteration: there are no more requests.
+        """
+        if self._workers is None:
+            request = next(self._requests)
+            with undisturbed():
+                batch = self._reader[request]
+        else:
+            batch = self._next_from_workers(self._workers)
+            request = self._pending.popleft()
+        if isinstance(batch, Failure):
+            raise DataError(batch.message) from batch.cause
+        return request, to_device(batch, self._device)
+
+    def close(self) -> None:
+        """End the workers; may be called twice."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _recorded(self, requests: Iterator[Request]) -> Iterator[Request]:
+        for request in requests:
+            self._pending.append(request)
+            yield request
+
+    def _next_from_workers(self, workers: _Workers) -> Any:
+        try:
+            return next(workers)
+        except (RuntimeError, OSError, EOFError) as error:  # whichever end of the pipe notices first
+            rows = self._pending[0].rows
+            raise DataError(
+                f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
+                "due. Its own message, if any, stands above; often memory ran out: use fewer --workers, or "
+                f"--workers 0. ({error})"
+            ) from error
+
+
+class SampleLoader:
+    """Loads any map-style dataset, a micro-batch at a time."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: DataOrder,
+        *,
+        seed: int,
+        device: torch.device,
+        workers: int,
+        collate: Collate,
+        index_map: Split | None,
+        split: str,
+    ) -> None:
+        inner, subset = without_subsets(dataset)
+        self._order = order
+        self._rows = RowNumbers(index_map, subset)
+        self._source = SampleSource(
+            inner, seed=seed, device=device, workers=workers, collate=collate, split=split
+        )
+        self._due: tuple[int, int, range] | None = None
+
+    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
+        """See :class:`Loader`; another step or other shards than the next ones start reading anew."""
+        if not shards:
+            return []  # a spare's
+        if (epoch, step, shards) != self._due:
+            self._source.start(self._from(epoch, step, shards), ahead=2 * len(shards))
+        # Not known to be due until all of it has been read.
+        self._due = None
+        micro_batches = []
+        for shard in shards[: len(self._order.shard_bounds(step)[shards.start : shards.stop : shards.step])]:
+            request, batch = self._source.next()
+            micro_batches.append(MicroBatch(shard, batch, len(request.numbers), checksum(request.numbers)))
+        last = step + 1 == self._order.steps_per_epoch
+        self._due = (epoch + 1, 0, shards) if last else (epoch, step + 1, shards)
+        return micro_batches
+
+    def close(self) -> None:
+        """End the workers; may be called twice."""
+        self._source.close()
+
+    def _from(self, epoch: int, step: int, shards: range) -> Iterator[Request]:
+        """Every micro-batch of these shards from a step on, without end."""
+        for e in itertools.count(epoch):
+            for t in range(step if e == epoch else 0, self._order.steps_per_epoch):
+                for start, stop in self._order.shard_bounds(t)[shards.start : shards.stop : shards.step]:
+                    numbers = self._order.indices(e, start, stop)
+                    yield Request(e, numbers, self._rows(numbers))
+
+
+_open: tuple[weakref.ref[_Workers], ...] = ()
+
+
+def data_workers() -> list[int]:
+    """The process ids of this process's data workers; may be asked from any thread."""
+    return [pid for reference in _open if (workers := reference()) is not None for pid in workers.pids]
+
+
+class _Workers:
+    """A ``DataLoader`` whose persistent workers answer one sequence of requests after another."""
+
+    def __init__(self, reader: SampleReader, num_workers: int, *, ahead: int, pin: bool) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["paceline.data.forkserver_preload"])
+        self._sequence = _Sequence()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Parcel(reader),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._sequence,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=pin,
+            multiprocessing_context=context,
+            worker_init_fn=_prepare_worker,
+            prefetch_factor=max(2, -(-ahead // num_workers)),
+            persistent_workers=True,
+            # Else every new sequence would draw a number from the trainer's generator.
+            generator=torch.Generator(),
+        )
+        self._iterator: Iterator[Any] = iter(())
+        self._processes: set[Any] = set()
+        self._end = weakref.finalize(self, _kill, self._processes)
+        self.pids: tuple[int, ...] = ()
+        global _open
+        _open = (*(reference for reference in _open if reference() is not None), weakref.ref(self))
+
+    def start(self, requests: Iterator[Request]) -> None:
+        self._sequence.requests = requests
+        before = set(multiprocessing.active_children())
+        self._iterator = iter(self._loader)
+        self._processes |= set(multiprocessing.active_children()) - before
+        self.pids = tuple(process.pid for process in self._processes)
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        # The last references: the DataLoader's iterator ends its workers when it is collected.
+        del self._iterator, self._loader
+        self._end()
+        self.pids = ()
+
+
+class _Sequence:
+    """The sampler: what a ``DataLoader`` iterates when it starts or starts anew."""
+
+    requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class _Parcel:
+    """The reader on its way to a worker, behind the task files it was made of.
+
+    A task from a file is no module that a worker could import by name, so its file is run there first;
+    ``pickle`` rebuilds arguments in their order.
+    """
+
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, (_TaskFiles(), self._reader)
+
+
+class _TaskFiles:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _import_task_files, (loaded_task_files(),)
+
+
+def loaded_task_files() -> list[str]:
+    """One ``file.py:Name`` for each file that tasks were loaded from."""
+    specs = []
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("paceline_task_"):
+            values = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]
+            names = [v.__name__ for v in values if v.__module__ == module.__name__]
+            specs += [f"{module.__file__}:{name}" for name in names[:1]]
+    return specs
+
+
+def _import_task_files(specs: list[str]) -> None:
+    for spec in specs:
+        load_task_class(spec)
+
+
+def _unpack(task_files: None, reader: SampleReader) -> SampleReader:
+    return reader
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _prepare_worker(worker: int) -> None:
+    """Leave it to the trainer when to end: Ctrl-C and a scheduler's signals reach workers too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    offer_stacks()
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+
+
+def _end_with_trainer() -> None:
+    # The DataLoader watches the parent's process id, but that is the fork server's here.
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        wait([trainer.sentinel])
+        os._exit(1)
+
+
+def _kill(processes: set[Any]) -> None:
+    """The end of workers that did not end when asked, being stuck in ``__getitem__``."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+    processes.clear()

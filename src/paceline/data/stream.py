@@ -11,11 +11,16 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from paceline.data.device import to_device
-from paceline.data.microbatch import Collate, MicroBatch
-from paceline.data.permutation import derive_key
-from paceline.data.samples import describe_ragged, seed_everything, undisturbed
-from paceline.errors import ConfigError, DataError
+from paceline.core.errors import ConfigError, DataError
+from paceline.data.order import derive_key
+from paceline.data.samples import (
+    Collate,
+    MicroBatch,
+    describe_ragged,
+    seed_everything,
+    to_device,
+    undisturbed,
+)
 
 _ITEM = 17
 """Domain of the keys, apart from those of ``paceline.data.order`` and ``samples``."""

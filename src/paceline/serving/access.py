@@ -10,8 +10,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.serving.failures import RequestFailure
+from paceline.core.errors import ConfigError
+from paceline.serving.batching import RequestFailure
 
 _SHORTEST_TOKEN = 16
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")

@@ -1,33 +1,266 @@
-"""The HTTP side: an ASGI application that speaks the Open Inference Protocol v2.
-
-https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, for exchanging a
-package, ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension. People find a
-page at ``/``.
-"""
+"""The HTTP endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import orjson
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from paceline import __version__
-from paceline.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.runs.package import open_package, require_trusted
 from paceline.serving.access import Access
-from paceline.serving.deployment import Deployment
-from paceline.serving.failures import DeadlinePassed, InvalidRequest, RequestFailure
-from paceline.serving.infer_request import parse_request
-from paceline.serving.infer_response import JSON_TYPE, Headers, build_response
-from paceline.serving.metadata import SERVER_NAME, find_deployment, model_metadata
-from paceline.serving.metrics import CONTENT_TYPE
-from paceline.serving.models import Models
-from paceline.serving.openapi import describe
-from paceline.serving.options import ServingOptions
-from paceline.web.assets import HEADERS, Assets
+from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
+from paceline.serving.model import ModelSpec, Opened, ServingOptions, Source
+from paceline.serving.protocol import (
+    JSON_TYPE,
+    SERVER_NAME,
+    Headers,
+    build_response,
+    describe,
+    find_deployment,
+    model_metadata,
+    parse_request,
+)
+from paceline.serving.replica_process import Starter
+from paceline.serving.replicas import Deployment, LocalDeployment, Observer
+from paceline.serving.static_assets import HEADERS, Assets
+
+# --- What Prometheus is told ---
+
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """Counters of one server, in a registry of its own."""
+
+    def __init__(self, deployments: Callable[[], Mapping[str, Deployment]]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "paceline_requests", "Inference requests, by status.", ("model", "code"), registry=self._registry
+        )
+        self._counters: dict[tuple[str, int], Counter] = {}  # looking a label up costs more than counting
+        self._latency = Histogram(
+            *("paceline_request_seconds", "From a whole request to its answer."),
+            labelnames=("model",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._batch_rows = Histogram(
+            *("paceline_batch_rows", "Rows of a batch."),
+            labelnames=("model",),
+            buckets=_ROWS,
+            registry=self._registry,
+        )
+        self._batch_seconds = Histogram(
+            *("paceline_batch_seconds", "From a replica's being sent a batch to its answer."),
+            labelnames=("model",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._restarts = Counter(
+            "paceline_replica_restarts", "Replicas that died.", ("model",), registry=self._registry
+        )
+        self._swaps = Counter("paceline_swaps", "Packages exchanged.", ("model",), registry=self._registry)
+        self._registry.register(_Gauges(deployments))
+
+    def request(self, model: str, status: int, seconds: float) -> None:
+        """Count an inference request; the time of those that were answered is kept."""
+        counter = self._counters.get((model, status))
+        if counter is None:
+            counter = self._counters[model, status] = self._requests.labels(model, str(status))
+        counter.inc()
+        if status == 200:
+            self._latency.labels(model).observe(seconds)
+
+    def observer(self, model: str) -> Observer:
+        """What a model's deployment tells."""
+        rows_of_model = self._batch_rows.labels(model)
+        seconds_of_model = self._batch_seconds.labels(model)
+
+        def count(rows: int, seconds: float) -> None:
+            rows_of_model.observe(rows)
+            seconds_of_model.observe(seconds)
+
+        return Observer(count, self._restarts.labels(model).inc)
+
+    def swapped(self, model: str) -> None:
+        """Count an exchange of packages."""
+        self._swaps.labels(model).inc()
+
+    def text(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """What is looked up when somebody asks."""
+
+    def __init__(self, deployments: Callable[[], Mapping[str, Deployment]]) -> None:
+        self._deployments = deployments
+
+    def collect(self) -> Iterable[Metric]:
+        waiting = GaugeMetricFamily(
+            "paceline_waiting_rows", "Rows that wait for a replica.", labels=("model",)
+        )
+        ready = GaugeMetricFamily("paceline_ready_replicas", "Replicas that are ready.", labels=("model",))
+        for name, deployment in self._deployments().items():
+            waiting.add_metric((name,), deployment.batcher.waiting_rows)
+            ready.add_metric((name,), deployment.ready_replicas)
+        return [waiting, ready]
+
+
+# --- The models that a server has: opened from packages, and exchanged while requests come ---
+
+
+log = logging.getLogger("paceline.serving")
+
+DeploymentFactory = Callable[[Opened, ServingOptions, Observer], Deployment]
+
+_VERSION_DIGITS = 12  # of a package's digest
+
+
+def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> Opened:
+    """Verify a package and choose how it is computed.
+
+    Args:
+        place: its directory or reference.
+        program: which of its programs; auto is the pt2, or else the ONNX one.
+        task: use the weights with this task's code instead.
+
+    Raises:
+        PackageError: it does not verify, has no such program, or its pt2 is not trusted.
+        ConfigError: it cannot be served.
+    """
+    package = open_package(place)
+    manifest = package.manifest
+    kind: Literal["pt2", "onnx", "task"]
+    if task:
+        kind = "task"
+    elif program != "auto":
+        kind = program
+    else:
+        kind = "onnx" if "onnx" in manifest.programs and "pt2" not in manifest.programs else "pt2"
+    if kind != "task" and kind not in manifest.programs:
+        there = ", ".join(manifest.programs) or "none"
+        raise ConfigError(
+            f"{place} has no {kind} program; it has: {there}. "
+            "Say --task TASK to use its weights with the task's code."
+        )
+    if kind == "pt2":
+        require_trusted(package.digest, manifest, package.path)
+    spec = ModelSpec(
+        name=manifest.name,
+        version=package.digest[:_VERSION_DIGITS],
+        inputs=manifest.inputs,
+        outputs=manifest.outputs,
+        labels=manifest.labels,
+        probabilities=manifest.probabilities,
+        label=manifest.label,
+        platform="onnxruntime_onnx" if kind == "onnx" else "pytorch",
+    )
+    path = str(package.path.absolute())
+    return Opened(Source(package=path, digest=package.digest, kind=kind, task=task), spec)
+
+
+class Models:
+    """By name; what serves a name can be exchanged."""
+
+    def __init__(self, options: ServingOptions, deploy: DeploymentFactory | None = None) -> None:
+        """``deploy`` makes a deployment; None: its replicas are processes of this machine."""
+        self._options = options
+        self._starter = Starter(options.threads)
+        self._make_deployment = deploy or partial(LocalDeployment, self._starter)
+        self._deployments: dict[str, Deployment] = {}
+        self._opened: dict[str, Opened] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._swapping = asyncio.Lock()
+        self.metrics = Metrics(lambda: self._deployments)
+
+    @property
+    def deployments(self) -> Mapping[str, Deployment]:
+        """Those that take requests."""
+        return self._deployments
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has a replica that could compute now."""
+        return all(deployment.ready_replicas for deployment in self._deployments.values())
+
+    async def start(self, opened: Sequence[Opened]) -> None:
+        """Load all of them; where one fails, none is left.
+
+        Raises:
+            ConfigError: two have the same name.
+            ServingError: one cannot be loaded.
+        """
+        names = [model.spec.name for model in opened]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ConfigError(f"two packages are called {min(twice)}; addresses need different names.")
+        try:
+            for model in opened:
+                self._deployments[model.spec.name] = await self._deploy(model)
+                self._opened[model.spec.name] = model
+        except BaseException:
+            await self.close()
+            raise
+
+    async def swap(self, name: str, place: str) -> ModelSpec:
+        """Serve ``name`` from another package from now on.
+
+        Requests that were taken before are answered by the old one, which then ends. Where the new one cannot
+        be loaded, the old one stays.
+
+        Raises:
+            PackageError, ConfigError, ServingError: the new one cannot be served.
+        """
+        async with self._swapping:
+            before = self._opened[name]
+            program: Literal["auto", "onnx"] = "onnx" if before.source.kind == "onnx" else "auto"
+            model = await asyncio.to_thread(open_model, place, program=program, task=before.source.task)
+            model = replace(model, spec=replace(model.spec, name=name))
+            deployment = await self._deploy(model)
+            old = self._deployments[name]
+            self._deployments[name] = deployment
+            self._opened[name] = model
+        self.metrics.swapped(name)
+        log.info("%s: %s is served instead of %s", name, model.spec.version, old.spec.version)
+        task = asyncio.create_task(old.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return model.spec
+
+    async def close(self) -> None:
+        """Answer what was asked, then end all replicas."""
+        await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing)
+        await self._starter.close()
+
+    async def _deploy(self, model: Opened) -> Deployment:
+        observer = self.metrics.observer(model.spec.name)
+        deployment = self._make_deployment(model, self._options, observer)
+        await deployment.start()
+        return deployment
+
+
+# --- The HTTP side: an ASGI application that speaks the Open Inference Protocol v2 ---
+#
+# https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, for exchanging a
+# package, ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension. People find a
+# page at ``/``.
+
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -37,7 +270,6 @@ Answer = tuple[int, Headers, bytes]
 ON_DISCONNECT = "paceline.disconnect"
 """In a scope's ``extensions``: a set of futures that are cancelled when the client has gone."""
 
-log = logging.getLogger("paceline.serving")
 access_log = logging.getLogger("paceline.serving.access")
 
 _MAX_ADMIN_BYTES = 64 * 1024

@@ -1,9 +1,4 @@
-"""Which requests are computed together, and by whom.
-
-A batch never waits while a replica is idle. While all compute, requests gather; each replica may have one
-more batch sent ahead, so that it need not wait for the server between two, and that one goes off when it is
-full or ``max_wait`` after its first request came.
-"""
+"""Which requests go to which replica, and when."""
 
 from __future__ import annotations
 
@@ -16,10 +11,73 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from paceline.serving.failures import ModelFailed, Overloaded, ReplicaLost, RequestFailure
-from paceline.serving.options import UNBOUNDED, ServingOptions
+from paceline.serving.model import UNBOUNDED, Array, Arrays, ServingOptions, rows_of
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
-from paceline.serving.servable import Array, Arrays, rows_of
+
+# --- Why a request is not answered with a prediction, as HTTP says it ---
+
+
+class RequestFailure(Exception):
+    """A request gets an error: a status, a sentence, and headers.
+
+    Attributes:
+        status: of HTTP.
+        headers: to be sent with it.
+    """
+
+    def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+class InvalidRequest(RequestFailure):
+    """The request is not what the protocol or the model's schema says."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
+
+
+class Overloaded(RequestFailure):
+    """More waits than may wait."""
+
+    def __init__(self, waiting_rows: int, retry_after_s: int) -> None:
+        super().__init__(
+            429,
+            f"{waiting_rows} rows wait already. Try again in {retry_after_s} s.",
+            [(b"retry-after", str(retry_after_s).encode())],
+        )
+
+
+class DeadlinePassed(RequestFailure):
+    """The request's time is up."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            504, f"it took longer than the {timeout_s * 1000:,.0f} ms that this request may take."
+        )
+
+
+class ModelFailed(RequestFailure):
+    """The model raised an error on this input alone."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(500, f"the model failed on this input: {message}")
+
+
+class ReplicaLost(RequestFailure):
+    """Two replicas, one after the other, died while they computed this request."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the replicas that computed this request died. Others are being started.")
+
+
+# --- Which requests are computed together, and by whom ---
+#
+# A batch never waits while a replica is idle. While all compute, requests gather; each replica may have one
+# more batch sent ahead, so that it need not wait for the server between two, and that one goes off when it is
+# full or ``max_wait`` after its first request came.
+
 
 _SPAN_S = 0.1
 SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next

@@ -14,11 +14,10 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from paceline.errors import ConfigError, ServingError
-from paceline.inference import TensorSpec
+from paceline.core.errors import ConfigError, ServingError
+from paceline.core.inference import TensorSpec
 from paceline.serving.access import read_token
-from paceline.serving.datatypes import DATATYPES
-from paceline.serving.servable import Array, Arrays, ModelSpec, rows_of
+from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec, rows_of
 
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _PATIENCE_S = 30.0  # with a server that says 429

@@ -43,13 +43,13 @@ def main(descriptor: int, kind: str) -> int:
 def _rehearse(kind: str) -> None:
     """Import what loading a model will, much of which torch imports only when it is used."""
     if kind == "task":
-        import paceline.exporting.loading
+        import paceline.serving.formats
 
         return
     import torch
     from torch.export.passes import move_to_device_pass  # noqa: F401
 
-    import paceline.serving.loading  # noqa: F401
+    import paceline.serving.replica  # noqa: F401
 
     program = torch.export.export(torch.nn.Identity(), (torch.zeros(1),))
     stream = io.BytesIO()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.serving.servable import Array, Arrays
+from paceline.serving.model import Array, Arrays
 
 LENGTHS = struct.Struct("!IQ")
 _NO_ARRAYS: dict[str, Array] = {}

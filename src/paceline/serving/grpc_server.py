@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.core.errors import ConfigError
 from paceline.serving.access import Access
-from paceline.serving.models import Models
-from paceline.serving.options import ServingOptions
+from paceline.serving.app import Models
+from paceline.serving.model import ServingOptions
 
 # Else its C core prints failures that are raised anyway, and what it thinks of the start of each replica.
 _QUIET = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}

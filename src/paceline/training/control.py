@@ -1,23 +1,83 @@
-"""What one rank decides alone, made known to all: the control word.
-
-A signal, the end of --walltime, a save that is due by the clock or the end of a stream is seen by one
-rank at its own time. Each puts it into its row of the step's reduction; after the step all ranks read
-the same rows, and obey alike.
-"""
+"""What all ranks obey after a step: flags of the group, and a trial's scheduler."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from paceline.distributed.process import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
-from paceline.monitoring.telemetry import ROW_WIDTH
-from paceline.training.balance import SPEED_WIDTH
+from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
+from paceline.parallel.load_balancing import SPEED_WIDTH
+from paceline.runs.metrics import ROW_WIDTH, finite
+
+# --- Whoever compares several runs: asked after each evaluation whether this one goes on ---
+#
+# The run waits for the answer, so that it stops at the very step whose evaluation was judged. One line of
+# JSON each way, over a Unix socket::
+#
+#     {"step", "epoch", "metrics": {name: value}, "finished"}  ->  {"go_on": true}
+
+
+_CONNECT_S = 10.0
+
+
+class Referee:
+    """Rank 0's end of the connection; it is made when something is to be asked.
+
+    Args:
+        address: the path of the socket.
+    """
+
+    def __init__(self, address: Path) -> None:
+        self._address = address
+        self._socket: socket.socket | None = None
+
+    def goes_on(self, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool) -> bool:
+        """Tell of an evaluation, and wait for the answer.
+
+        Args:
+            step: steps done.
+            epoch: whole epochs done.
+            metrics: of the validation split.
+            finished: no step is left; the answer changes nothing.
+
+        Returns:
+            Whether to go on; not where nobody answers any more, since nobody wants the rest then.
+        """
+        said = {"step": step, "epoch": epoch, "metrics": finite(dict(metrics)), "finished": finished}
+        try:
+            if self._socket is None:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.settimeout(_CONNECT_S)
+                self._socket.connect(str(self._address))
+                self._socket.settimeout(None)
+                self._answers = self._socket.makefile("rb")
+            self._socket.sendall((json.dumps(said) + "\n").encode())
+            return bool(json.loads(self._answers.readline() or b"{}").get("go_on"))
+        except (OSError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """End the connection; a later question makes another one."""
+        if self._socket is not None:
+            self._answers.close()
+            self._socket.close()
+            self._socket = None
+
+
+# --- What one rank decides alone, made known to all: the control word ---
+#
+# A signal, the end of --walltime, a save that is due by the clock or the end of a stream is seen by one
+# rank at its own time. Each puts it into its row of the step's reduction; after the step all ranks read
+# the same rows, and obey alike.
+
 
 _CONTROL_WIDTH = 6
 ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
@@ -27,7 +87,7 @@ WALLTIME = 1000
 """What asks for a stop where no signal does: no signal has this number."""
 
 REFEREE = 1001
-"""What asks for a stop where other runs are better; see :mod:`paceline.training.referee`."""
+"""What asks for a stop where other runs are better; see :mod:`paceline.training.control`."""
 
 _CAUSES = {WALLTIME: "walltime", REFEREE: "the search"}
 

@@ -22,15 +22,14 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.distributed.mesh import Mesh
-from paceline.distributed.reducer import StepSums
-from paceline.distributed.shared_memory import map_shared
-from paceline.distributed.world import World, lost_peers_reported
-from paceline.errors import ConfigError, NonFiniteLossError
-from paceline.membership.member import Member
-from paceline.training.non_finite import describe_non_finite
-from paceline.training.run import Run
-from paceline.training.stretches import StretchTrainer
+from paceline.core.errors import ConfigError, NonFiniteLossError
+from paceline.elastic.worker_channel import Member
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.transports import map_shared
+from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.training.async_trainer import StretchTrainer
+from paceline.training.run_context import Run
+from paceline.training.step import describe_non_finite
 
 _ALIGNMENT = 64
 _TAKEN, _APPLIED = 0, 1

@@ -1,13 +1,177 @@
-"""When something is due: pure functions of where a run stands."""
+"""What is due when: evaluations, saves, sync points, deadlines, and the choice of the best model."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from paceline.config import Interval, RunConfig, parse_interval
-from paceline.training.plan import DataPlan
-from paceline.training.rounds import Rounds
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.options import Interval, parse_best, parse_early_stop, parse_interval
+from paceline.training.resolve import DataPlan
 from paceline.training.state import Progress
+
+# --- When ranks that train apart come together: pure functions of where a run stands ---
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The steps from one synchronisation to the next, after which all ranks hold the same state.
+
+    A round has ``every`` steps, but ends with its epoch and with the run: what happens at an epoch's end
+    needs no more synchronisations than there are.
+
+    Attributes:
+        every: steps in a round; 1 where gradients are summed in each step.
+        steps_per_epoch: None for streams, whose rounds are single steps.
+        total_steps: of the run; None where it ends by epochs of a stream.
+    """
+
+    every: int
+    steps_per_epoch: int | None
+    total_steps: int | None
+
+    def ends(self, progress: Progress) -> bool:
+        """Whether the last step was its round's last.
+
+        Args:
+            progress: after that step, before or after the epoch's end was counted.
+        """
+        done = progress.step_in_epoch
+        return done % self.every == 0 or done == self.steps_per_epoch or progress.step == self.total_steps
+
+    def begun(self, progress: Progress) -> int:
+        """After which step the round began that ends at ``progress``."""
+        done = progress.step_in_epoch or self.steps_per_epoch or 0
+        return progress.step - (done % self.every or self.every)
+
+
+# --- The end of ``--walltime``: when to stop so that the state is saved by then ---
+
+
+_LEAST_S, _MOST_S, _SHARE = 5.0, 120.0, 0.02
+_MARGIN = 2.0  # steps and saves vary; the step after a decision is still done, too
+_RECENT = 16
+
+
+class Deadline:
+    """Knows how long steps and evaluations take, and what is left of the time.
+
+    It is asked once a step, by rank 0: wall clocks differ, and the control word tells the others.
+
+    Args:
+        walltime_s: the seconds that the job may take; None for no end.
+        started: when the job began, in seconds since the epoch: its launcher's clock, so that it is the
+            same for all ranks, and for those that replace others.
+    """
+
+    def __init__(self, walltime_s: float | None, started: float) -> None:
+        self._end = math.inf
+        self._least_s = 0.0
+        if walltime_s is not None:
+            self._end = time.monotonic() + started + walltime_s - time.time()
+            self._least_s = min(_MOST_S, max(_LEAST_S, _SHARE * walltime_s))
+        self._steps_s: deque[float] = deque(maxlen=_RECENT)
+        self._evaluation_s = 0.0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is one."""
+        return self._end < math.inf
+
+    def step_took(self, seconds: float) -> None:
+        """Learn from a step."""
+        self._steps_s.append(seconds)
+
+    def evaluation_took(self, seconds: float) -> None:
+        """Learn from an evaluation, whole or not."""
+        self._evaluation_s = seconds
+
+    def is_due(self, *, save_s: float, evaluates: bool) -> bool:
+        """Whether to stop, for want of time for another step and the save after it.
+
+        Args:
+            save_s: how long a save takes.
+            evaluates: an evaluation would come before the next such question.
+        """
+        step_s = max(self._steps_s, default=0.0)
+        reserve_s = max(self._least_s, _MARGIN * (step_s + save_s))
+        return time.monotonic() + reserve_s + evaluates * self._evaluation_s >= self._end
+
+
+# --- Which evaluation is the best, and when to stop for want of a better one ---
+
+
+Direction = Literal["min", "max"]
+
+
+class Judge:
+    """Applies ``--best`` and ``--early-stop`` to validation metrics.
+
+    Without ``--best`` the lowest loss is the best. ``--early-stop`` takes the direction of
+    ``--best`` where both name the same metric; else ``loss`` is to fall and all others to rise.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        best: tuple[str, Direction] = ("loss", "min") if config.best is None else parse_best(config.best)
+        self._metric, self._direction = best
+        self._early_metric: str | None = None
+        self._patience = 0
+        if config.early_stop is not None:
+            self._early_metric, self._patience = parse_early_stop(config.early_stop)
+            same = self._early_metric == self._metric
+            self._early_direction: Direction = (
+                self._direction if same else "min" if self._early_metric == "loss" else "max"
+            )
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        """The metric that decides the best model.
+
+        Raises:
+            ConfigError: the task has no such metric; names those it has.
+        """
+        return _lookup(metrics, self._metric, "--best")
+
+    def apply(self, metrics: Mapping[str, float], progress: Progress) -> bool:
+        """Note an evaluation in ``progress``; return whether it is the best so far.
+
+        Raises:
+            ConfigError: a metric does not exist.
+        """
+        value = self.value(metrics)
+        improved = _better(value, progress.best, self._direction)
+        if improved:
+            progress.best = value
+            progress.best_step, progress.best_version = progress.step, progress.version
+            progress.best_metrics = dict(metrics)
+        if self._early_metric is not None:
+            early = _lookup(metrics, self._early_metric, "--early-stop")
+            if _better(early, progress.early_best, self._early_direction):
+                progress.early_best, progress.bad_evaluations = early, 0
+            else:
+                progress.bad_evaluations += 1
+                progress.stopped_early = progress.bad_evaluations >= self._patience
+        return improved
+
+
+def _better(value: float, best: float | None, direction: Direction) -> bool:
+    if value != value:  # NaN is never the best
+        return False
+    return best is None or (value < best if direction == "min" else value > best)
+
+
+def _lookup(metrics: Mapping[str, float], name: str, option: str) -> float:
+    if name not in metrics:
+        raise ConfigError(f"{option}: there is no metric {name!r}. The task evaluates: {', '.join(metrics)}.")
+    return metrics[name]
+
+
+# --- When something is due: pure functions of where a run stands ---
 
 
 class Schedule:

@@ -1,4 +1,4 @@
-"""From a run to its end: agree on the state, train, conclude."""
+"""One run in this process: the trainer that its options ask for, from the first group to the result."""
 
 from __future__ import annotations
 
@@ -11,23 +11,49 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from paceline.checkpoint.manifest import CheckpointInfo
-from paceline.checkpoint.storage import holds_version
-from paceline.distributed.mesh import Mesh
-from paceline.distributed.world import World
-from paceline.errors import CheckpointError, PacelineError, PeerLostError
-from paceline.membership.handover import Agreement, agree, hand_over
-from paceline.run_directory import RunDirectory
-from paceline.training import preparation
-from paceline.training.automatic import memory_of_process
-from paceline.training.conclusion import conclude
+from paceline.core.errors import CheckpointError, PacelineError, PeerLostError
+from paceline.elastic.worker_channel import Member
+from paceline.elastic.worker_group import Agreement, agree, hand_over
+from paceline.parallel.planning.auto_strategy import memory_of_process
+from paceline.parallel.world import Mesh, World
+from paceline.runs.checkpoint_manifest import CheckpointInfo
+from paceline.runs.checkpoint_store import holds_version
+from paceline.runs.directory import RunDirectory
+from paceline.training import run_setup
+from paceline.training.checkpoint_manager import insist, lacks_steps, newest_checkpoint
 from paceline.training.control import StopSignals
-from paceline.training.parent import read_parent
-from paceline.training.preparation import Request
-from paceline.training.restoring import newest_checkpoint
-from paceline.training.saving import insist, lacks_steps
-from paceline.training.selection import build_trainer
+from paceline.training.finalize import conclude
+from paceline.training.fine_tuning import read_parent
+from paceline.training.run_context import Run
+from paceline.training.run_setup import Request
 from paceline.training.trainer import Trainer
+
+# --- The trainers by strategy ---
+
+
+def build_trainer(run: Run, member: Member | None = None) -> Trainer:
+    """The trainer that the run's strategy needs; arguments are a trainer's.
+
+    Raises:
+        UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
+    """
+    if "hogwild" in run.config.methods:
+        from paceline.training.hogwild import HogwildTrainer
+
+        return HogwildTrainer(run, member)
+    if "ps" in run.config.methods and run.config.asynchronous:
+        from paceline.training.async_ps import ArrivalTrainer
+
+        return ArrivalTrainer(run, member)
+    if "ps" in run.config.methods:
+        from paceline.training.async_trainer import ServerTrainer
+
+        return ServerTrainer(run, member)
+    return Trainer(run, member)
+
+
+# --- From a run to its end: agree on the state, train, conclude ---
+
 
 _log = logging.getLogger(__name__)
 
@@ -48,16 +74,16 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     started = time.perf_counter()
     found: dict[str, Any] | None = None
     if world.rank == 0:
-        found = preparation.recorded(directory)
+        found = run_setup.recorded(directory)
     found = world.broadcast_json(found)
     assert found is not None
     if found["result"] is not None:
-        preparation.check(request, found["manifest"], world.world_size)
+        run_setup.check(request, found["manifest"], world.world_size)
         if world.rank == 0:
             _say_finished(request, directory)
         return dict(found["result"])
     memory = memory_of_process(world.device, world.local_world_size)
-    run, notes = preparation.prepare(
+    run, notes = run_setup.prepare(
         request,
         found["manifest"],
         directory,
@@ -154,7 +180,7 @@ class Session:
         if world.rank == 0:
             # Only now: where the model could not be built, no run was created.
             if new:
-                preparation.create(self.run, run_id, parent)
+                run_setup.create(self.run, run_id, parent)
                 for note in self._notes:
                     _say(self.run.quiet, note)
             self.run.directory.append_event(

@@ -13,16 +13,13 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.callback import Horizon
-from paceline.checkpoint.state import scheduler_state
-from paceline.config import RunConfig
-from paceline.distributed.sharded_state import load_module, load_optimizer
-from paceline.errors import CheckpointError, TaskError
-from paceline.task import Task
-from paceline.training.average import MovingAverage
-from paceline.training.outer import OuterOptimizer
-from paceline.training.rates import rate, scale_rates, scaled
-from paceline.training.scaler import PartScaler
+from paceline.core.callback import Horizon
+from paceline.core.config import RunConfig
+from paceline.core.errors import CheckpointError, TaskError
+from paceline.core.task import Task
+from paceline.parallel.sharded_state import load_module, load_optimizer
+from paceline.runs.checkpoint_state import scheduler_state
+from paceline.training.optim import MovingAverage, OuterOptimizer, PartScaler, rate, scale_rates, scaled
 
 
 @dataclass

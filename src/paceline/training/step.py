@@ -1,25 +1,137 @@
-"""What one shard computes in a step, and what a rank does that has none."""
+"""One micro-batch: its forward and backward pass, and what must not happen in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.callback import BatchPlace
-from paceline.data.microbatch import MicroBatch
-from paceline.distributed.activity import Activity
-from paceline.errors import TaskError
-from paceline.monitoring.phases import PhaseTimer
-from paceline.strategies.base import Strategy
-from paceline.task import Loss
+from paceline.core.callback import BatchPlace
+from paceline.core.errors import DataError, TaskError
+from paceline.core.task import Loss
+from paceline.data.order import DataOrder
+from paceline.data.samples import Loader, MicroBatch
+from paceline.parallel.progress import Activity
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.strategy import Strategy
+from paceline.runs.directory import RunDirectory
+from paceline.runs.phases import PhaseTimer
+from paceline.training.control import Control
 from paceline.training.evaluation import as_loss
-from paceline.training.randomness import seed_shard
-from paceline.training.run import Run
-from paceline.training.state import TrainingState
+from paceline.training.reproducibility import seed_shard
+from paceline.training.run_context import Run
+from paceline.training.schedule import Schedule
+from paceline.training.state import Progress, TrainingState
+
+# --- Which step, shard and samples made a loss or gradient NaN or infinite, and what to do about it ---
+
+
+def describe_non_finite(
+    directory: RunDirectory,
+    progress: Progress,
+    order: DataOrder | None,
+    sums: StepSums,
+    scale: float | None = None,
+) -> str:
+    """The message about a step that cannot be applied.
+
+    Args:
+        directory: the run's.
+        progress: before the step.
+        order: of the training samples; None for streams.
+        sums: the step's.
+        scale: the gradients', which was lowered as far as it goes before they are an error; None without
+            --precision fp16.
+    """
+    step = f"step {progress.step + 1} (epoch {progress.epoch + 1}, step {progress.step_in_epoch + 1} in it)"
+    if sums.weight == 0:
+        what = f"the weights of the losses of {step} add up to nothing, so there is no mean"
+    elif sums.bad_shard is None:
+        what = f"the gradient of {step} is NaN or infinite, though its loss is {sums.loss:g}"
+        if scale is not None and math.isfinite(sums.loss):
+            return (
+                f"{what}, as were those of the steps before, at each scale of --precision fp16 down to "
+                f"{scale:g}. None of these steps was applied, and what checkpoints hold goes on with such a "
+                "scale. Mend what backward computes and start a new run; --precision bf16 and fp32 scale "
+                "nothing, and name the first such step."
+            )
+    else:
+        what = f"the loss of {step} is NaN or infinite in shard {sums.bad_shard}"
+        if order is not None:
+            start, stop = order.shard_bounds(progress.step_in_epoch)[sums.bad_shard]
+            what += f", {order.describe(progress.epoch, start, stop)}"
+    return (
+        f"{what}. The step was not applied; checkpoints hold the state before it. "
+        f"Mend the samples or the loss, then continue with: paceline resume {directory.path}. "
+        "Or start a new run with a lower learning rate or with --clip-norm."
+    )
+
+
+# --- When a step overlaps with the next one, for strategies that can: whenever all ranks just go on ---
+
+
+class Lookahead:
+    """Reads one step ahead, and decides where the ranks must have done a step before the next one begins.
+
+    That is before an epoch's end, an evaluation, a save and the run's end, which follow from the progress
+    alone, and in the step after one in which a rank asked for something: so all ranks decide alike.
+
+    Args:
+        schedule: when epochs, evaluations and the run end.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._read: tuple[int, list[MicroBatch]] | None = None
+        self._asked = False
+        self.overlapping = False
+        """Whether the next step has begun within the one that was done last."""
+
+    def fetch(self, loader: Loader, strategy: Strategy, progress: Progress) -> list[MicroBatch]:
+        """The micro-batches of the step that comes now."""
+        read, self._read = self._read, None
+        if read is not None and read[0] == progress.step:
+            return read[1]
+        return loader.fetch(progress.epoch, progress.step_in_epoch, strategy.shards)
+
+    def go_on(
+        self, loader: Loader, strategy: Strategy, progress: Progress, save_is_due: Callable[[Progress], bool]
+    ) -> None:
+        """Have the step that was begun overlap with the next one, unless something comes in between."""
+        after = dataclasses.replace(
+            progress,
+            version=progress.version + 1,
+            step=progress.step + 1,
+            step_in_epoch=progress.step_in_epoch + 1,
+        )
+        schedule = self._schedule
+        self.overlapping = strategy.overlaps_steps and not (
+            self._asked
+            or schedule.finished(after)
+            or schedule.epoch_ends(after)
+            or schedule.evaluation_is_due(after)
+            or save_is_due(after)
+        )
+        if self.overlapping:
+            following = loader.fetch(after.epoch, after.step_in_epoch, strategy.shards)
+            self._read = (after.step, following)
+            strategy.go_on(following)
+
+    def obeyed(self, word: Control) -> Control:
+        """What of a control word is obeyed now: nothing while steps overlap, but soon."""
+        if not self.overlapping:
+            self._asked = False
+            return word
+        self._asked = bool(word.stop or word.save or word.reform)
+        return Control()
+
+
+# --- What one shard computes in a step, and what a rank does that has none ---
 
 
 def shard_loss(run: Run, model: nn.Module, step: int, microbatch: MicroBatch) -> Loss:
@@ -112,3 +224,38 @@ class SpareBatch:
                 return as_loss(run.task, run.task.loss(model, batch), 1).sum
 
         strategy.spare_round(loss)
+
+
+# --- What is tried of a task before its model is laid out on the ranks ---
+
+
+class FirstBatch:
+    """Tries the task on the first micro-batch of its training data.
+
+    Args:
+        run: what is trained.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._microbatch: MicroBatch | None = None
+
+    def parts(self, module: nn.Module) -> Sequence[Any] | None:
+        """What the task says of the parts of its model's forward."""
+        return self._run.task.pipeline_blocks(module)
+
+    def loss(self, module: nn.Module) -> Loss:
+        """The loss of the first micro-batch.
+
+        Raises:
+            DataError: there is none.
+            TaskError: the loss is none.
+        """
+        if self._microbatch is None:
+            # Apart from the run's loader, whose streams must stay where they are.
+            with closing(self._run.build_loader(workers=0)) as loader:
+                there = loader.fetch(0, 0, range(self._run.num_shards))
+            if not there:
+                raise DataError("the training data holds no sample.")
+            self._microbatch = there[0]
+        return shard_loss(self._run, module, 0, self._microbatch)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from typing import NoReturn
 
-from paceline.distributed.process import describe_stop
-from paceline.distributed.world import World
-from paceline.errors import ConfigError, PeerLostError, StopRequested
+from paceline.core.errors import ConfigError, PeerLostError, StopRequested
+from paceline.parallel.world import World
+from paceline.runs.failures import describe_stop
 from paceline.training import control
-from paceline.training.run import Run
+from paceline.training.run_context import Run
 
 
 def leave(run: Run, world: World, stop: int, *, step: int, idle: bool) -> NoReturn:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from paceline.distributed.mesh import Mesh
-from paceline.monitoring.monitor import Monitor
-from paceline.training.judge import Judge
-from paceline.training.run import Run
+from paceline.parallel.world import Mesh
+from paceline.runs.monitor import Monitor
+from paceline.training.run_context import Run
+from paceline.training.schedule import Judge
 from paceline.training.state import TrainingState
 
 

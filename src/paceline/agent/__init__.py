@@ -1,1 +1,0 @@
-"""The launching side of in-place recovery: an agent that starts, watches and replaces workers."""

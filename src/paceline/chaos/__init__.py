@@ -1,1 +1,0 @@
-"""Faults on purpose: a run is disturbed from outside, and held against the same run undisturbed."""

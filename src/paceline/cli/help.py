@@ -1,0 +1,123 @@
+"""``--help`` shows what nearly everybody uses; ``--help-all`` shows every option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+from cyclopts.help import HelpEntry, HelpPanel, InlineText
+from cyclopts.help.formatters import DefaultFormatter
+from cyclopts.help.specs import ColumnSpec, get_default_command_columns
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from rich.console import Console, ConsoleOptions
+
+_WITHOUT_GROUP = "Parameters"
+"""What cyclopts calls the group of all options without one."""
+
+_HERE = ("auto", "inprocess", "embedded", "spawn", "torchrun")
+"""Values of ``--on`` that have few options of their own: ``--help`` shows them below the common ones."""
+
+_JOBS = ("train", "resume", "launch", "scan")
+_OPTIONS_OF_TRAIN = ("tune", "chaos", "verify", "scan")
+_LONGEST_COMMAND = len("checkpoint")
+_EMPTY_DEFAULTS = ("False", "()", '""')
+
+
+def print_help(app: App, words: Sequence[str], *, everything: bool) -> None:
+    """Print the help of a command.
+
+    Args:
+        app: the whole command line.
+        words: what was given, without ``--help``.
+        everything: show all groups of options.
+    """
+    formatter = _Formatter(words, everything=everything)
+    app.help_formatter = formatter
+    app.help_print(list(words))
+    closing = formatter.closing
+    if closing:
+        app.console.print("", Text(closing), sep="\n")
+
+
+class _Formatter(DefaultFormatter):
+    """Prints the first groups of options, and notes the names of the others.
+
+    Args:
+        words: what was given, without ``--help``.
+        everything: print all groups.
+    """
+
+    def __init__(self, words: Sequence[str], *, everything: bool) -> None:
+        self._command = words[0] if words else ""
+        super().__init__(column_specs=None if self._command else _command_columns)
+        self._everything = everything
+        self._later: set[str] = set()
+        self._launcher = ""
+        self._left_out: list[str] = []
+        if self._command:
+            self._choose(_value_of_on(words))
+
+    def _choose(self, on: str | None) -> None:
+        # Only here: the list of all commands needs no options.
+        from paceline.cli.options import COMMON, GROUPS
+
+        self._later = {*GROUPS}
+        has_system = on is not None and on not in _HERE
+        if has_system:
+            # The options of a system take the place of the common ones: both do not fit two screens.
+            self._later |= {_WITHOUT_GROUP, COMMON}
+        if self._command == "launch" or (has_system and self._command in _JOBS):
+            self._later.remove("Job")
+        self._launcher = f"--on {on}"
+
+    @property
+    def closing(self) -> str:
+        """The line below all groups: what was left out, and how to see it."""
+        if not self._command:
+            return "paceline COMMAND --help shows the common options, --help-all every option."
+        if not self._left_out:
+            return ""
+        names = [name for name in self._left_out if not name.startswith("--on ")]
+        if len(names) < len(self._left_out):
+            names.append(f"--on NAME (paceline {self._command} --on NAME --help)")
+        whose = "Options of paceline train" if self._command in _OPTIONS_OF_TRAIN else "More options"
+        return f"{whose}, shown by --help-all: {', '.join(names)}."
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print a group, or note its name."""
+        if not panel.entries:
+            return
+        title = str(panel.title)
+        is_another_launchers = title.startswith("--on ") and title != self._launcher
+        if (title in self._later or is_another_launchers) and not self._everything:
+            self._left_out.append(title)
+            return
+        super().__call__(console, options, panel.copy(entries=[_tidy(entry) for entry in panel.entries]))
+
+
+def _command_columns(
+    console: Console, options: ConsoleOptions, entries: list[HelpEntry]
+) -> tuple[ColumnSpec, ...]:
+    """The columns of a list of commands, as wide in every group."""
+    name, *others = get_default_command_columns(console, options, entries)
+    return evolve(name, min_width=_LONGEST_COMMAND), *others
+
+
+def _tidy(entry: HelpEntry) -> HelpEntry:
+    """The entry without a docstring's line breaks, and without a default that tells nothing."""
+    description = entry.description
+    if isinstance(description, InlineText) and isinstance(description.primary_renderable, Text):
+        description = InlineText(Text(" ".join(description.primary_renderable.plain.split())))
+    default = None if entry.default in _EMPTY_DEFAULTS else entry.default
+    return evolve(entry, description=description, default=default)
+
+
+def _value_of_on(words: Sequence[str]) -> str | None:
+    """The value of ``--on``; None where it is not given."""
+    joined = [word.removeprefix("--on=") for word in words if word.startswith("--on=")]
+    return joined[0] if joined else dict(pairwise(words)).get("--on")

@@ -1,0 +1,1 @@
+"""What all other rooms use: tasks, callbacks, configuration, errors, files, signals. It imports no torch."""

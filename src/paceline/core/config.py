@@ -1,0 +1,572 @@
+"""The options of a run: one frozen object, read from the command line, a file, or a run's record."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import tomllib
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.core.errors import ConfigError
+from paceline.core.options import (
+    Requirement,
+    at_least,
+    check_bounds,
+    check_type,
+    flag,
+    option,
+    parse_best,
+    parse_early_stop,
+    parse_interval,
+    parse_shuffle,
+)
+from paceline.core.parallel_config import ParallelOptions
+
+# --- Fine-tuning: where a run's weights come from, and which of them it changes how fast ---
+
+
+ALL_LINEAR = "all-linear"
+"""The target of ``--lora`` that is every linear layer but the last."""
+
+
+_PARENT = Requirement(
+    "init_from",
+    message="{flag} initializes layers that --init-from would give weights. Add --init-from RUN, or leave "
+    "{flag} out.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters: each adds ``alpha / rank * B @ A`` to the weight of a frozen linear layer.
+
+    Attributes:
+        rank: rows of A, columns of B.
+        alpha: scales what is added, as above.
+        dropout: the probability with which an adapter's input is dropped.
+        targets: patterns of the layers' names; :data:`ALL_LINEAR` alone for all.
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class FineTuningOptions(ParallelOptions):
+    """What goes on from another run."""
+
+    init_from: str | None = option(
+        None,
+        "Start from the weights of another run (its best checkpoint, or RUN@last, RUN@STEP), of a "
+        "checkpoint's directory, or of a package.",
+        group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+    )
+    reset_head: bool = option(
+        False,
+        "With --init-from: reinitialize the model's last layer, as for another number of classes.",
+        group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        requires=_PARENT,
+    )
+    reset: tuple[str, ...] = option(
+        (),
+        "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be "
+        "repeated.",
+        group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        requires=_PARENT,
+    )
+    freeze: tuple[str, ...] = option(
+        (),
+        "Do not train the layer or parameter of this name, such as layer1.*; may be repeated. Frozen batch "
+        "norms keep their statistics.",
+        group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+    )
+    lr_scale: tuple[str, ...] = option(
+        (),
+        "PATTERN=FACTOR: multiply the learning rate of what matches; may be repeated, and the last match "
+        "counts.",
+        group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+    )
+    lora: str | None = option(
+        None,
+        "Train only low-rank adapters of linear layers, such as rank=8,alpha=16,target=query|value. "
+        "Default target: all linear layers but the last; dropout=0.1 may be added.",
+        group="Fine-tuning",
+        resume="fixed",
+        bits="always",
+        scope="training",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for text in self.lr_scale:
+            parse_lr_scale(text)
+        if self.lora is not None:
+            parse_lora(self.lora)
+            if self.freeze:
+                raise ConfigError(
+                    "--lora trains its adapters only, so --freeze has nothing to add. Leave one of them out."
+                )
+            if self.lr_scale:
+                raise ConfigError(
+                    "--lora trains its adapters only; give them their learning rate with --set, and leave "
+                    "--lr-scale out."
+                )
+
+    @property
+    def adapters(self) -> Lora | None:
+        """What ``--lora`` asks for."""
+        return None if self.lora is None else parse_lora(self.lora)
+
+
+def parse_lr_scale(text: str) -> tuple[str, float]:
+    """Pattern and factor of "PATTERN=FACTOR".
+
+    Raises:
+        ConfigError: the text has another form, or the factor is not positive.
+    """
+    pattern, _, factor = text.rpartition("=")
+    try:
+        value = float(factor)
+    except ValueError:
+        value = -1.0
+    if pattern and value == 0:
+        raise ConfigError(f"--lr-scale {text}: what does not learn is frozen. Use --freeze '{pattern}'.")
+    if not pattern or not 0 < value < float("inf"):
+        raise ConfigError(
+            f"--lr-scale must be PATTERN=FACTOR with a positive factor, such as 'backbone.*=0.1', but is "
+            f"{text!r}."
+        )
+    return pattern, value
+
+
+def parse_lora(text: str) -> Lora:
+    """The adapters that "rank=8,alpha=16,dropout=0.1,target=query|value" describes; alpha is twice the rank.
+
+    Raises:
+        ConfigError: the text has another form, or a number cannot work.
+    """
+    found: dict[str, str] = {}
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(rank|alpha|dropout|target)\s*=\s*(\S+)\s*", word)
+        if match is None or match[1] in found:
+            raise ConfigError(
+                "--lora must be such as rank=8,alpha=16,target=query|value, with rank, alpha, dropout and "
+                f"target at most once each, but is {text!r}."
+            )
+        found[match[1]] = match[2]
+    try:
+        rank = int(found.get("rank", "8"))
+        alpha = int(found.get("alpha", 2 * rank))
+        dropout = float(found.get("dropout", "0"))
+    except ValueError:
+        raise ConfigError(
+            f"--lora {text}: rank and alpha are whole numbers, dropout is a number, such as rank=8,alpha=16."
+        ) from None
+    at_least("lora", rank, 1)
+    if alpha < 1 or not 0 <= dropout < 1:
+        raise ConfigError(f"--lora {text}: alpha must be positive, and dropout from 0 to below 1.")
+    targets = tuple(name for name in found.get("target", ALL_LINEAR).split("|") if name)
+    if not targets or (ALL_LINEAR in targets and len(targets) > 1):
+        raise ConfigError(
+            f"--lora {text}: target must be {ALL_LINEAR}, or names of layers with | between them."
+        )
+    return Lora(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
+
+
+# --- The configuration of a run: one flat dataclass, whose fields are the options of every front door ---
+#
+# ``paceline train --global-batch-size 96``, ``paceline.fit(task, global_batch_size=96)`` and
+# ``global_batch_size = 96`` in a ``run.toml`` are the same field. The help texts live beside the
+# fields and feed ``--help``.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(FineTuningOptions):
+    """All options of a training run; ``None`` means "the task's default, else Paceline's"."""
+
+    global_batch_size: int | None = option(
+        None,
+        "Samples per step, over all processes.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=1,
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
+    )
+    epochs: int | None = option(
+        None,
+        "Passes over the training data.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        replaces="max_steps",
+        minimum=1,
+        evaluation=True,
+        summary=True,
+    )
+    max_steps: int | None = option(
+        None,
+        "Stop after this many steps, instead of --epochs.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        replaces="epochs",
+        minimum=1,
+        evaluation=True,
+        summary=True,
+    )
+    seed: int = option(
+        0,
+        "Seed of the data order, the initial weights and all other randomness.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=0,
+        maximum=2**63 - 1,
+        evaluation=True,
+        summary=True,
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Mixed precision by torch.amp: bf16 or fp16.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        fingerprint=True,
+        evaluation=True,
+        summary=True,
+    )
+    clip_norm: float | None = option(
+        None,
+        "Clip the gradient's 2-norm to this value.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        minimum=0,
+        exclusive=True,
+    )
+    ema: float | None = option(
+        None,
+        "Keep and evaluate an exponential moving average of the weights, with this decay.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        needs="ema",
+        minimum=0,
+        maximum=1,
+        exclusive=True,
+    )
+    compile: bool = option(
+        False,
+        "Compile the model with torch.compile.",
+        group="Training",
+        resume="fixed",
+        bits="always",
+        scope="training",
+        needs="compile",
+        fingerprint=True,
+        summary=True,
+    )
+
+    shuffle: str = option(
+        "sample",
+        "sample, block:N (blocks of N neighbours) or none.",
+        group="Data",
+        resume="fixed",
+        bits="always",
+        scope="data",
+    )
+    workers: int | Literal["auto"] = option(
+        "auto",
+        "Data-loading processes per rank. auto: 0 for tensors, else up to 4.",
+        group="Data",
+        resume="kept",
+        bits="never",
+        scope="process",
+        minimum=0,
+    )
+    val_fraction: float | None = option(
+        None,
+        "Hold out this fraction of the training data for validation.",
+        group="Data",
+        resume="fixed",
+        bits="always",
+        scope="data",
+        minimum=0,
+        maximum=1,
+        exclusive=True,
+        evaluation=True,
+    )
+
+    eval_every: str = option(
+        "1epoch",
+        "Evaluate every Nsteps or Nepochs, or never.",
+        group="Evaluation",
+        resume="fixed",
+        bits="always",
+        scope="evaluation",
+        evaluation=True,
+        summary=True,
+    )
+    early_stop: str | None = option(
+        None,
+        "METRIC:PATIENCE. Stop after PATIENCE evaluations without a better METRIC.",
+        group="Evaluation",
+        resume="fixed",
+        bits="always",
+        scope="evaluation",
+        requires=Requirement(
+            "eval_every",
+            other_than="never",
+            message="--early-stop needs evaluations, but --eval-every is {value}.",
+        ),
+        summary=True,
+    )
+    best: str | None = option(
+        None,
+        "METRIC:min or METRIC:max, to choose the best checkpoint by.",
+        group="Evaluation",
+        resume="fixed",
+        bits="always",
+        scope="evaluation",
+        evaluation=True,
+        summary=True,
+    )
+
+    run: str | None = option(
+        None,
+        "The run's directory. Default: runs/TASK-TIME.",
+        group="Run directory and checkpoints",
+        resume="fresh",
+        bits="never",
+        scope="place",
+        from_launcher=True,
+    )
+    resume: Literal["auto", "never", "must"] = option(
+        "auto",
+        "auto: continue an existing run; never: refuse one; must: require one.",
+        group="Run directory and checkpoints",
+        resume="fresh",
+        bits="never",
+        scope="place",
+    )
+    checkpoint_every: tuple[str, ...] = option(
+        ("1epoch",),
+        "Save every Nsteps, Nepochs or time such as 5min; may be repeated. never: only at the end.",
+        group="Run directory and checkpoints",
+        resume="kept",
+        bits="never",
+        scope="records",
+    )
+    keep: int = option(
+        3,
+        "Checkpoints to keep, besides the best.",
+        group="Run directory and checkpoints",
+        resume="kept",
+        bits="never",
+        scope="records",
+        minimum=1,
+    )
+    backup_to: str | None = option(
+        None,
+        "Also copy each verified checkpoint to this folder, in the background. A run that has lost its own "
+        "checkpoints continues from there.",
+        group="Run directory and checkpoints",
+        resume="kept",
+        bits="never",
+        scope="records",
+    )
+    log_every: int = option(
+        50,
+        "Steps between two log records.",
+        group="Run directory and checkpoints",
+        resume="kept",
+        bits="never",
+        scope="records",
+        minimum=1,
+    )
+    log_to: tuple[str, ...] = option(
+        (),
+        "Also log to mlflow or wandb, besides TensorBoard; may be repeated. wandb is offline unless "
+        "WANDB_MODE says otherwise.",
+        group="Run directory and checkpoints",
+        resume="kept",
+        bits="never",
+        scope="records",
+    )
+    profile: int = option(
+        0,
+        "Profile this many steps with torch.profiler.",
+        group="Run directory and checkpoints",
+        resume="fresh",
+        bits="never",
+        scope="records",
+        needs="lockstep",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            check_type(f.name, getattr(self, f.name), _hints()[f.name])
+            check_bounds(f.name, getattr(self, f.name), f.metadata["classification"])
+        self._check_replaced()
+        super().__post_init__()
+        self._check_requirements()
+        self.check_communication(self.methods, self.reduction, self.precision)
+        self.check_memory(self.precision, compiles=self.compile)
+        self.check_servers(self.methods, self.precision, self.clip_norm)
+        parse_shuffle(self.shuffle)
+        parse_interval(self.eval_every, "eval_every", allow_time=False)
+        for text in self.checkpoint_every:
+            parse_interval(text, "checkpoint_every")
+        if self.early_stop is not None:
+            parse_early_stop(self.early_stop)
+        if self.best is not None:
+            parse_best(self.best)
+        for name in self.log_to:
+            if name not in ("mlflow", "wandb"):
+                raise ConfigError(
+                    f"--log-to must be mlflow or wandb, but is {name!r}. TensorBoard's files are "
+                    "written in any case."
+                )
+
+    def _check_replaced(self) -> None:
+        for f in dataclasses.fields(self):
+            other = f.metadata["classification"].replaces
+            if other is not None and None not in (getattr(self, f.name), getattr(self, other)):
+                raise ConfigError(f"give {flag(f.name)} or {flag(other)}, not both.")
+
+    def _check_requirements(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for f in dataclasses.fields(self):
+            requires: Requirement | None = f.metadata["classification"].requires
+            own = getattr(self, f.name)
+            if requires is None or own == f.default:
+                continue
+            value = getattr(self, requires.option)
+            if requires.is_met(value, defaults[requires.option]):
+                continue
+            if requires.message is not None:
+                raise ConfigError(requires.message.format(flag=flag(f.name), own=own, value=value))
+            hint = _hints()[requires.option]
+            choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+            works = [choice for choice in choices if requires.is_met(choice, defaults[requires.option])]
+            what = " ".join([flag(requires.option), " or ".join(map(str, works))]).rstrip()
+            raise ConfigError(f"{flag(f.name)} needs {what}. Give both, or leave {flag(f.name)} out.")
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(RunConfig)
+
+
+# --- Configurations from TOML and from keywords ---
+
+
+def config_from_mapping(values: Mapping[str, Any], source: str) -> RunConfig:
+    """Build a configuration from TOML or keyword values.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest ones) or a value that cannot work.
+    """
+    return RunConfig(**checked_keys(values, source))
+
+
+def checked_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Refuse keys that are no option, and turn lists, and lone texts where a list is meant, into tuples."""
+    import difflib
+
+    known = [f.name for f in dataclasses.fields(RunConfig)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"The options: {', '.join(known)}."
+            raise ConfigError(f"{source}: there is no option {key!r}. {hint}")
+    several = {f.name for f in dataclasses.fields(RunConfig) if isinstance(f.default, tuple)}
+    return {
+        key: tuple(value)
+        if isinstance(value, list)
+        else (value,)
+        if key in several and isinstance(value, str)
+        else value
+        for key, value in values.items()
+    }
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The options in a TOML file: its ``[config]`` table, or its top level where there is none.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or holds an unknown option.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: there is no such file.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    return checked_keys(document.get("config", document), str(path))
+
+
+def non_defaults(config: RunConfig) -> dict[str, Any]:
+    """The options that differ from their defaults, in the order of the fields."""
+    return {
+        f.name: getattr(config, f.name)
+        for f in dataclasses.fields(config)
+        if getattr(config, f.name) != f.default
+    }
+
+
+def to_flags(values: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> list[str]:
+    """The words of a command line that give options these values, such as those of :func:`non_defaults`.
+
+    Args:
+        values: the options.
+        leave_out: the names of those that the command line does not have.
+    """
+    words = []
+    for name, value in values.items():
+        if name in leave_out:
+            continue
+        if isinstance(value, bool):
+            words.append(flag(name))
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [flag(name), str(each)]
+    return words

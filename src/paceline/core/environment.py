@@ -1,0 +1,644 @@
+"""The place of this process among the others, as its launcher has written it into environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from paceline.core.errors import ConfigError
+
+# --- Environment variables that are set for a while. No torch ---
+
+
+@contextmanager
+def variables_set(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, and put them back at exit."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# --- The short forms in which Slurm writes lists, and the allocation that a command is typed in ---
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list: ``gpu[03-07,12],login1`` -> ``gpu03``.
+
+    Raises:
+        ConfigError: the text holds no host.
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", node_list)
+    if match is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST has no host in it: {node_list!r}.")
+    return f"{match[1]}{match[2] or ''}{match[3]}"
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks on each node, of Slurm's short form: ``2(x3),1`` -> [2, 2, 2, 1].
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is malformed: {text!r}.")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def expand_hosts(node_list: str) -> tuple[str, ...]:
+    """Every host of a Slurm node list: ``gpu[03-04,12],login1`` -> gpu03, gpu04, gpu12, login1.
+
+    Raises:
+        ConfigError: the text is no node list.
+    """
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
+        expanded = [""]
+        for text, numbers in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            choices = [text] if text else _numbers(numbers, node_list)
+            expanded = [before + choice for before in expanded for choice in choices]
+        hosts += expanded
+    if not hosts or not all(hosts):
+        raise ConfigError(f"a node list of Slurm's has no host in it: {node_list!r}.")
+    return tuple(hosts)
+
+
+def allocation_nodes(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many nodes the allocation has that this process is in, as under ``salloc``; None outside of one."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    text = environ.get("SLURM_JOB_NUM_NODES", "1")
+    if not text.isdigit():
+        raise ConfigError(f"SLURM_JOB_NUM_NODES must be a number, but is {text!r}.")
+    return int(text)
+
+
+def _numbers(text: str, node_list: str) -> list[str]:
+    """``03-05,9`` -> 03, 04, 05, 9."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ConfigError(f"a node list of Slurm's is malformed: {node_list!r}.")
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+# --- Who am I? The one place where the variables of launchers are read; imports no torch ---
+#
+# The first of these that says something wins:
+#
+# 1. the caller: ``rank`` and ``world_size`` given to ``fit()``;
+# 2. torchrun's variables, which ``python -m torch.distributed.launch`` and the spawn launcher set too;
+# 3. Horovod's;
+# 4. MPI's: Open MPI, then MPICH and Intel MPI (PMI);
+# 5. Slurm's, and only inside an ``srun`` step: in the body of an sbatch script, and under an
+#    ``mpirun`` in an allocation, SLURM_PROCID is 0 in every process;
+# 6. none: a single process.
+
+
+LISTEN_FD = "PACELINE_LISTEN_FD"
+"""Names a socket, bound to MASTER_PORT on loopback, that rank 0 inherits from the spawn launcher."""
+
+JOB_ID = "PACELINE_JOB_ID"
+"""Names the job, so that no rank joins another job's store: the spawn launcher's ``--rdzv-id``."""
+
+Source = Literal["caller", "torchrun", "variables", "horovod", "mpi", "slurm", "single"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A process's place in its job.
+
+    Attributes:
+        rank: 0 to ``world_size`` - 1.
+        local_rank: 0 to ``local_world_size`` - 1, among the processes of this machine.
+        node_rank: 0 to ``nodes`` - 1.
+        source: who said so.
+        master_addr: host of rank 0's store, where known.
+        master_port: its port, where known.
+        restart_count: how often torchrun's agent on this machine restarted its workers.
+        job_id: equal in all processes of a job and in no other running job, where known.
+        uses_agent_store: torchrun's agent serves the store at ``master_addr:master_port``.
+        listen_fd: an inherited socket for rank 0's store, bound to ``master_port``.
+        first_host: the host of rank 0, where the launcher says so (Slurm).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    nodes: int = 1
+    source: Source = "single"
+    master_addr: str | None = None
+    master_port: int | None = None
+    restart_count: int = 0
+    job_id: str | None = None
+    uses_agent_store: bool = False
+    listen_fd: int | None = None
+    first_host: str | None = None
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether the launcher started all processes on this machine."""
+        return self.local_world_size == self.world_size
+
+
+def detect_environment(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_url: str | None = None,
+    rdzv_endpoint: str | None = None,
+) -> Environment:
+    """Find this process's place in its job.
+
+    Args:
+        environ: the environment variables.
+        rank: what the caller says; beats every variable and needs ``world_size``.
+        world_size: what the caller says; needs ``rank``.
+        init_url: ``tcp://HOST:PORT``, where rank 0 listens; beats MASTER_ADDR and MASTER_PORT.
+        rdzv_endpoint: the same as ``HOST:PORT``, for launchers that set no MASTER_ADDR.
+
+    Raises:
+        ConfigError: a variable is malformed, missing beside its companions, or contradicts them.
+    """
+    if (rank is None) != (world_size is None):
+        raise ConfigError("rank and world_size belong together: give both, or neither.")
+    address = _address(environ)
+    if init_url is not None:
+        if not init_url.startswith("tcp://"):
+            raise ConfigError(f"init_url must be tcp://HOST:PORT, but is {init_url!r}.")
+        address = parse_endpoint(init_url.removeprefix("tcp://"), "init_url")
+    elif rdzv_endpoint is not None and address[0] is None:
+        address = parse_endpoint(rdzv_endpoint, "--rdzv-endpoint")
+
+    environment = Environment()
+    if rank is not None and world_size is not None:
+        environment = _from_caller(environ, rank, world_size, address[0])
+    else:
+        for detect in _DETECTORS:
+            detected = detect(environ)
+            if detected is not None:
+                environment = detected
+                break
+    _check(environment)
+    environment = replace(environment, master_addr=address[0], master_port=address[1])
+    needs_address = environment.source in ("caller", "torchrun", "variables")
+    if environment.world_size > 1 and needs_address and (address[0] is None or address[1] is None):
+        raise ConfigError(
+            f"this is rank {environment.rank} of {environment.world_size}, but MASTER_ADDR and MASTER_PORT "
+            "do not both say where rank 0 listens. Set them, or give init_url='tcp://HOST:PORT'."
+        )
+    return environment
+
+
+def _from_caller(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> Environment:
+    local_rank, local_world_size = _local_place(environ, rank, world_size, host)
+    return _place("caller", rank, world_size, local_rank, local_world_size)
+
+
+def _torchrun(environ: Mapping[str, str]) -> Environment | None:
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    host = environ.get("MASTER_ADDR")
+    local_rank, local_world_size = _local_place(environ, rank, world_size, host)
+    by_agent = "TORCHELASTIC_RUN_ID" in environ
+    place = _place("torchrun" if by_agent else "variables", rank, world_size, local_rank, local_world_size)
+    return replace(
+        place,
+        node_rank=_integer(environ, "GROUP_RANK", place.node_rank),
+        nodes=_integer(environ, "GROUP_WORLD_SIZE", place.nodes),
+        restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        job_id=environ.get("TORCHELASTIC_RUN_ID") or environ.get(JOB_ID),
+        uses_agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        listen_fd=_integer(environ, LISTEN_FD) if rank == 0 and LISTEN_FD in environ else None,
+    )
+
+
+def _horovod(environ: Mapping[str, str]) -> Environment | None:
+    if "HOROVOD_RANK" not in environ:
+        return None
+    place = _place(
+        "horovod",
+        _integer(environ, "HOROVOD_RANK"),
+        _integer(environ, "HOROVOD_SIZE"),
+        _integer(environ, "HOROVOD_LOCAL_RANK"),
+        _integer(environ, "HOROVOD_LOCAL_SIZE"),
+    )
+    server = [environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")]
+    return replace(
+        place,
+        node_rank=_integer(environ, "HOROVOD_CROSS_RANK", place.node_rank),
+        nodes=_integer(environ, "HOROVOD_CROSS_SIZE", place.nodes),
+        job_id="-".join(server) if all(server) else None,
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Environment | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    place = _place(
+        "mpi",
+        _integer(environ, "OMPI_COMM_WORLD_RANK"),
+        _integer(environ, "OMPI_COMM_WORLD_SIZE"),
+        _integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
+    return replace(place, job_id=environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"))
+
+
+def _pmi(environ: Mapping[str, str]) -> Environment | None:
+    # srun sets PMI_RANK too, without the local rank: then Slurm's own variables say more.
+    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+        return None
+    place = _place(
+        "mpi",
+        _integer(environ, "PMI_RANK"),
+        _integer(environ, "PMI_SIZE"),
+        _integer(environ, "MPI_LOCALRANKID"),
+        _integer(environ, "MPI_LOCALNRANKS"),
+    )
+    return replace(place, job_id=environ.get("PMI_JOBID"))
+
+
+def _slurm(environ: Mapping[str, str]) -> Environment | None:
+    if "SLURM_STEP_ID" not in environ or _integer(environ, "SLURM_STEP_NUM_TASKS", 1) < 2:
+        return None
+    node_rank = _integer(environ, "SLURM_NODEID")
+    tasks = (
+        tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]) if "SLURM_STEP_TASKS_PER_NODE" in environ else []
+    )
+    if node_rank >= len(tasks):
+        raise ConfigError(
+            f"SLURM_NODEID={node_rank} does not fit SLURM_STEP_TASKS_PER_NODE="
+            f"{environ.get('SLURM_STEP_TASKS_PER_NODE', '')!r}. Start the processes with srun."
+        )
+    nodes = environ.get("SLURM_STEP_NODELIST")
+    return Environment(
+        source="slurm",
+        rank=_integer(environ, "SLURM_PROCID"),
+        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        local_world_size=tasks[node_rank],
+        node_rank=node_rank,
+        nodes=len(tasks),
+        job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}",
+        first_host=first_host(nodes) if nodes else None,
+    )
+
+
+_DETECTORS: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (
+    _torchrun,
+    _horovod,
+    _open_mpi,
+    _pmi,
+    _slurm,
+)
+
+
+_SAYING_WHO = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"),
+)
+
+
+def variables_of_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables without what says who this process is in its job: for a job that is started within it."""
+    return {name: value for name, value in environ.items() if name not in _SAYING_WHO}
+
+
+def default_threads(
+    environment: Environment,
+    requested: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+    cpus: int | None = None,
+) -> int:
+    """CPU threads a process: ``requested``, else OMP_NUM_THREADS, else CPUs over local ranks, at least 1.
+
+    The number is the same under every launcher, because it decides bits. So two things that a launcher
+    does by itself are looked through: torchrun sets OMP_NUM_THREADS=1 where the user set none, and
+    ``mpirun`` and ``srun`` bind each process to a few of the job's CPUs.
+
+    Args:
+        environment: who we are.
+        requested: ``--threads``.
+        environ: the environment variables.
+        cpus: the job's CPUs on this machine; default: found out.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is no positive number.
+    """
+    if requested is not None:
+        return requested
+    if "OMP_NUM_THREADS" in environ and not (
+        environment.source == "torchrun" and _omp_threads_are_torchruns(environ)
+    ):
+        # OpenMP allows a list, one number a nesting level.
+        text = environ["OMP_NUM_THREADS"].split(",")[0].strip()
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(
+                f"OMP_NUM_THREADS must be a positive number, but is {environ['OMP_NUM_THREADS']!r}."
+            )
+        return int(text)
+    return max(1, (cpus or _job_cpus(environment, environ)) // environment.local_world_size)
+
+
+def _omp_threads_are_torchruns(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent, our parent, invented OMP_NUM_THREADS: it was started without it."""
+    if environ["OMP_NUM_THREADS"] != "1":
+        return False
+    try:
+        started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in started_with)
+
+
+def _job_cpus(environment: Environment, environ: Mapping[str, str]) -> int:
+    own = os.sched_getaffinity(0)
+    if environment.source == "mpi":
+        # mpirun binds its processes, not itself.
+        try:
+            return len(own | os.sched_getaffinity(os.getppid()))
+        except OSError:
+            return len(own)
+    if environment.source == "slurm":
+        return _integer(environ, "SLURM_CPUS_ON_NODE", len(own))
+    return len(own)
+
+
+def parse_endpoint(text: str, name: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``; IPv6 addresses in brackets.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{name} must be HOST:PORT with a port from 1 to 65535, but is {text!r}.")
+    return host, int(port)
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else None
+    if port is not None and not 0 < port < 65536:
+        raise ConfigError(f"MASTER_PORT must be a port from 1 to 65535, but is {port}.")
+    return environ.get("MASTER_ADDR") or None, port
+
+
+def _local_place(environ: Mapping[str, str], rank: int, world_size: int, host: str | None) -> tuple[int, int]:
+    """Local rank and size; where only the global ones are set, a loopback master means one machine."""
+    if "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
+        return (rank, world_size) if host is None or is_loopback(host) else (0, 1)
+    return _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE", world_size)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only be this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _place(source: Source, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Environment:
+    """Fill in the machines, assuming that ranks are numbered machine by machine."""
+    size = max(1, local_world_size)
+    return Environment(
+        source=source,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // size,
+        nodes=max(1, -(-world_size // size)),
+    )
+
+
+_NAMES: dict[Source, tuple[str, str, str, str]] = {
+    "horovod": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    "mpi": ("the MPI rank", "the MPI size", "the MPI local rank", "the MPI local size"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "caller": ("rank", "world_size", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+
+
+def _check(e: Environment) -> None:
+    rank, size, local_rank, local_size = _NAMES.get(
+        e.source, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if e.world_size < 1:
+        raise ConfigError(f"{size} must be at least 1, but is {e.world_size}.")
+    if not 0 <= e.rank < e.world_size:
+        raise ConfigError(f"{rank} must be between 0 and {size} - 1 = {e.world_size - 1}, but is {e.rank}.")
+    if not 1 <= e.local_world_size <= e.world_size:
+        raise ConfigError(
+            f"{local_size} must be between 1 and {size} = {e.world_size}, but is {e.local_world_size}."
+        )
+    if not 0 <= e.local_rank < e.local_world_size:
+        raise ConfigError(
+            f"{local_rank} must be between 0 and {local_size} - 1 = {e.local_world_size - 1}, "
+            f"but is {e.local_rank}."
+        )
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise ConfigError(
+            f"{name} is not set, although its companions are. "
+            "Set it, or unset the others to run a single process."
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a whole number, but is {text!r}.") from None
+
+
+# --- Which machine of a job is this? What launchers say that start one process on each machine. No torch ---
+#
+# Where they start one process a rank, :mod:`paceline.core.environment` reads who it is.
+
+
+NODE_RANK = "PACELINE_NODE_RANK"
+NODES = "PACELINE_NODES"
+HOSTS = "PACELINE_HOSTS"
+"""Host names or addresses of all machines, with commas, in the order of their ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachinePlace:
+    """A machine's place in its job.
+
+    Attributes:
+        node_rank: 0 to ``nodes`` - 1.
+        nodes: machines of the job.
+        hosts: all machines, in the order of their ranks, where they are known; the first one where only that
+            is; else none.
+        job_id: equal on all machines of the job, and in no other running job, where known.
+        cpus: the job's CPUs on this machine, where known.
+        source: who said so.
+    """
+
+    node_rank: int = 0
+    nodes: int = 1
+    hosts: tuple[str, ...] = ()
+    job_id: str | None = None
+    cpus: int | None = None
+    source: str = "single"
+
+
+def detect_machine(environ: Mapping[str, str] = os.environ) -> MachinePlace:
+    """Find this machine's place in its job.
+
+    The first of these that says something wins: Paceline's own variables, which rendered jobs set; torchrun's
+    PET_* (Kubeflow); SageMaker's; an indexed Kubernetes Job's; Vertex AI's; Slurm's, inside a step.
+
+    Raises:
+        ConfigError: a variable is malformed, or misses its companions.
+    """
+    if NODE_RANK in environ:
+        hosts = _hosts(environ)
+        nodes = _read_integer(environ, NODES, max(1, len(hosts)))
+        return _checked(
+            MachinePlace(
+                node_rank=_read_integer(environ, NODE_RANK),
+                nodes=nodes,
+                hosts=hosts,
+                job_id=environ.get(JOB_ID),
+                source="paceline",
+            )
+        )
+    if "PET_NODE_RANK" in environ:
+        master = environ.get("PET_MASTER_ADDR", "")
+        # A pod of a job that has grown has the PET_NNODES of the job's beginning; what Paceline says holds.
+        nodes = _read_integer(environ, NODES, 0) or int(environ.get("PET_NNODES", "1").rpartition(":")[2])
+        return _checked(
+            MachinePlace(
+                node_rank=_read_integer(environ, "PET_NODE_RANK"),
+                nodes=nodes,
+                hosts=_hosts(environ) or ((master,) if master else ()),
+                source="kubeflow",
+            )
+        )
+    if "SM_CURRENT_HOST" in environ or "TRAINING_JOB_NAME" in environ:
+        return _sagemaker(environ)
+    if "JOB_COMPLETION_INDEX" in environ:
+        hosts = _hosts(environ)
+        return _checked(
+            MachinePlace(
+                node_rank=_read_integer(environ, "JOB_COMPLETION_INDEX"),
+                nodes=_read_integer(environ, NODES, max(1, len(hosts))),
+                hosts=hosts,
+                source="kubernetes",
+            )
+        )
+    if "CLUSTER_SPEC" in environ:
+        return _vertex(environ["CLUSTER_SPEC"])
+    if "SLURM_STEP_ID" in environ and "SLURM_STEP_NODELIST" in environ:
+        hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+        return _checked(
+            MachinePlace(
+                node_rank=_read_integer(environ, "SLURM_NODEID"),
+                nodes=len(hosts),
+                hosts=hosts,
+                job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}."
+                f"{environ.get('SLURM_RESTART_COUNT', '0')}",
+                cpus=_read_integer(environ, "SLURM_CPUS_ON_NODE")
+                if "SLURM_CPUS_ON_NODE" in environ
+                else None,
+                source="slurm",
+            )
+        )
+    return MachinePlace()
+
+
+def _sagemaker(environ: Mapping[str, str]) -> MachinePlace:
+    """What SageMaker's own toolkit says in variables, and where that is not in the image, its file."""
+    if "SM_CURRENT_HOST" in environ:
+        current, hosts = environ["SM_CURRENT_HOST"], json.loads(environ.get("SM_HOSTS", "[]"))
+        said = f"SM_CURRENT_HOST={current!r} is not in SM_HOSTS={environ.get('SM_HOSTS', '')}"
+    else:
+        file = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"), "input/config/resourceconfig.json")
+        try:
+            config = json.loads(file.read_bytes())
+            current, hosts = str(config["current_host"]), list(config["hosts"])
+            said = f"current_host, {current!r}, is not one of the hosts in {file}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"this is SageMaker's training job {environ['TRAINING_JOB_NAME']}, but {file} does not say "
+                f"which host this is: {error}."
+            ) from error
+    hosts = sorted(map(str, hosts))
+    if current not in hosts:
+        raise ConfigError(f"{said}.")
+    return MachinePlace(
+        node_rank=hosts.index(current),
+        nodes=len(hosts),
+        hosts=tuple(hosts),
+        job_id=environ.get("TRAINING_JOB_NAME"),
+        source="sagemaker",
+    )
+
+
+def _vertex(text: str) -> MachinePlace:
+    """Google's CLUSTER_SPEC: the addresses of each worker pool's machines, and which one this is."""
+    try:
+        spec = json.loads(text)
+        pools: dict[str, list[str]] = spec["cluster"]
+        machines = [(pool, index) for pool in sorted(pools) for index in range(len(pools[pool]))]
+        node_rank = machines.index((spec["task"]["type"], int(spec["task"]["index"])))
+        hosts = tuple(pools[pool][index].rpartition(":")[0] for pool, index in machines)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"CLUSTER_SPEC={text!r} does not say which machine this is: {error}.") from error
+    return MachinePlace(
+        node_rank=node_rank,
+        nodes=len(machines),
+        hosts=hosts,
+        job_id=str(spec["job"]) if "job" in spec else None,
+        source="vertex",
+    )
+
+
+def _hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(host for host in environ.get(HOSTS, "").split(",") if host)
+
+
+def _checked(place: MachinePlace) -> MachinePlace:
+    if not 0 <= place.node_rank < place.nodes:
+        raise ConfigError(
+            f"this machine is number {place.node_rank} of {place.nodes}, says {place.source}: it must be "
+            f"from 0 to {place.nodes - 1}."
+        )
+    return place
+
+
+def _read_integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(f"{name} must be a whole number, but is {text!r}.") from None

@@ -1,0 +1,87 @@
+"""A job: what every worker of a run is asked to do, as a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from paceline.core.config import RunConfig, checked_keys, non_defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a worker is asked to do; the content of a ``JOB.toml``.
+
+    Attributes:
+        config: the options.
+        given: the names of those that were asked for, be it with their default value.
+        fields: the task's fields, where a script gave them.
+        quiet: show nothing on the terminal.
+        supervised: a launcher of Paceline's tells the user about failures.
+        world_size: how many processes begin the run, over all machines; None where each process knows.
+        started: when somebody asked, in seconds since the epoch: where ``--walltime`` begins.
+        referee: the socket of whoever is asked after each evaluation whether the run goes on, if anybody is.
+    """
+
+    config: RunConfig
+    given: frozenset[str] = frozenset()
+    fields: Mapping[str, Any] | None = None
+    quiet: bool = False
+    supervised: bool = False
+    world_size: int | None = None
+    started: float = field(default_factory=time.time)
+    referee: str | None = None
+
+    def to_toml(self) -> str:
+        """The job as text."""
+        document: dict[str, Any] = {"quiet": self.quiet, "supervised": self.supervised}
+        if self.world_size is not None:
+            document["world_size"] = self.world_size
+        document["started"] = self.started
+        if self.referee is not None:
+            document["referee"] = self.referee
+        document["given"] = sorted(self.given)
+        document["config"] = {
+            k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
+        }
+        if self.fields is not None:
+            # As JSON: a field may be None, which TOML has no word for.
+            document["fields"] = json.dumps(dict(self.fields))
+        return tomli_w.dumps(document)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Job:
+        """Read a job.
+
+        Raises:
+            ConfigError: an option is unknown or wrong.
+        """
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = document.get("fields")
+        return cls(
+            config=RunConfig(**checked_keys(document["config"], str(path))),
+            given=frozenset(document["given"]),
+            fields=None if fields is None else json.loads(fields),
+            quiet=document["quiet"],
+            supervised=document["supervised"],
+            world_size=document.get("world_size"),
+            started=document["started"],
+            referee=document.get("referee"),
+        )
+
+
+def default_run_path(spec: str) -> str:
+    """``runs/TASK-TIME`` for a new run; with a number behind it where that is taken."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", spec.rpartition(":")[2] or spec).strip("-").lower()
+    path = f"runs/{name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (f"{path}-{number}" for number in itertools.count(2))
+    return path if not Path(path).exists() else next(p for p in numbered if not Path(p).exists())

@@ -1,0 +1,168 @@
+"""The task: what a user writes, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from paceline.core.errors import TaskError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.optim import Optimizer
+
+    from paceline.core.callback import BatchPlace, Callback, Horizon
+    from paceline.core.inference import Inference
+
+
+class Loss(NamedTuple):
+    """A loss whose samples do not all weigh the same (tokens, ignored labels).
+
+    Attributes:
+        sum: scalar tensor, the sum of the losses; differentiable.
+        weight: what ``sum`` is divided by, once, after the sums of all shards are added up.
+    """
+
+    sum: torch.Tensor
+    weight: torch.Tensor | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a task recommends for its runs; any option on the command line wins."""
+
+    global_batch_size: int | None = None
+    shards: int | None = None
+    epochs: int = 1
+    best: str | None = None
+
+
+@dataclass
+class Task:
+    """A training task: a dataclass whose fields are its hyperparameters.
+
+    Subclass it as a dataclass and write the methods. Only :meth:`build_model`,
+    :meth:`build_dataset`, :meth:`build_optimizer` and :meth:`loss` are required.
+    """
+
+    defaults: ClassVar[Defaults] = Defaults()
+    min_shard: ClassVar[int] = 2
+    """The fewest samples a shard may hold (batch norm cannot take one)."""
+
+    static_graph: ClassVar[bool] = False
+    """Every step uses the same parameters in the same way; lets DistributedDataParallel do less."""
+
+    def build_model(self) -> nn.Module:
+        """Return the model, on the CPU; Paceline seeds before the call and moves it after."""
+        raise TaskError(f"{type(self).__name__} must define build_model(self).")
+
+    def build_dataset(self, split: str) -> Any:
+        """Return the dataset of ``split`` ("train", "val" or "test"), or None where there is none.
+
+        A map-style dataset (``__len__`` and ``__getitem__``) or a ``TensorDataset``; for "train" also an
+        ``IterableDataset`` or a :class:`paceline.data.stream.ShardedStream`.
+        """
+        raise TaskError(f"{type(self).__name__} must define build_dataset(self, split).")
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        """Return one optimizer, or several by name; they are stepped in that order."""
+        raise TaskError(f"{type(self).__name__} must define build_optimizer(self, model).")
+
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> Any:
+        """Return a learning-rate scheduler, stepped after each step, or None.
+
+        ``ReduceLROnPlateau`` is stepped after each evaluation instead, with the ``--best`` metric.
+        Called once for each optimizer. ``total_steps`` is the whole run's number of steps; for a stream
+        trained by epochs nobody knows it, it is 0, and only ``ReduceLROnPlateau`` can be returned.
+        """
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
+        """Return the mean loss over the batch's samples, or a :class:`Loss`."""
+        raise TaskError(f"{type(self).__name__} must define loss(self, model, batch).")
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Return metrics of an evaluation batch: name -> what it adds.
+
+        A 1-d tensor is one value for each sample; a pair ``(sum, weight)`` is added up; for a
+        name in :meth:`build_metrics`, the arguments of that torchmetrics object's ``update``.
+        """
+        return {}
+
+    def build_metrics(self) -> Mapping[str, Any]:
+        """Return torchmetrics objects, by name, for metrics that do not decompose (AUROC)."""
+        return {}
+
+    def recommended_batch_size(self) -> int:
+        """The global batch size where neither options nor ``defaults`` name one."""
+        return 64
+
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
+        """Return how ``--strategy tp`` splits the model's layers, or None to have them found.
+
+        Module name (with ``*`` for any) -> a style of ``torch.distributed.tensor.parallel``, as
+        ``parallelize_module`` takes them. What is not named is not split.
+        """
+        return None
+
+    def sequence_parallel_plan(self, model: nn.Module) -> Mapping[str, ParallelStyle] | None:
+        """Return how ``--strategy tp --sequence-parallel`` splits the model, or None where it cannot.
+
+        As :meth:`tensor_parallel_plan`, with norms and what else lies between the split layers computed on
+        parts of the sequence.
+        """
+        return None
+
+    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+        """Return what is called at fixed points of the training; made after the model, before optimizers."""
+        from paceline.core.callback import Callback
+
+        return Callback()
+
+    def pipeline_blocks(self, model: nn.Module) -> Sequence[Any] | None:
+        """Return the parts that the model's forward runs one after the other, for ``--strategy pp``.
+
+        Each is a module, or a pair of a function and a list of the modules and parameters that it uses. The
+        first is called with the model's arguments, each other one with what the one before it returned (a
+        tuple is unpacked). None: they are found by tracing the model's forward.
+        """
+        return None
+
+    def build_inference(self, model: nn.Module) -> Inference | None:
+        """Return what the trained model does for others: what is exported, served and analysed.
+
+        ``model`` is in evaluation mode; the returned module holds it. None: it is only trained.
+        """
+        return None
+
+    def inference_batch(self, batch: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """Split a batch of a dataset: the inputs of :meth:`build_inference`'s module, and what it should say.
+
+        Returns:
+            The inputs in their order; and the number of each sample's class, int64 (B,), or None where
+            there are no classes.
+        """
+        raise TaskError(
+            f"{type(self).__name__} defines build_inference and must define inference_batch(self, batch)."
+        )
+
+    def begin_batch(self, place: BatchPlace) -> None:
+        """Note where the batch stands that :meth:`loss` or :meth:`metrics` is called with next."""
+
+    def sample_sizes(self, dataset: Any) -> Any:
+        """Return how heavy each sample of the training data is, or None where all are alike.
+
+        Whole numbers, one a sample in the dataset's order: tokens, pixels, points. The shards of a step,
+        which are the micro-batches of a pipeline, then have the same numbers of samples and sizes that add
+        up to about the same. ``dataset`` is what :meth:`build_dataset` returned for "train", map-style.
+        """
+        return None
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Turn a list of samples into a batch; the default is ``torch.utils.data.default_collate``."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)

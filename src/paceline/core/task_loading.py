@@ -1,0 +1,297 @@
+"""How a task is found by its name, imported, and built from text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import TaskError
+
+if TYPE_CHECKING:
+    pass
+from paceline.core.task import Task
+
+RECIPES = {
+    "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
+    "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
+    "transformer": "paceline.training.tasks.transformer:Transformer",
+}
+"""Built-in recipes: name -> module:class."""
+
+
+@dataclass(frozen=True)
+class TaskReference:
+    """A task by name, with the values of its fields; what travels to every worker.
+
+    Attributes:
+        spec: ``file.py:Name``, ``package.module:Name`` or a recipe's name.
+        fields: field name -> value (JSON types).
+    """
+
+    spec: str
+    fields: Mapping[str, Any]
+
+    def load(self) -> Task:
+        """Import the class and build the task.
+
+        Raises:
+            TaskError: the spec, the file or a field is wrong; the message says how.
+        """
+        return build_task(load_task_class(self.spec), self.fields)
+
+
+def check_spec(spec: str) -> tuple[str, str]:
+    """The file or module of a task, and its class; nothing is imported.
+
+    Raises:
+        TaskError: the spec has another form, or its file is not there.
+    """
+    place, name = split_spec(spec)
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        raise TaskError(f"task {spec!r}: there is no file {Path(place).expanduser().resolve()}.")
+    return place, name
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """The file or module of a task, and its class, wherever they are.
+
+    Raises:
+        TaskError: the spec has another form.
+    """
+    if not spec:
+        raise TaskError(
+            "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
+        )
+    place, separator, name = RECIPES.get(spec, spec).rpartition(":")
+    if not separator or not place or not name:
+        raise TaskError(
+            f"task {spec!r} is not a recipe and names no class.\n"
+            f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(RECIPES)}."
+        )
+    return place, name
+
+
+def load_task_class(spec: str) -> type[Task]:
+    """Return the task class that ``spec`` names.
+
+    Raises:
+        TaskError: with what was looked for and what there is instead.
+    """
+    place, name = check_spec(spec)
+    module = _import_file(Path(place), spec) if place.endswith(".py") else _import_module(place, spec)
+    found = getattr(module, name, None)
+    if found is None:
+        there = [n for n, v in vars(module).items() if _is_task_class(v) and v.__module__ == module.__name__]
+        hint = (
+            f"It defines: {', '.join(there)}."
+            if there
+            else "It defines no task (a dataclass that extends paceline.Task)."
+        )
+        raise TaskError(f"{place} has no {name!r}. {hint}")
+    if not _is_task_class(found):
+        raise TaskError(f"{spec}: {name} is not a task; it must be a dataclass that extends paceline.Task.")
+    return typing.cast(type[Task], found)
+
+
+def _is_task_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Task) and value is not Task
+
+
+def _import_module(name: str, spec: str) -> types.ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise TaskError(
+                f"task {spec!r}: there is no module {error.name!r} here "
+                "(looked in the current directory and the environment)."
+            ) from error
+        raise TaskError(f"task {spec!r}: {name} imports {error.name!r}, which is not installed.") from error
+    except SyntaxError as error:
+        raise TaskError(_syntax_message(spec, error)) from error
+
+
+def _import_file(path: Path, spec: str) -> types.ModuleType:
+    path = path.expanduser().resolve()
+    # Under `python train.py` the file is already imported: as __main__.
+    main = sys.modules.get("__main__")
+    main_file = getattr(main, "__file__", None)
+    if main is not None and main_file is not None and Path(main_file).resolve() == path:
+        return main
+    module_name = f"paceline_task_{path.stem}"
+    loaded = sys.modules.get(module_name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise TaskError(f"task {spec!r}: {path} is not a Python file.")
+    module = importlib.util.module_from_spec(module_spec)
+    # Registered before it runs: dataclasses and data workers look the module up by name.
+    sys.modules[module_name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[module_name]
+        if isinstance(error, SyntaxError):
+            raise TaskError(_syntax_message(spec, error)) from error
+        if isinstance(error, ModuleNotFoundError):
+            raise TaskError(
+                f"task {spec!r}: {path.name} imports {error.name!r}, which is not installed."
+            ) from error
+        raise
+    return module
+
+
+def _syntax_message(spec: str, error: SyntaxError) -> str:
+    line = f"\n    {error.text.strip()}" if error.text else ""
+    return f"task {spec!r}: syntax error in {error.filename}, line {error.lineno}: {error.msg}{line}"
+
+
+def build_task(task_class: type[Task], values: Mapping[str, Any]) -> Task:
+    """Build a task from field values; strings are converted to the field's type.
+
+    Raises:
+        TaskError: for an unknown field (listing those there are), a value of the wrong type, or a
+            class whose fields are none because it is not decorated.
+    """
+    own = vars(task_class)
+    bare = [n for n, hint in own.get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
+    if bare and "__dataclass_params__" not in own:
+        raise TaskError(
+            f"{task_class.__name__} has fields ({', '.join(bare)}) but is no dataclass. "
+            f"Write @dataclass above class {task_class.__name__}."
+        )
+    hints = typing.get_type_hints(task_class)
+    fields = {f.name: f for f in dataclasses.fields(task_class) if f.init}
+    converted = {}
+    for name, value in values.items():
+        if name not in fields:
+            there = ", ".join(fields) or "none"
+            raise TaskError(f"{task_class.__name__} has no field {name!r}. Its fields: {there}.")
+        converted[name] = _convert(value, hints[name], f"{task_class.__name__}.{name}")
+    try:
+        return task_class(**converted)
+    except TypeError as error:
+        raise TaskError(
+            f"{task_class.__name__} cannot be built: {error}. Give the missing fields with --set NAME=VALUE."
+        ) from error
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, str]:
+    """Turn ``field=value`` strings into a dict; the last one wins.
+
+    Raises:
+        TaskError: an entry has no ``=``.
+    """
+    values = {}
+    for entry in assignments:
+        name, separator, value = entry.partition("=")
+        if not separator or not name.strip():
+            raise TaskError(f"--set {entry!r}: write it as field=value, for example --set lr=0.1.")
+        values[name.strip()] = value.strip()
+    return values
+
+
+def task_fields(task: Task) -> dict[str, Any]:
+    """The values of a task's fields, as JSON types.
+
+    Raises:
+        TaskError: a field's value has no JSON form, so it could not be recorded.
+    """
+    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.init}
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise TaskError(
+                f"{type(task).__name__}.{name} is a {type(value).__name__}; fields must be numbers, strings, "
+                "booleans, None, or lists of them, so that the run can record them."
+            ) from None
+    return values
+
+
+def task_assignments(task: Task) -> tuple[str, ...]:
+    """The fields that differ from their defaults, as :func:`parse_assignments` takes them.
+
+    Raises:
+        TaskError: a field would be read as another value.
+    """
+    hints = typing.get_type_hints(type(task))
+    defaults = {f.name: f.default for f in dataclasses.fields(task)}
+    changed = {name: value for name, value in task_fields(task).items() if value != defaults[name]}
+    for name, text in parse_assignments(f"{name}={value}" for name, value in changed.items()).items():
+        where = f"{type(task).__name__}.{name}"
+        read = _convert(text, hints[name], where)
+        if isinstance(changed[name], str) and read != changed[name]:
+            raise TaskError(
+                f"{where} is {changed[name]!r}, which the job would be given as --set, and read as {read!r}. "
+                "Choose a text that is no other value, and has no blanks at its ends."
+            )
+    return tuple(f"{name}={value}" for name, value in changed.items())
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """Convert a string from the command line, or a TOML value, to the annotated type."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    says_none = value is None or (isinstance(value, str) and value.lower() == "none")
+    if says_none and (type(None) in options or hint is Any):
+        return None
+    for option in options:
+        try:
+            return _convert_to(value, option)
+        except (ValueError, SyntaxError):
+            continue
+    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    raise TaskError(f"{where} must be {wanted}, but {value!r} was given.")
+
+
+def _convert_to(value: Any, kind: Any) -> Any:
+    origin = typing.get_origin(kind) or kind
+    if origin is typing.Literal:
+        for choice in typing.get_args(kind):
+            if value == choice or value == str(choice):
+                return choice
+        raise ValueError
+    if origin is bool:
+        if isinstance(value, bool):
+            return value
+        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        raise ValueError
+    if origin is int:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        return int(value)
+    if origin is float:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    if origin is str:
+        return str(value)
+    if origin in (list, tuple):
+        items = ast.literal_eval(value) if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ValueError
+        arguments = [a for a in typing.get_args(kind) if a is not Ellipsis]
+        kinds = arguments if len(arguments) == len(items) else arguments[:1] * len(items)
+        return (
+            origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
+        )
+    if kind is Any:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    raise ValueError

@@ -1,1 +1,0 @@
-"""Who this process is, how it meets its peers, and how gradients are summed between them."""

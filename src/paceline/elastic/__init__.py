@@ -1,0 +1,1 @@
+"""Who takes part in a job: agents start, watch and replace workers."""

@@ -1,0 +1,180 @@
+"""The agent: keeps a job's workers on this machine alive, and never ends survivors. No torch.
+
+One loop joins two parts: :class:`~paceline.elastic.node.Node`, which has the workers, and
+:class:`~paceline.elastic.consensus.controller.Cluster`, which agrees with the other agents on who decides.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import time
+from contextlib import ExitStack, closing, suppress
+from types import FrameType
+
+from paceline.core.errors import LaunchError, RunDirectoryError
+from paceline.core.process_group import RenderedProcesses
+from paceline.core.signals import STOP_SIGNALS, signals_handled
+from paceline.elastic.consensus.controller import Cluster
+from paceline.elastic.consensus.discovery import meet
+from paceline.elastic.consensus.transport import Mesh
+from paceline.elastic.control import ControlSocket, Requests
+from paceline.elastic.controller import say
+from paceline.elastic.node import Node
+from paceline.runs.directory import RunLock
+
+_LONGEST_S = 60.0
+_RETRY_S = 0.5
+
+
+class Agent:
+    """A job whose workers are replaced when they die; see :class:`LocalJob`.
+
+    Args:
+        rendered: one process, the zygote; the last word of its spec's command is the job's file.
+    """
+
+    def __init__(self, rendered: RenderedProcesses) -> None:
+        spec = rendered.spec
+        assert spec.directory is not None
+        if shutil.which(spec.python) is None:
+            raise LaunchError(f"{spec.python} is no program that can be run.")
+        self._signals: list[int] = []  # not handled yet
+        self._node: Node | None = None
+        self._mesh: Mesh | None = None
+        self._directory = spec.directory
+        self._control: ControlSocket | None = None
+        self._retry_at = 0.0  # to take what whoever leads holds, by the monotonic clock
+        self._said_why = False  # why no control socket could be had
+        self._stack = ExitStack()
+        alone = spec.nodes == 1 and spec.most_nodes in (None, 1) and not spec.joins
+        try:
+            spec.directory.create()
+            self._selector = self._stack.enter_context(selectors.DefaultSelector())
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._stack.callback(os.close, self._wake)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+            meeting, lease = (None, None) if alone else meet(spec, spec.directory)
+            if meeting is not None:
+                self._stack.callback(meeting.listener.close)
+            # Not before: looking for the secret that machines share can be interrupted as it is.
+            self._stack.enter_context(signals_handled(STOP_SIGNALS, self._on_signal))
+            founds = meeting is None or meeting.founds
+            self._lock = self._stack.enter_context(closing(RunLock(spec.directory)))
+            if founds:
+                self._lock.take()
+                for old in spec.directory.logs.glob("rank-*.error.json"):
+                    old.unlink(missing_ok=True)
+            self._node = Node(
+                rendered.processes[0],
+                spec.command[-1],
+                spec.directory,
+                self._selector,
+                heartbeat_s=spec.heartbeat_s,
+                grace_s=spec.grace_s,
+                inherited=(self._lock.fileno(),),
+                interface="" if meeting is None else meeting.interface,
+            )
+            self._cluster = Cluster(spec, spec.directory, self._node, meeting)
+            self._node.reports = self._cluster
+            self._requests = Requests(spec, spec.directory, self._cluster, self._node)
+            if meeting is not None:
+                self._mesh = Mesh(
+                    self._selector,
+                    meeting.listener,
+                    meeting.token,
+                    meeting.hello,
+                    self._cluster,
+                    spec.heartbeat_s,
+                )
+            self._cluster.begin(self._mesh, lease)
+            if founds:
+                self._control = ControlSocket(self._directory, self._selector, self._requests)
+        except BaseException as error:
+            self._end()
+            if isinstance(error, OSError):
+                raise LaunchError(f"a process could not be started: {error}.") from error
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The workers that run."""
+        return () if self._node is None else self._node.pids
+
+    def wait(self) -> int:
+        """Watch the job to its end; print one message if it failed; return its exit code."""
+        assert self._node is not None
+        try:
+            while not self._cluster.over:
+                self._turn(self._node)
+            code = self._cluster.conclude()
+        finally:
+            self._end()
+        return code
+
+    def cancel(self) -> None:
+        """Ask the workers to stop; may be called from another thread than :meth:`wait`."""
+        self._signals.append(0)
+        os.eventfd_write(self._wake, 1)
+
+    def _turn(self, node: Node) -> None:
+        """What has happened, then what has not happened in time."""
+        now = time.monotonic()
+        due = min(now + _LONGEST_S, node.deadline, self._cluster.deadline)
+        for key, _ in self._selector.select(max(0.0, due - now)):
+            key.data()
+        now = time.monotonic()
+        node.expire(now)
+        self._cluster.expire(now)
+        self._take_office(now)
+
+    def _take_office(self, now: float) -> None:
+        """Whoever leads holds the run's lock and answers other commands, as soon as it can.
+
+        The last processes of the machine that led before may hold the lock, and the disk may be full: neither
+        is a reason to give up the workers.
+        """
+        if self._cluster.leader is None:
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+            return
+        if now < self._retry_at:
+            return
+        # The other machines' signs of life turn the loop often enough for this to need no deadline.
+        self._retry_at = now + _RETRY_S
+        if not self._lock.held:
+            with suppress(OSError):
+                self._lock.try_to_take()
+        if self._control is None:
+            try:
+                self._control = ControlSocket(self._directory, self._selector, self._requests)
+            except (OSError, RunDirectoryError) as error:
+                if not self._said_why:
+                    say(f"other commands cannot reach this run yet: {error}")
+                self._said_why = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+        os.eventfd_write(self._wake, 1)
+
+    def _on_wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._signals:
+            number = self._signals.pop(0)
+            if number:
+                self._cluster.signalled(number)
+            else:
+                self._cluster.cancel()
+
+    def _end(self) -> None:
+        """Leave nothing behind, whatever happened."""
+        if self._node is not None:
+            self._node.end()
+        if self._control is not None:
+            self._control.close()
+        if self._mesh is not None:
+            self._mesh.close()
+        self._stack.close()

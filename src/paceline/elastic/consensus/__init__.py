@@ -1,0 +1,1 @@
+"""How the agents of several nodes agree on who leads the job."""

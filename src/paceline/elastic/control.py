@@ -1,0 +1,427 @@
+"""The agent's control socket: what `paceline scale`, `runs` and others may ask of a running job."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
+from paceline.core.files import write_atomically
+from paceline.core.process_group import LocalSpec
+from paceline.elastic.consensus.controller import Cluster
+from paceline.elastic.controller import Leader
+from paceline.elastic.node import Node
+from paceline.runs.directory import RunDirectory
+
+# --- How other commands talk to the agent of a run at work: a Unix socket that only its own user can reach
+#
+# The agent serves it; ``RUN/agent.json`` says where. One packet is one JSON object: a request such as
+# ``{"status": {}}`` or ``{"scale": {"nproc": 2}}``, and one answer to each, ``{"error": text}`` where it
+# cannot be done. A socket's path may not be longer than 107 bytes, and a run's directory often is, so the
+# socket lies in a private directory of its own. No torch.
+
+
+_LONGEST = 131072  # bytes of a packet; a member takes about a hundred
+_LONGEST_PATH = 107  # of a Unix socket's address, by the kernel
+_MOST_CLIENTS = 16
+_ANSWER_S = 10.0
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_NAME = "agent"
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A worker, as its agent knows it.
+
+    Attributes:
+        rank: in the view; None for one that is in none.
+        slot: names its log.
+        node: the machine that it is on.
+        pid: None until it runs, and on other machines than the leading one.
+        step: steps done when it last told, up to a beat ago; -1 before it knows.
+        phase: what it is doing.
+    """
+
+    rank: int | None
+    slot: int
+    node: str
+    pid: int | None
+    step: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """A job, as its agent knows it.
+
+    Attributes:
+        generation: of the view, -1 before the first.
+        target: how many workers there should be.
+        whole: all members of the view hold its state and train.
+        stopping: nobody is started any more.
+        recoveries: workers lost so far.
+        step: the highest that a member of the view has told.
+        workers: members by rank, then the others.
+    """
+
+    generation: int
+    target: int
+    whole: bool
+    stopping: bool
+    recoveries: int
+    step: int
+    workers: tuple[WorkerStatus, ...]
+
+    @property
+    def members(self) -> tuple[WorkerStatus, ...]:
+        """Those in the view, by rank."""
+        return tuple(worker for worker in self.workers if worker.rank is not None)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """What :func:`dataclasses.asdict` gave, after its way through JSON."""
+        workers = tuple(WorkerStatus(**worker) for worker in document["workers"])
+        return cls(**{**document, "workers": workers})
+
+
+class Controlled(Protocol):
+    """What can be asked for."""
+
+    def status(self) -> Status:
+        """Where the job stands."""
+
+    def scale(self, nproc: int) -> None:
+        """Want another number of workers on each machine.
+
+        Raises:
+            ConfigError: there cannot be so many.
+        """
+
+    def scale_nodes(self, nodes: int) -> None:
+        """Want fewer machines.
+
+        Raises:
+            ConfigError: there cannot be so many.
+        """
+
+    def gather(self) -> None:
+        """Train on only once all that there should be take part."""
+
+
+class ControlSocket:
+    """The agent's side; its descriptors are in the agent's selector, with handlers as their data.
+
+    Args:
+        directory: the run's; ``agent.json`` is there until :meth:`close`.
+        selector: the agent's.
+        controlled: answers requests.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, selector: selectors.BaseSelector, controlled: Controlled
+    ) -> None:
+        self._selector = selector
+        self._controlled = controlled
+        self._clients: set[socket.socket] = set()
+        self._note = directory.agent
+        self._home = _private_directory()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            path = self._home / _NAME
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+            self._listener.listen(_MOST_CLIENTS)
+            self._listener.setblocking(False)
+            selector.register(self._listener, selectors.EVENT_READ, self._on_client)
+            write_atomically(self._note, json.dumps({"pid": os.getpid(), "socket": str(path)}).encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Serve nobody any more, and leave no file."""
+        for served in (*self._clients, self._listener):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(served)
+            served.close()
+        self._clients.clear()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            # Another machine's agent may lead by now, and have written its own.
+            if json.loads(self._note.read_bytes())["socket"] == str(self._home / _NAME):
+                self._note.unlink()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _on_client(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):
+            client, _ = self._listener.accept()
+            if len(self._clients) >= _MOST_CLIENTS or _user_of(client) != os.geteuid():
+                client.close()
+                return
+            client.setblocking(False)
+            self._clients.add(client)
+            self._selector.register(client, selectors.EVENT_READ, partial(self._on_request, client))
+
+    def _on_request(self, client: socket.socket) -> None:
+        try:
+            content = client.recv(_LONGEST)
+            if content:
+                client.send(json.dumps(self._answer(content)).encode(), socket.MSG_NOSIGNAL)
+                return
+        except OSError:
+            pass  # it has gone, or does not read: either way it is no client any more
+        self._selector.unregister(client)
+        self._clients.discard(client)
+        client.close()
+
+    def _answer(self, content: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(content)
+        except ValueError:
+            request = None
+        try:
+            match request:
+                case {"status": {}}:
+                    pass
+                case {"scale": {"nproc": int(nproc)}} if not isinstance(nproc, bool):
+                    self._controlled.scale(nproc)
+                case {"gather": {}}:
+                    self._controlled.gather()
+                case {"scale": {"nodes": int(nodes)}} if not isinstance(nodes, bool):
+                    self._controlled.scale_nodes(nodes)
+                case _:
+                    raise ConfigError(f"there is no such request: {content[:200]!r}")
+        except PacelineError as error:
+            return {"error": str(error)}
+        return asdict(self._controlled.status())
+
+
+class AgentConnection:
+    """A command's side: asks the agent of a run at work.
+
+    Raises:
+        RunDirectoryError: no agent is at work on this run.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_ANSWER_S)
+        try:
+            path = json.loads(directory.agent.read_bytes())["socket"]
+            self._socket.connect(path)
+            if _user_of(self._socket) != os.geteuid():
+                raise PermissionError("it is another user's")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._socket.close()
+            raise RunDirectoryError(_nobody(directory, error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+    def status(self) -> Status:
+        """Where the job stands.
+
+        Raises:
+            AgentGone: the job has ended.
+        """
+        return self._ask({"status": {}})
+
+    def scale(self, **wanted: int) -> Status:
+        """Ask for other numbers: ``nproc`` or ``nodes``; return at once, with the new target.
+
+        Raises:
+            ConfigError: there cannot be so many; the message is the agent's.
+            AgentGone: the job has ended.
+        """
+        return self._ask({"scale": wanted})
+
+    def gather(self) -> Status:
+        """Have training wait, after the step, until all that there should be take part.
+
+        Raises:
+            AgentGone: the job has ended.
+        """
+        return self._ask({"gather": {}})
+
+    def _ask(self, request: Mapping[str, Any]) -> Status:
+        try:
+            self._socket.send(json.dumps(request).encode(), socket.MSG_NOSIGNAL)
+            content = self._socket.recv(_LONGEST)
+        except TimeoutError:
+            raise PacelineError(f"the run's agent did not answer within {_ANSWER_S:g} s.") from None
+        except ConnectionError:
+            content = b""
+        if not content:
+            raise AgentGone("the job ended.")
+        answer = json.loads(content)
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return Status.from_json(answer)
+
+
+class AgentGone(PacelineError):
+    """The job, and its agent with it, has ended."""
+
+
+def _nobody(directory: RunDirectory, error: Exception) -> str:
+    if not directory.exists() and not directory.path.is_dir():
+        return f"there is no run {directory.path}."
+    if directory.is_running() and isinstance(error, FileNotFoundError):
+        return (
+            f"{directory.path} is at work, but without an agent that could be asked. Only runs with "
+            "--recover inplace have one."
+        )
+    if directory.is_running():
+        return f"the agent of {directory.path} cannot be reached: {error}."
+    return f"{directory.path} is not at work. Continue it with: paceline resume {directory.path}"
+
+
+def _private_directory() -> Path:
+    """A new directory that only this user can enter, with a name short enough for a socket's path."""
+    parents = (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")
+    longest = _LONGEST_PATH - len(f"/paceline-????????/{_NAME}")
+    for parent in parents:
+        if parent and len(os.fsencode(parent)) <= longest and os.access(parent, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="paceline-", dir=parent))
+    raise RunDirectoryError(
+        f"no folder for the agent's socket: none of {', '.join(filter(None, parents))} is both writable and "
+        f"at most {longest} bytes long. Set TMPDIR."
+    )
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel knows it."""
+    content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(content)[1]
+    return user
+
+
+# --- What other commands ask of a run at work: answered by the agent that leads. No torch ---
+
+
+class Requests:
+    """Answers them; see :class:`~paceline.elastic.control.Controlled`.
+
+    Args:
+        spec: the job's.
+        directory: the run's.
+        cluster: knows who leads.
+        node: this machine's workers.
+    """
+
+    def __init__(self, spec: LocalSpec, directory: RunDirectory, cluster: Cluster, node: Node) -> None:
+        self._spec, self._directory, self._cluster, self._node = spec, directory, cluster, node
+
+    def status(self) -> Status:
+        """Where the job stands.
+
+        Raises:
+            ConfigError: this agent does not lead.
+        """
+        leader = self._leader()
+        coordinator, beats = leader.coordinator, leader.beats
+        members = coordinator.members()
+        others = [worker for worker in coordinator.workers if worker not in members]
+        steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*members, *others)}
+        return Status(
+            generation=-1 if coordinator.view is None else coordinator.generation,
+            target=coordinator.target,
+            whole=leader.chronicle.is_whole(coordinator.view),
+            stopping=leader.ending.is_sure,
+            recoveries=leader.judgement.recoveries,
+            step=max((steps[worker] for worker in members), default=-1),
+            workers=tuple(
+                WorkerStatus(
+                    rank=members.index(worker) if worker in members else None,
+                    slot=coordinator.slot(worker),
+                    node=coordinator.node(worker),
+                    pid=self._node.pid_of(worker),
+                    step=step,
+                    phase=beats[worker].phase if worker in beats else "starting",
+                )
+                for worker, step in steps.items()
+            ),
+        )
+
+    def scale(self, nproc: int) -> None:
+        """Want another number of workers on each machine; who joins or leaves does so after a step.
+
+        Raises:
+            ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
+        """
+        leader = self._leader()
+        leader.ending.refuse_changes()
+        if nproc < 1:
+            raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
+        leader.learn_shards()
+        coordinator = leader.coordinator
+        machines, most = len(coordinator.nodes), coordinator.most
+        if nproc * machines > most:
+            raise ConfigError(
+                f"{nproc * machines} processes cannot share {most} shards: each needs at least one. "
+                f"Use --nproc {most // machines} or fewer. "
+                "A run's number of shards is fixed when it is created."
+            )
+        leader.resize(
+            dict.fromkeys(coordinator.nodes, nproc),
+            before=coordinator.target,
+            target=nproc * machines + coordinator.spares,
+        )
+
+    def scale_nodes(self, nodes: int) -> None:
+        """Want fewer machines: those that came last leave after a step.
+
+        Raises:
+            ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
+        """
+        leader = self._leader()
+        there = [name for name in self._cluster.roster.nodes if name in leader.nodes]
+        if nodes > len(there):
+            raise ConfigError(
+                f"the run is on {len(there)} machine(s). Another one joins it, up to --nodes MIN:MAX, when "
+                f"this is given there: paceline join {self._directory.path}"
+            )
+        if nodes < self._spec.least_nodes:
+            raise ConfigError(
+                f"--nodes must be at least {self._spec.least_nodes}, as the run was started so."
+            )
+        # The leading one stays: somebody has to see the others off.
+        leaving = [name for name in reversed(there) if name != self._cluster.name][: len(there) - nodes]
+        leader.retire(leaving)
+
+    def gather(self) -> None:
+        """Train on only once all that there should be take part.
+
+        Raises:
+            ConfigError: this agent does not lead.
+        """
+        self._leader().gather()
+
+    def _leader(self) -> Leader:
+        if self._cluster.leader is None:
+            raise ConfigError("another machine's agent leads the run by now; ask again there.")
+        return self._cluster.leader

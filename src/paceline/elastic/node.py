@@ -1,0 +1,483 @@
+"""The workers of one node: started, watched and ended by its agent."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from paceline.core.errors import LaunchError
+from paceline.core.process_group import RenderedProcess
+from paceline.core.stack_dump import describe_silence
+from paceline.elastic.coordinator import Seat, Status
+from paceline.elastic.forking import STORE_HOST, Exited, Forked, NotForked, Zygote
+from paceline.elastic.rendezvous_store import Stores
+from paceline.elastic.worker_channel import (
+    Beat,
+    Broken,
+    ChannelError,
+    Joined,
+    Leave,
+    Place,
+    Reform,
+    Report,
+    Standing,
+    Waits,
+    channel_pair,
+)
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import Failure, read_failure
+
+# --- What a leader orders of nodes, and what they report to it. No torch ---
+
+
+Order = Place | Reform | Broken | Report | Leave
+Said = Beat | Waits | Joined | Standing
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's process has ended.
+
+    Attributes:
+        code: its exit code; minus the signal's number where one killed it.
+        killed: why this node killed it; "" where it did not.
+        silent_s: how long it had not been heard when it ended.
+        retired: it was told to end, as it is not needed.
+        failure: the error that it recorded.
+    """
+
+    worker: int
+    slot: int
+    pid: int | None
+    code: int
+    killed: str
+    silent_s: float
+    step: int
+    retired: bool
+    failure: Failure | None
+
+
+class Reports(Protocol):
+    """Who hears what becomes of workers."""
+
+    def said(self, worker: int, message: Said) -> None:
+        """A worker sent something."""
+
+    def ended(self, end: Ended) -> None:
+        """A worker's process has ended; nothing of it acts any more."""
+
+
+class Orders(Protocol):
+    """A node, as its leader sees it: this machine's, or another's behind a link."""
+
+    def start(self, number: int, slot: int) -> None:
+        """Start a worker."""
+
+    def tell(self, number: int, order: Order) -> None:
+        """Tell a worker something."""
+
+    def kill(self, number: int, why: str) -> None:
+        """Fence a worker."""
+
+    def stop(self, number: int) -> None:
+        """Signal all workers."""
+
+    def kill_all(self, why: str) -> None:
+        """Kill all workers."""
+
+
+# --- A worker as its agent knows it: its process, its channel, and what it owes by when ---
+
+
+_START_S = 60.0  # who imports a task or builds a dataset may hold the interpreter's lock for long
+
+
+class Worker:
+    """One worker, from the request to fork it until it has been seen to end.
+
+    Attributes:
+        pid: None until it was forked.
+        step: the last that it told, -1 for none.
+        phase: what it said that it is doing.
+        heard_at: when it last sent anything, by the monotonic clock.
+        killed: why the agent killed it; "" where it did not.
+        ending: its process has ended, and how is not known yet.
+        beats: its channel is open.
+        status: as the coordinator knows it.
+        generation: of the view that it was put into last, -1 for none.
+        retired: the agent told it to end.
+    """
+
+    def __init__(self, number: int, slot: int, log: Path | None) -> None:
+        self.number, self.slot = number, slot
+        self.pid: int | None = None
+        self.pidfd: int | None = None
+        self.step = -1
+        self.phase = "starting"
+        self.heard_at = time.monotonic()
+        self.killed = ""
+        self.ending = False
+        self.beats = True
+        self.retired = False
+        self._owes, self._limit_s, self._by = "start", math.inf, math.inf
+        self._leave_by = math.inf
+        self.status: Status = "starting"
+        self.generation = -1
+        self._theirs = ExitStack()
+        self.channel, theirs = channel_pair()
+        self.channel.setblocking(False)
+        self._theirs.callback(theirs.close)
+        self.descriptors = [theirs.fileno()]
+        if log is not None:
+            with suppress(OSError):  # on a full disk: then it prints to the terminal
+                self.descriptors.append(self._theirs.enter_context(log.open("ab")).fileno())
+
+    def fileno(self) -> int:
+        """Its channel's, for a selector."""
+        return self.channel.fileno()
+
+    @property
+    def deadline(self) -> float:
+        """When the agent shall lose patience, by the monotonic clock."""
+        return min(self._by, self._leave_by)
+
+    @property
+    def failing(self) -> str:
+        """What it has not done by its deadline."""
+        if self._leave_by < self._by:
+            return "did not leave a broken view"
+        return f"did not {self._owes} within {self._limit_s:g} s"
+
+    def runs(self, pid: int, pidfd: int) -> None:
+        """It was forked; ``pidfd`` is its own now."""
+        self.pid, self.pidfd = pid, pidfd
+        self._theirs.close()
+        self.expect("say anything", _START_S)
+
+    def expect(self, what: str, limit_s: float) -> None:
+        """Begin to wait for something."""
+        self._owes, self._limit_s = what, limit_s
+        self._by, self._leave_by = time.monotonic() + limit_s, math.inf
+
+    def heard(self, heartbeat_s: float) -> None:
+        """It sent something."""
+        self.heard_at = time.monotonic()
+        self._be_patient(heartbeat_s)
+
+    def _be_patient(self, heartbeat_s: float) -> None:
+        if self.beats and not self.ending and not self.killed:
+            self._owes, self._limit_s = "answer", heartbeat_s if self.status == "member" else _START_S
+            self._by = time.monotonic() + self._limit_s
+
+    def enters(self, generation: int, heartbeat_s: float) -> None:
+        """It is in a view: from now on others wait for it."""
+        self.status, self.generation = "member", generation
+        self._leave_by = math.inf
+        self._be_patient(heartbeat_s)
+
+    def left(self) -> None:
+        """It is in no view any more: it may wait, or end without a further beat."""
+        self.status = "waiting"
+        self._leave_by = math.inf
+        self._be_patient(_START_S)
+
+    def owes_leave(self, limit_s: float) -> None:
+        """Its view is broken, and it is still in it."""
+        self._leave_by = time.monotonic() + limit_s
+
+    def signal(self, number: int) -> None:
+        """Signal the process; one that is gone, or not there yet, is left alone."""
+        if self.pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def wait_gone(self, limit_s: float) -> None:
+        """Wait until the process has ended."""
+        if self.pidfd is not None:
+            select.select([self.pidfd], [], [], limit_s)
+
+    def close(self) -> None:
+        """Close all that is open."""
+        self._theirs.close()
+        self.channel.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+# --- This machine's workers: started, told, watched, fenced. Who belongs where is decided by the leader ---
+#
+# One thread and one selector, shared with whoever owns the node: workers' channels and pidfds, the
+# zygote and the store host. What happens to workers is reported; what to do with them is ordered.
+
+
+_REPORT_S = 1.0  # how long the zygote may take to report an end that its pidfd shows already
+_LEAVE_S = 60.0  # how long a member may take to leave a broken view: a step's computation, at most
+_ZYGOTES = 1  # how many may end one after another without having forked anything
+
+
+class Node:
+    """The workers of one machine.
+
+    Args:
+        zygote: the command of the process that forks workers.
+        job: the file that workers are started with.
+        directory: where they log, and record the errors that end them.
+        selector: of the loop that this node lives in; its handlers are the registered data.
+        heartbeat_s: a member that is silent for so long is killed, as if it had died.
+        grace_s: how long a worker may take to end once it has closed its channel.
+        inherited: descriptors that all processes here keep.
+        interface: the network interface over which members on other machines are met.
+
+    Attributes:
+        reports: who hears what happens; set it before anything is ordered.
+    """
+
+    reports: Reports
+
+    def __init__(
+        self,
+        zygote: RenderedProcess,
+        job: str,
+        directory: RunDirectory,
+        selector: selectors.BaseSelector,
+        *,
+        heartbeat_s: float,
+        grace_s: float,
+        inherited: tuple[int, ...] = (),
+        interface: str = "",
+    ) -> None:
+        self._rendered, self._job, self._directory, self._selector = zygote, job, directory, selector
+        self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
+        self._interface = interface
+        self._workers: dict[int, Worker] = {}
+        self._stop = 0  # the signal that all were sent, and that later ones are sent too
+        self._stores = Stores(selector)
+        self._barren = 0  # zygotes that ended without having forked anything
+        self._start_zygote()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The workers that run."""
+        return tuple(w.pid for w in self._workers.values() if w.pid is not None)
+
+    @property
+    def seats(self) -> dict[int, tuple[int, Seat]]:
+        """All workers by number: the generation that each was in last, and what it does now."""
+        return {w.number: (w.generation, Seat(w.slot, w.status)) for w in self._workers.values()}
+
+    def pid_of(self, number: int) -> int | None:
+        """A worker's process; None where it is not ours, or not there yet."""
+        return self._workers[number].pid if number in self._workers else None
+
+    # What is ordered.
+
+    def start(self, number: int, slot: int) -> None:
+        """Start a worker."""
+        self._directory.error_of(slot).unlink(missing_ok=True)
+        log = self._directory.log_of(slot) if slot > 0 else None
+        worker = self._workers[number] = Worker(number, slot, log)
+        self._watch(worker, partial(self._on_message, worker))
+        self._zygote.fork(number, slot, self._job, worker.descriptors)
+
+    def tell(self, number: int, order: Order) -> None:
+        """Tell a worker something; one that has ended is not told."""
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        match order:
+            case Place(generation, world_size=world_size, local_world_size=local_world_size):
+                worker.enters(generation, self._heartbeat_s)
+                if world_size > local_world_size:
+                    order = replace(order, interface=self._interface)
+            case Broken():
+                worker.owes_leave(_LEAVE_S)
+            case Leave():
+                worker.retired = True
+        worker.channel.send(order)
+
+    def kill(self, number: int, why: str) -> None:
+        """Fence a worker: nothing of it acts any more once its end is reported."""
+        if number in self._workers:
+            self._kill(self._workers[number], why)
+
+    def stop(self, number: int) -> None:
+        """Signal all workers, also those that are yet to be forked."""
+        self._stop = number
+        for worker in self._workers.values():
+            worker.signal(number)
+
+    def kill_all(self, why: str) -> None:
+        """Kill all workers."""
+        for worker in list(self._workers.values()):
+            self._kill(worker, why)
+
+    def open_store(self, generation: int, address: str) -> int:
+        """Serve a store for a generation at this address of ours; return its port."""
+        return self._stores.open(generation, address, self._zygote)
+
+    def close_store(self, generation: int) -> None:
+        """Serve it no longer: who waits in it for one who is gone is freed."""
+        self._stores.close(generation)
+
+    # What has not happened in time.
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`expire` is due, by the monotonic clock."""
+        return min([self._stores.deadline, *(worker.deadline for worker in self._workers.values())])
+
+    def expire(self, now: float) -> None:
+        """Lose patience with whoever is late."""
+        for worker in [w for w in self._workers.values() if w.deadline <= now]:
+            if worker.ending:
+                self._ended(worker, -signal.SIGKILL)  # the zygote does not say how
+            else:
+                silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
+                why = describe_silence(worker.pid) if silent else ""
+                self._kill(worker, f"{worker.failing}: it {why}" if why else worker.failing)
+        self._stores.expire(now)
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever happened."""
+        for worker in list(self._workers.values()):
+            worker.signal(signal.SIGKILL)
+        self._stores.end()
+        self._zygote.end()
+        for worker in list(self._workers.values()):
+            worker.wait_gone(_REPORT_S * 5)
+            worker.close()
+        self._workers.clear()
+
+    def _watch(self, file: int | Zygote | Worker, handler: Callable[[], None]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, handler)
+
+    def _kill(self, worker: Worker, why: str) -> None:
+        worker.killed = worker.killed or why
+        if worker.pid is None:
+            self._ended(worker, -signal.SIGKILL)
+        else:
+            worker.signal(signal.SIGKILL)
+            worker.expect("end", _REPORT_S * 10)
+
+    # The zygote.
+
+    def _start_zygote(self) -> None:
+        self._zygote = Zygote(self._rendered, self._inherited)
+        self._watch(self._zygote, partial(self._on_report, self._zygote))
+
+    def _on_report(self, zygote: Zygote) -> None:
+        match zygote.report():
+            case None:
+                self._zygote_ended(zygote)
+            case Forked(number, pid, pidfd):
+                self._barren = 0
+                if number != STORE_HOST:
+                    self._forked(number, pid, pidfd)
+                else:
+                    self._stores.forked(pidfd)
+            case NotForked(number, error):
+                if number in self._workers:
+                    self._workers[number].killed = f"could not be started: {error}"
+                    self._ended(self._workers[number], -signal.SIGKILL)
+            case Exited(pid, code):
+                for worker in [w for w in self._workers.values() if w.pid == pid]:
+                    self._ended(worker, code)
+
+    def _zygote_ended(self, zygote: Zygote) -> None:
+        self._selector.unregister(zygote)
+        code = zygote.end()
+        self._barren += 1
+        if self._barren > _ZYGOTES:
+            raise LaunchError(
+                f"the process that forks workers ended with status {code}, twice; what it printed is above. "
+                "Use --recover none to start workers without it."
+            )
+        self._start_zygote()
+        for worker in list(self._workers.values()):
+            if worker.pid is None:
+                self._zygote.fork(worker.number, worker.slot, self._job, worker.descriptors)
+            elif worker.ending:
+                self._ended(worker, -signal.SIGKILL)
+
+    # Workers: forked, heard, ended.
+
+    def _forked(self, number: int, pid: int, pidfd: int) -> None:
+        if number not in self._workers:
+            # Given up before it was there.
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+            return
+        worker = self._workers[number]
+        worker.runs(pid, pidfd)
+        self._watch(pidfd, partial(self._on_end, worker))
+        if self._stop:
+            worker.signal(self._stop)
+
+    def _on_end(self, worker: Worker) -> None:
+        """A pidfd says that its process has ended; how, the zygote says, if it lives."""
+        if worker.number not in self._workers:
+            return
+        assert worker.pidfd is not None
+        self._selector.unregister(worker.pidfd)
+        worker.ending = True
+        worker.expect("be reported", _REPORT_S)
+
+    def _on_message(self, worker: Worker) -> None:
+        while worker.number in self._workers:
+            try:
+                message = worker.channel.receive()
+            except BlockingIOError:
+                return
+            except ChannelError as error:
+                self._kill(worker, str(error))
+                return
+            if message is None:
+                # It is on its way out, and beats no more.
+                self._selector.unregister(worker)
+                worker.beats = False
+                worker.expect("end", self._grace_s)
+                return
+            worker.heard(self._heartbeat_s)
+            match message:
+                case Beat(step):
+                    worker.step = step
+                case Waits():
+                    worker.left()
+                case Joined() | Standing():
+                    pass
+                case _:
+                    self._kill(worker, f"sent a message that is the agent's: {message}")
+                    return
+            self.reports.said(worker.number, message)
+
+    def _ended(self, worker: Worker, code: int) -> None:
+        del self._workers[worker.number]
+        for file in (worker.channel.fileno(), worker.pidfd):
+            if file is not None:
+                with suppress(KeyError):
+                    self._selector.unregister(file)
+        worker.close()
+        self.reports.ended(
+            Ended(
+                worker=worker.number,
+                slot=worker.slot,
+                pid=worker.pid,
+                code=code,
+                killed=worker.killed,
+                silent_s=round(time.monotonic() - worker.heard_at, 4),
+                step=worker.step,
+                retired=worker.retired,
+                failure=read_failure(self._directory.error_of(worker.slot)),
+            )
+        )

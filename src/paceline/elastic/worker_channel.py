@@ -1,0 +1,472 @@
+"""Messages between an agent and its workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from time import monotonic
+from typing import Any, ClassVar
+
+from paceline.core.errors import PacelineError
+from paceline.core.stack_dump import (
+    all_stacks,
+    describe_silence,
+    frames_of,
+    parse_frames,
+    stacks_of,
+    whereabouts,
+)
+from paceline.parallel.progress import Activity
+
+# --- What an agent and its workers tell each other: one JSON object a packet, over a socket pair. No torch
+#
+# A packet arrives whole or not at all, so any thread of a worker may send. Generations rise over the
+# whole life of a run: an agent begins after the last that the run's ledger knows.
+
+
+_LONGEST = 262144  # bytes; a message is a few hundred, but for one with stacks
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Worker to agent: it is in no view, and asks for one.
+
+    Attributes:
+        left: the generation that it left, -1 for none.
+        why: what made it leave, for the events.
+    """
+
+    kind: ClassVar[str] = "waits"
+    left: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Worker to agent, ``BEATS`` times within a heartbeat's limit: it lives, and stands here.
+
+    Attributes:
+        step: optimizer steps done; -1 before it knows.
+        version: its state_version; -1 before it knows.
+        phase: what it is doing.
+        overdue: that takes longer than expected.
+    """
+
+    kind: ClassVar[str] = "beat"
+    step: int
+    version: int
+    phase: str
+    overdue: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Worker to agent, when asked: what it does at this moment.
+
+    Attributes:
+        generation: of the view that it is in.
+        rank: its rank there.
+        step: optimizer steps done.
+        stage, phase, exchange, entered, left: as :class:`~paceline.parallel.progress.Activity` says.
+        stage_s: how long it has been at its stage.
+        overdue: that is longer than expected.
+        still_s: for how long it has not gone on to anything else.
+        where, inside, collective: as :class:`~paceline.core.stack_dump.Whereabouts` says.
+        helper: what it waits for, where that is a process of its own; "" where it is not.
+        stacks: of all its threads, as text.
+    """
+
+    kind: ClassVar[str] = "standing"
+    generation: int
+    rank: int
+    step: int
+    stage: str
+    phase: str
+    exchange: str
+    entered: int
+    left: int
+    stage_s: float
+    overdue: bool
+    still_s: float
+    where: str = ""
+    inside: str = ""
+    collective: str = ""
+    helper: str = ""
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Worker to agent: it holds the state of this view, as all in it do."""
+
+    kind: ClassVar[str] = "joined"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Agent to worker: the view to form, and its place there.
+
+    Attributes:
+        local_rank: its position among the members on its machine.
+        local_world_size: how many those are.
+        computing: how many members, from rank 0 on, compute shards; the others are spares.
+        address: of the view's store.
+        port: of the view's store.
+        interface: the network interface that the members meet over; "" for loopback.
+    """
+
+    kind: ClassVar[str] = "view"
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    computing: int
+    address: str
+    port: int
+    interface: str = ""
+
+
+@dataclass(frozen=True)
+class Reform:
+    """Agent to worker: leave this view, together with all others and after a step."""
+
+    kind: ClassVar[str] = "reform"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Agent to worker: this view is broken, so give up what waits for its members."""
+
+    kind: ClassVar[str] = "break"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Agent to worker: tell what you do at this moment."""
+
+    kind: ClassVar[str] = "report"
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Agent to worker: it is not needed any more, and ends with exit code 0."""
+
+    kind: ClassVar[str] = "retire"
+
+
+Message = Waits | Beat | Standing | Joined | Place | Reform | Broken | Report | Leave
+
+BEATS = 4
+
+# By a field's annotation; a number without a fraction may come back as an integer.
+_TYPES: dict[Any, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
+
+_KINDS: dict[str, type[Any]] = {
+    kind.kind: kind for kind in (Waits, Beat, Standing, Joined, Place, Reform, Broken, Report, Leave)
+}
+
+
+class ChannelError(PacelineError):
+    """What came through a channel is no message: the two sides are different versions."""
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """The two ends of a new channel; neither survives an ``exec``."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(one), Channel(other)
+
+
+class Channel:
+    """One end. :meth:`send` may be called from any thread, :meth:`receive` from one."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    @classmethod
+    def of(cls, descriptor: int) -> Channel:
+        """Take over an inherited descriptor."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._end.fileno()
+
+    def setblocking(self, blocking: bool) -> None:
+        """As for a socket."""
+        self._end.setblocking(blocking)
+
+    def send(self, message: Message) -> bool:
+        """Send; say whether it went out. It does not where the other side is gone, or its buffer full."""
+        content = json.dumps(to_document(message)).encode()
+        try:
+            self._end.send(content, socket.MSG_NOSIGNAL)
+        except (ConnectionError, BlockingIOError):
+            return False
+        return True
+
+    def receive(self) -> Message | None:
+        """The next message; None once the other side is gone.
+
+        Raises:
+            BlockingIOError: there is none now, and the channel does not block.
+            ChannelError: the packet is no message.
+        """
+        try:
+            content = self._end.recv(_LONGEST)
+        except ConnectionError:
+            return None
+        return decode(content) if content else None
+
+    def finish(self) -> None:
+        """Send no more; the other end reads an end of file, and this one still receives."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close this end; the other one reads its end of file."""
+        self._end.close()
+
+
+def to_document(message: Message) -> dict[str, Any]:
+    """A message as a JSON object."""
+    return {"kind": message.kind, **asdict(message)}
+
+
+def from_document(document: Any) -> Message:
+    """The message of a JSON object.
+
+    Raises:
+        ChannelError: it is none.
+    """
+    try:
+        values = dict(document)
+        message: Message = _KINDS[values.pop("kind")](**values)
+        if any(type(getattr(message, f.name)) not in _TYPES[f.type] for f in fields(message)):
+            raise TypeError
+    except (ValueError, KeyError, TypeError) as error:
+        raise ChannelError(f"a membership message cannot be read: {str(document)[:200]}") from error
+    return message
+
+
+def decode(content: bytes) -> Message:
+    """A packet's message.
+
+    Raises:
+        ChannelError: it is none.
+    """
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise ChannelError(f"a membership message cannot be read: {content[:200]!r}") from error
+    return from_document(document)
+
+
+# --- What a rank tells of itself when a hang is suspected: from any thread but its main one. No torch ---
+
+
+_LONGEST_STACKS = 24_000  # characters; a packet holds six times as many bytes
+
+
+def standing_of(activity: Activity, generation: int, rank: int) -> Standing:
+    """Where this process stands."""
+    place = whereabouts(frames_of(activity.thread))
+    stacks = all_stacks(first=activity.thread)
+    helper = ""
+    if activity.phase in ("data", "evaluation"):
+        helper, theirs = _helper_at_work(activity)
+        stacks += theirs
+    now = monotonic()
+    return Standing(
+        generation=generation,
+        rank=rank,
+        step=activity.step,
+        stage=activity.stage,
+        phase=activity.phase,
+        exchange=activity.exchange,
+        entered=activity.entered,
+        left=activity.left,
+        stage_s=round(now - activity.since, 3),
+        overdue=activity.overdue,
+        still_s=round(now - activity.moved_at, 3),
+        where=place.where,
+        inside=place.inside,
+        collective=place.collective,
+        helper="" if place.is_users else helper,
+        stacks=stacks[:_LONGEST_STACKS],
+    )
+
+
+def _helper_at_work(activity: Activity) -> tuple[str, str]:
+    """Where the first helper is that is in the user's code, or cannot tell; and all helpers' stacks."""
+    found, texts = "", []
+    for pid in activity.helpers():
+        stacks = stacks_of(pid)
+        place = whereabouts(parse_frames(stacks))
+        if place.is_users:
+            at = f"which is in {place.where}"
+        else:
+            at = "" if stacks else f"which {describe_silence(pid) or 'has ended'}"
+        found = found or (f"data worker {pid}, {at}" if at else "")
+        texts.append(f"\nData worker {pid}:\n{stacks}")
+    return found, "".join(texts)
+
+
+# --- A worker's side of the membership: it asks for views, and hears what becomes of them. No torch ---
+#
+# Two threads serve the channel, so that neither a long step nor a wait in C++ keeps the agent in the dark.
+
+
+_ORPHANED = 1  # exit code of a worker whose agent is gone; nobody is left to read it
+_GLANCE_S = 0.1
+
+
+def _end_process() -> None:
+    os._exit(_ORPHANED)
+
+
+class Retired(PacelineError):
+    """The agent does not need this worker any more."""
+
+    exit_code = 0
+
+
+class Pulse:
+    """Where this worker stands; the trainer writes it, the beats tell it to the agent."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.version = -1
+        self.phase = "starting"
+
+
+class Member:
+    """This worker, as the agent knows it.
+
+    Args:
+        channel: this worker's end.
+        heartbeat_s: how long the agent bears silence.
+        orphaned: called once the agent is gone. By default the process ends at once, as nobody could
+            tell it who its peers are.
+
+    Attributes:
+        pulse: where this worker stands.
+        activity: what it is doing, and for how long it may.
+    """
+
+    def __init__(
+        self, channel: Channel, heartbeat_s: float = 2.0, orphaned: Callable[[], None] = _end_process
+    ) -> None:
+        self.pulse = Pulse()
+        self.activity = Activity()
+        self._beat_s = heartbeat_s / BEATS
+        self._channel = channel
+        self._news = threading.Condition()
+        self._place: Place | None = None
+        self._to_reform = -1
+        self._broken = -1
+        self._when_broken: tuple[int, Callable[[], None]] = (-1, lambda: None)
+        self._retired = False
+        self._orphaned = orphaned
+        self._agent_gone = threading.Event()
+        for serve in (self._listen, self._beat):
+            threading.Thread(target=serve, name=f"paceline-membership{serve.__name__}", daemon=True).start()
+
+    def next_view(self, left: int, why: str, give_up: Callable[[], bool] = lambda: False) -> Place | None:
+        """Ask for the view after generation ``left``, -1 for the first, and wait for it.
+
+        Args:
+            left: the generation that this worker was in before.
+            why: what made it leave.
+            give_up: asked several times a second; once it is true, None is returned.
+
+        Raises:
+            Retired: the agent has no place for this worker.
+        """
+        self.pulse.phase = "waiting for a view"
+        self.activity.wait()
+        self.beat()
+        self._channel.send(Waits(left, why))
+        with self._news:
+            while self._place is None or self._place.generation <= left:
+                if self._retired:
+                    raise Retired("the agent does not need this worker any more")
+                if give_up():
+                    return None
+                self._news.wait(_GLANCE_S)  # not for ever: signals are handled between two waits
+            self.pulse.phase = "joining"
+            self.activity.join()
+            return self._place
+
+    def beat(self) -> None:
+        """Tell the agent where this worker stands, without waiting for the next beat."""
+        pulse = self.pulse
+        self._channel.send(Beat(pulse.step, pulse.version, pulse.phase, self.activity.overdue))
+
+    def leave(self) -> None:
+        """Tell the agent that this process is about to end: its interpreter may take seconds, in silence."""
+        self._channel.finish()
+
+    def joined(self, generation: int) -> None:
+        """Tell the agent that this worker holds the state of its view."""
+        self.beat()
+        self.pulse.phase = "training"
+        self._channel.send(Joined(generation))
+
+    def should_reform(self, generation: int) -> bool:
+        """Whether the members of this view shall leave it together; costs nothing."""
+        return self._to_reform >= generation
+
+    def broken(self, generation: int) -> bool:
+        """Whether this view lost a member; costs nothing."""
+        return self._broken >= generation
+
+    def when_broken(self, generation: int, do: Callable[[], None]) -> None:
+        """Call ``do``, from another thread, once this view has lost a member; at once if it has already."""
+        with self._news:
+            self._when_broken = (generation, do)
+        if self.broken(generation):
+            do()
+
+    def _listen(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            if isinstance(message, Report):
+                self._report()
+                continue
+            with self._news:
+                self._take(message)
+                self._news.notify_all()
+                generation, when_broken = self._when_broken
+            if isinstance(message, Broken) and message.generation >= generation:
+                when_broken()
+        self._agent_gone.set()
+        self._orphaned()
+
+    def _report(self) -> None:
+        place = self._place
+        if place is not None:
+            self._channel.send(standing_of(self.activity, place.generation, place.rank))
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Place():
+                self._place = message
+            case Reform(generation):
+                self._to_reform = max(self._to_reform, generation)
+            case Broken(generation):
+                self._broken = max(self._broken, generation)
+            case Leave():
+                self._retired = True
+
+    def _beat(self) -> None:
+        while not self._agent_gone.is_set():
+            self.beat()
+            self._agent_gone.wait(self._beat_s)

@@ -1,0 +1,1 @@
+"""What one asks about runs: reports, the dashboard, comparisons, faults, clean-up."""

@@ -1,0 +1,193 @@
+"""How throughput grows with processes: one run for each size, tabulated; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.insight.bench.chart import line_chart
+
+Scaling = Literal["strong", "weak"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeResult:
+    """What became of one size.
+
+    Attributes:
+        processes: over all machines.
+        run: the run's directory.
+        global_batch_size: samples a step; None where nothing came back.
+        samples_per_s: after the warm-up; None where nothing came back.
+        exit_code: of its job.
+    """
+
+    processes: int
+    run: str
+    global_batch_size: int | None
+    samples_per_s: float | None
+    exit_code: int
+
+
+def sized_config(
+    config: RunConfig, nproc: int, smallest: int, *, scaling: Scaling, steps: int, warmup: int, run: Path
+) -> RunConfig:
+    """The configuration of one size: the same training, measured in windows of ``warmup`` steps.
+
+    Args:
+        config: what was asked for.
+        nproc: processes a machine.
+        smallest: those of the smallest size, which ``config.global_batch_size`` is for.
+        scaling: whether the global batch stays, or grows with the processes.
+        steps: measured.
+        warmup: before those.
+        run: the run's directory.
+
+    Raises:
+        ConfigError: the batch of a larger size is not known.
+    """
+    batch = config.global_batch_size
+    if scaling == "weak":
+        if batch is None:
+            raise ConfigError("--scaling weak needs --global-batch-size, which is the smallest size's.")
+        batch = batch * nproc // smallest
+    return dataclasses.replace(
+        config,
+        nproc=nproc,
+        run=str(run),
+        global_batch_size=batch,
+        epochs=None,
+        max_steps=warmup + steps,
+        log_every=warmup,
+        eval_every="never",
+        checkpoint_every=("never",),
+    )
+
+
+def read_result(run: Path, processes: int, exit_code: int, *, warmup: int) -> SizeResult:
+    """What a run has measured, without its first ``warmup`` steps; nothing where it left no result."""
+    result: Mapping[str, Any] = {}
+    speeds: list[float] = []
+    if exit_code == 0 and (run / "result.json").exists():
+        result = json.loads((run / "result.json").read_bytes())
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        # Each record is of as many samples, so the times add up as the inverses do.
+        speeds = [
+            record["samples_per_s"]
+            for record in records
+            if record.get("kind") == "train" and record["step"] > warmup and record["samples_per_s"]
+        ]
+    return SizeResult(
+        processes=processes,
+        run=str(run),
+        global_batch_size=result.get("global_batch_size"),
+        samples_per_s=len(speeds) / sum(1 / speed for speed in speeds) if speeds else None,
+        exit_code=exit_code,
+    )
+
+
+@dataclass(frozen=True)
+class ScalingReport:
+    """All sizes beside each other; speed-ups are to the first.
+
+    Attributes:
+        task: what was trained.
+        scaling: whether the global batch was the same ("strong"), or grew ("weak").
+        results: the sizes, in their order.
+    """
+
+    task: str
+    scaling: Scaling
+    results: Sequence[SizeResult]
+
+    @property
+    def failed(self) -> list[SizeResult]:
+        """Sizes that nothing came back of."""
+        return [result for result in self.results if result.samples_per_s is None]
+
+    def speedup(self, result: SizeResult) -> float | None:
+        """Throughput over the first size's."""
+        first = self.results[0].samples_per_s
+        if first is None or result.samples_per_s is None:
+            return None
+        return result.samples_per_s / first
+
+    def efficiency(self, result: SizeResult) -> float | None:
+        """The speed-up over that of as many more processes, were nothing lost."""
+        speedup = self.speedup(result)
+        return None if speedup is None else speedup * self.results[0].processes / result.processes
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with this machine and its software."""
+        from paceline.insight.bench.machine import describe_machine
+
+        return {
+            "machine": describe_machine(),
+            "task": self.task,
+            "scaling": self.scaling,
+            "results": [
+                {
+                    **dataclasses.asdict(result),
+                    "speedup": self.speedup(result),
+                    "efficiency": self.efficiency(result),
+                }
+                for result in self.results
+            ],
+        }
+
+    def as_table(self) -> Table:
+        """For the terminal."""
+        table = Table(title=escape(self._title()), title_justify="left")
+        for name in _COLUMNS:
+            table.add_column(name, justify="right")
+        for result in self.results:
+            table.add_row(*self._cells(result), style=None if result.samples_per_s else "red")
+        return table
+
+    def as_markdown(self) -> str:
+        """For a document."""
+        rows = [_COLUMNS, ["---:"] * len(_COLUMNS), *(self._cells(result) for result in self.results)]
+        return "\n".join([f"**{self._title()}**\n", *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+    def chart(self) -> str:
+        """Throughput over processes as SVG, beside what it would be were nothing lost."""
+        points = [(float(r.processes), r.samples_per_s) for r in self.results if r.samples_per_s]
+        if not points:
+            raise ConfigError("--plot: no size has come to its end, so there is nothing to draw.")
+        each = points[0][1] / points[0][0]
+        return line_chart(
+            {"measured": points, "nothing lost": [(n, n * each) for n, _ in points]},
+            title=self._title(),
+            x_label="processes",
+            y_label="samples/s",
+        )
+
+    def _title(self) -> str:
+        batch = "the same global batch" if self.scaling == "strong" else "the batch grows with the processes"
+        return f"{self.task}: {self.scaling} scaling ({batch})"
+
+    def _cells(self, result: SizeResult) -> list[str]:
+        if result.samples_per_s is None or result.global_batch_size is None:
+            why = f"exit code {result.exit_code}" if result.exit_code else "no result"
+            return [str(result.processes), *["-"] * (len(_COLUMNS) - 2), why]
+        speedup, efficiency = self.speedup(result), self.efficiency(result)
+        return [
+            str(result.processes),
+            str(result.global_batch_size),
+            f"{result.samples_per_s:,.0f}",
+            f"{result.global_batch_size / result.samples_per_s * 1e3:,.2f}",
+            "-" if speedup is None else f"{speedup:.2f}x",
+            "-" if efficiency is None else f"{efficiency:.0%}",
+        ]
+
+
+_COLUMNS = ["processes", "batch", "samples/s", "ms/step", "speed-up", "efficiency"]

@@ -1,0 +1,346 @@
+"""Charts as SVG that stands in a page: its colours are the page's CSS variables, its text the page's font."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SERIES = 8
+"""How many series have a colour of their own; a ninth has the first one's."""
+
+# matplotlib writes these into the SVG, where each is replaced by the CSS variable of its name.
+_COLOURS = {name: f"#0a0b{number:02x}" for number, name in enumerate(("ink", "muted", "line", "bad"), 1)} | {
+    f"s{number}": f"#0a0c{number:02x}" for number in range(1, SERIES + 1)
+}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a run's name may hold dollar signs
+    "font.size": 10,
+    "axes.edgecolor": _COLOURS["line"],
+    "axes.labelcolor": _COLOURS["muted"],
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "grid.color": _COLOURS["line"],
+    "grid.linewidth": 0.6,
+    "xtick.color": _COLOURS["muted"],
+    "ytick.color": _COLOURS["muted"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.6,
+    "lines.solid_joinstyle": "round",
+    "patch.linewidth": 0,
+}
+_POINTS = 300
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing and the numbers in it.
+
+    Attributes:
+        name: an identifier, the page's only one.
+        title: above it.
+        svg: to be put into a page as it is.
+        legend: (colour, label) of each series, where there are several.
+        columns, rows: of the numbers.
+    """
+
+    name: str
+    title: str
+    svg: str
+    legend: tuple[tuple[int, str], ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line.
+
+    Attributes:
+        label: its name.
+        colour: its number, from 0.
+        xs, ys: its points.
+        dashed: drawn so.
+    """
+
+    label: str
+    colour: int
+    xs: Sequence[float]
+    ys: Sequence[float]
+    dashed: bool = False
+
+
+def require_matplotlib() -> None:
+    """Say at once what is missing.
+
+    Raises:
+        ConfigError: matplotlib, Pillow or Jinja is not installed.
+    """
+    try:
+        for module in ("jinja2", "matplotlib", "PIL"):
+            importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"a report needs {error.name}, which is not installed. Install it: pip install 'paceline[report]'"
+        ) from error
+
+
+def curves(
+    name: str,
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str = "step",
+    y_label: str = "",
+    log: bool = False,
+    from_zero: bool = False,
+) -> Chart:
+    """Lines over steps; more points than can be seen are averaged."""
+    with _drawing(name, title) as drawn:
+        axes = drawn.axes
+        for each in series:
+            xs, ys = _thinned(each.xs, each.ys)
+            axes.plot(
+                xs,
+                ys,
+                color=_series_colour(each.colour),
+                linestyle=(0, (4, 2)) if each.dashed else "-",
+                marker="o" if len(xs) < 12 else "",
+                markersize=3.5,
+            )
+        if log and all(y > 0 for each in series for y in each.ys):
+            _scale_by_decades(axes)
+        elif from_zero:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.grid(visible=False, axis="x")
+    steps = sorted({x for each in series for x in _sampled(list(each.xs))})
+    values = [dict(zip(each.xs, each.ys, strict=True)) for each in series]
+    rows = [(_number(step), *(_number(of_one.get(step)) for of_one in values)) for step in _sampled(steps)]
+    return drawn.chart((x_label, *(each.label for each in series)), rows, _legend(series))
+
+
+def reliability(
+    name: str, title: str, series: Sequence[Series], shares: Sequence[tuple[float, float]], total: int
+) -> Chart:
+    """Accuracy over confidence, and below how many samples have which.
+
+    Args:
+        name: the chart's identifier.
+        title: above it.
+        series: a line a run.
+        shares: the first run's (middle of the bin, share of its samples).
+        total: bins.
+    """
+    with _drawing(name, title, size=(4.6, 3.9), rows=(4, 1)) as drawn:
+        top, bottom = drawn.all_axes
+        top.plot([0, 1], [0, 1], color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
+        for each in series:
+            top.plot(
+                each.xs,
+                each.ys,
+                color=_series_colour(each.colour),
+                marker="o",
+                markersize=4,
+                linestyle=(0, (4, 2)) if each.dashed else "-",
+            )
+        top.set_xlim(0, 1)
+        top.set_ylim(0, 1.02)
+        top.set_ylabel("accuracy")
+        top.tick_params(labelbottom=False)
+        bottom.bar([x for x, _ in shares], [y for _, y in shares], width=0.9 / total, color=_COLOURS["s1"])
+        bottom.set_xlim(0, 1)
+        bottom.set_ylabel("share")
+        bottom.set_xlabel("confidence")
+        bottom.grid(visible=False)
+    rows = [
+        (each.label, f"{x:.3f}", f"{y:.3f}") for each in series for x, y in zip(each.xs, each.ys, strict=True)
+    ]
+    return drawn.chart(("run", "confidence", "accuracy"), rows, _legend(series))
+
+
+def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]], unit: str) -> Chart:
+    """A bar a run, cut into parts; the largest parts come first."""
+    totals: dict[str, float] = {}
+    for _, parts in bars:
+        for part, value in parts.items():
+            totals[part] = totals.get(part, 0.0) + value
+    order = sorted((part for part in totals if totals[part] > 0), key=lambda part: -totals[part])
+    with _drawing(name, title, size=(9.6, 0.75 + 0.42 * len(bars))) as drawn:
+        axes = drawn.axes
+        for row, (_, parts) in enumerate(bars):
+            left = 0.0
+            for number, part in enumerate(order):
+                value = parts.get(part, 0.0)
+                axes.barh(row, value, left=left, height=0.62, color=_series_colour(number))
+                left += value
+        axes.margins(x=0)
+        axes.set_yticks(range(len(bars)), [_short(label) for label, _ in bars] if len(bars) > 1 else [""])
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
+        axes.grid(visible=False, axis="y")
+        axes.spines["left"].set_visible(False)
+    rows = [(label, *(f"{parts.get(part, 0.0):.2f}" for part in order)) for label, parts in bars]
+    return drawn.chart(("run", *order), rows, tuple(enumerate(order)))
+
+
+def workers(
+    name: str,
+    title: str,
+    worlds: Sequence[tuple[float, int]],
+    end: float,
+    lost: Sequence[tuple[float, float]],
+) -> Chart:
+    """How many workers computed, by time; where nothing was trained is marked.
+
+    Args:
+        name: the chart's identifier.
+        title: above it.
+        worlds: (seconds, workers) at each change.
+        end: seconds.
+        lost: (begin, end) in seconds.
+    """
+    require_matplotlib()
+    from matplotlib.ticker import MaxNLocator
+
+    with _drawing(name, title, size=(9.6, 1.7)) as drawn:
+        axes = drawn.axes
+        xs, ys = [x for x, _ in worlds], [y for _, y in worlds]
+        axes.step([*xs, end], [*ys, ys[-1]], where="post", color=_COLOURS["s1"])
+        for begin, over in lost:
+            # At least a hair wide: most interruptions are shorter than a pixel.
+            axes.axvspan(begin, max(over, begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
+        axes.set_ylim(0, max(ys) + 0.5)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("seconds")
+        axes.set_ylabel("workers")
+        axes.grid(visible=False, axis="x")
+    return drawn.chart(("seconds", "workers"), [(f"{x:.1f}", str(y)) for x, y in worlds])
+
+
+class _Drawing:
+    def __init__(self, name: str, title: str, figure: Figure, all_axes: list[Axes]) -> None:
+        self._name = name
+        self._title = title
+        self._figure = figure
+        self._svg = ""
+        self.all_axes = all_axes
+        self.axes = all_axes[0]
+
+    def finish(self) -> None:
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        self._figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        self._svg = _for_page(buffer.getvalue(), self._name, self._title)
+
+    def chart(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[tuple[str, ...]],
+        legend: tuple[tuple[int, str], ...] = (),
+    ) -> Chart:
+        return Chart(self._name, self._title, self._svg, legend, tuple(columns), tuple(rows))
+
+
+@contextmanager
+def _drawing(
+    name: str, title: str, *, size: tuple[float, float] = (4.6, 2.7), rows: tuple[int, ...] = (1,)
+) -> Iterator[_Drawing]:
+    """A figure in our style, written when it is left; sizes in inches."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: Any = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        all_axes = list(figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0])
+        drawn = _Drawing(name, title, figure, all_axes)
+        yield drawn
+        drawn.finish()
+
+
+def _for_page(svg: str, name: str, title: str) -> str:
+    """Without what belongs to a file; identifiers are the chart's own, and colours the page's."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL
+    )
+    svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
+    svg = re.sub(r'(\sid=")', rf"\1{name}-", svg)
+    svg = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", svg)
+    for variable, colour in _COLOURS.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    opening, _, rest = svg.partition(">")
+    view = re.search(r'viewBox="[^"]*"', opening)
+    assert view is not None
+    text = html.escape(title)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0]} '
+        f'role="img" aria-label="{text}"><title>{text}</title>{rest}'
+    )
+
+
+def _scale_by_decades(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(series: Sequence[Series]) -> tuple[tuple[int, str], ...]:
+    return tuple((each.colour % SERIES, each.label) for each in series) if len(series) > 1 else ()
+
+
+def _series_colour(number: int) -> str:
+    return _COLOURS[f"s{number % SERIES + 1}"]
+
+
+def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most so many points as a chart can show, each the mean of its neighbours."""
+    size = -(-len(xs) // _POINTS)
+    if size <= 1:
+        return list(xs), list(ys)
+    starts = range(0, len(xs), size)
+    return (
+        [sum(xs[i : i + size]) / len(xs[i : i + size]) for i in starts],
+        [sum(ys[i : i + size]) / len(ys[i : i + size]) for i in starts],
+    )
+
+
+def _sampled(values: list[float], most: int = 12) -> list[float]:
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 18 else label[:17] + "…"

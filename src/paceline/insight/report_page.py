@@ -1,0 +1,286 @@
+"""The report's page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.core.stats import Estimate
+from paceline.insight.analysis import Analysis, Point
+from paceline.insight.charts import (
+    SERIES,
+    Chart,
+    Series,
+    curves,
+    reliability,
+    require_matplotlib,
+    stacked,
+    workers,
+)
+from paceline.insight.classification import BINS, ClassScore
+from paceline.insight.report import Report, interval, number, points_of, probability
+from paceline.runs.console import duration
+
+# --- A model's input as something to look at: a picture where it is one, else its numbers ---
+
+
+_MOST = 160  # pixels a side in the page
+_NUMBERS = 24
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An input: a picture as a ``data:`` address, or text."""
+
+    picture: str | None
+    text: str
+
+
+def show(tensor: torch.Tensor) -> Shown:
+    """An input of one sample.
+
+    A tensor (1, H, W) or (3, H, W), or (H, W) of bytes, is a picture. Bytes are shown as they are; of other
+    numbers the least is black and the greatest white, since a model's own normalisation is not known.
+    """
+    if tensor.dim() == 2 and tensor.dtype == torch.uint8:
+        tensor = tensor[None]
+    if tensor.dim() == 3 and tensor.shape[0] in (1, 3) and min(tensor.shape[1:]) > 1:
+        return Shown(_png(tensor), "")
+    flat = tensor.reshape(-1)
+    shown = [
+        f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_NUMBERS].tolist()
+    ]
+    rest = f" … ({flat.numel():,})" if flat.numel() > _NUMBERS else ""
+    return Shown(None, " ".join(shown) + rest)
+
+
+def _png(tensor: torch.Tensor) -> str:
+    from PIL import Image
+
+    if tensor.dtype != torch.uint8:
+        values = tensor.float().nan_to_num()
+        low, high = float(values.min()), float(values.max())
+        tensor = ((values - low) * (255 / (high - low) if high > low else 0)).round().to(torch.uint8)
+    pixels = np.asarray(tensor[0] if tensor.shape[0] == 1 else tensor.permute(1, 2, 0))
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    image.thumbnail((_MOST, _MOST))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# --- A report as one HTML page that needs nothing else: no script, no other file, no network ---
+
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_LAYERS = 60
+_ENTRIES = 80
+_QUIET = ("checkpoint", "backup", "created")
+
+
+def render(report: Report) -> str:
+    """The page.
+
+    Raises:
+        ConfigError: matplotlib, Pillow or Jinja is not installed.
+    """
+    require_matplotlib()
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,  # names, metrics and labels are anybody's
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number,
+        "interval": interval,
+        "points": points_of,
+        "p": probability,
+        "duration": duration,
+        "show": show,
+        "svg": lambda chart: Markup(chart.svg),
+        "bytes": _bytes,
+        "weakest": _weakest_first,
+        "value": _value,
+    }
+    measured = [_measured(analysis) for analysis in report.analyses]
+    style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template("report.html").render(
+        style=style,
+        report=report,
+        training=_training(report.analyses),
+        phases=_phases(report.analyses),
+        calibration=_calibration(report.analyses),
+        histories=[_history(index, analysis) for index, analysis in enumerate(report.analyses)],
+        tiles=_tiles(report.analyses[0]),
+        several=len(report.analyses) > 1,
+        most_layers=_LAYERS,
+        series=SERIES,
+        now=report.versions,
+        name_of=_class_name,
+        measured=measured,
+        metrics=list(dict.fromkeys(name for of_run in measured for name in of_run)),
+    )
+
+
+def _measured(analysis: Analysis) -> dict[str, Estimate]:
+    """The task's metrics, and those of a classifier."""
+    found = analysis.classification
+    if found is None:
+        return dict(analysis.metrics)
+    own = {
+        "balanced accuracy": found.balanced_accuracy,
+        "macro F1": found.macro_f1,
+        "negative log-likelihood": found.nll,
+        "Brier score": found.brier,
+    }
+    return {**analysis.metrics, **{n: e for n, e in own.items() if n not in analysis.metrics}}
+
+
+def _training(analyses: Sequence[Analysis]) -> list[Chart]:
+    """The curves over the steps."""
+    watched = dict.fromkeys((analyses[0].main_metric, "loss"))
+    losses = _series(analyses, [a.record.loss for a in analyses])
+    charts: list[tuple[str, str, list[Series], dict[str, Any]]] = [
+        ("loss", "Training loss", losses, {"log": True}),
+        *(
+            (
+                f"val-{k}",
+                f"Validation {metric}",
+                _series(analyses, [a.record.metric("val", metric) for a in analyses]),
+                {},
+            )
+            for k, metric in enumerate(watched)
+        ),
+        ("lr", "Learning rate", _series(analyses, [a.record.learning_rate for a in analyses]), {}),
+        (
+            "throughput",
+            "Samples a second",
+            _series(analyses, [a.record.throughput for a in analyses]),
+            {"from_zero": True},
+        ),
+        (
+            "memory",
+            "Memory of the largest rank, MiB",
+            _series(analyses, [a.record.memory for a in analyses]),
+            {"from_zero": True},
+        ),
+    ]
+    return [curves(name, title, series, **options) for name, title, series, options in charts if series]
+
+
+def _series(analyses: Sequence[Analysis], points: Sequence[list[Point]]) -> list[Series]:
+    return [
+        Series(analysis.record.name, index, [p.step for p in of_run], [p.value for p in of_run])
+        for index, (analysis, of_run) in enumerate(zip(analyses, points, strict=True))
+        if of_run
+    ]
+
+
+def _phases(analyses: Sequence[Analysis]) -> Chart | None:
+    bars = [(a.record.name, a.record.phases_s) for a in analyses if a.record.phases_s]
+    return stacked("phases", "Seconds by phase, rank 0", bars, "seconds") if bars else None
+
+
+def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
+    series: list[Series] = []
+    shares: list[tuple[float, float]] = []
+    for index, analysis in enumerate(analyses):
+        if analysis.classification is None:
+            continue
+        bins = analysis.classification.bins
+        series.append(
+            Series(
+                analysis.record.name, index, [b.confidence for b in bins], [b.accuracy.value for b in bins]
+            )
+        )
+        if not shares:
+            total = sum(b.count for b in bins)
+            shares = [((b.low + b.high) / 2, b.count / total) for b in bins]
+    return reliability("calibration", "Accuracy by confidence", series, shares, BINS) if series else None
+
+
+def _history(index: int, analysis: Analysis) -> dict[str, Any]:
+    """A run's faults and recoveries."""
+    timeline = analysis.record.timeline
+    told = [entry for entry in timeline.entries if entry.event not in _QUIET]
+    chart = None
+    if timeline.worlds:
+        end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.at_work_s, 1.0])
+        chart = workers(
+            f"workers-{index}",
+            f"Workers of {analysis.record.name}",
+            [(world.seconds, world.world_size) for world in timeline.worlds],
+            end,
+            [(i.begin, i.end) for i in timeline.interruptions],
+        )
+    return {
+        "chart": chart,
+        "entries": told[:_ENTRIES],
+        "left_out": len(told) - len(told[:_ENTRIES]),
+        "checkpoints": sum(entry.event == "checkpoint" for entry in timeline.entries),
+        "goodput": timeline.goodput,
+        "interruptions": timeline.interruptions,
+    }
+
+
+def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
+    """(name, number, what it means): the few that are looked at first."""
+    record, found = analysis.record, analysis.classification
+    result, goodput = record.result or {}, record.timeline.goodput
+    tiles = [
+        (name, number(estimate), interval(estimate))
+        for name, estimate in analysis.metrics.items()
+        if name != analysis.main_metric
+    ][: 1 if found is not None else 2]
+    if found is not None:
+        tiles.append(("macro F1", number(found.macro_f1), interval(found.macro_f1)))
+        lean = "overconfident" if found.overconfidence > 0 else "underconfident"
+        tiles.append(("calibration error", f"{found.calibration_error:.4f}", f"{lean} in the mean"))
+    tiles.append(("parameters", f"{analysis.architecture.parameters:,}", _bytes(analysis.architecture.bytes)))
+    if isinstance(result.get("seconds"), int | float):
+        speed = result.get("samples_per_s")
+        rate = f"{speed:,.0f} samples/s" if isinstance(speed, int | float) else ""
+        tiles.append(("time", duration(float(result["seconds"])), rate))
+    if goodput.share is not None:
+        tiles.append(("goodput", f"{goodput.share:.1%}".replace("%", " %"), "of the time went into steps"))
+    return tiles
+
+
+def _weakest_first(classes: Sequence[ClassScore]) -> list[ClassScore]:
+    """Those with the most samples first among equals; those without samples and predictions last."""
+    return sorted(classes, key=lambda score: (score.f1 is None, score.f1 or 0.0, -score.support))
+
+
+def _class_name(analysis: Analysis, number: int) -> str:
+    labels = () if analysis.predictions is None else analysis.predictions.labels
+    return labels[number] if number < len(labels) else str(number)
+
+
+def _bytes(size: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size = size / 1024  # type: ignore[assignment]
+    return f"{size:,.1f} GiB"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)

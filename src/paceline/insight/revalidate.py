@@ -1,0 +1,271 @@
+"""Recomputes the recorded metrics of runs and packages under today's libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+from paceline.core.errors import PacelineError, RunDirectoryError, UntrustedError
+from paceline.data.samples import MicroBatch
+from paceline.insight.analysis import Record, read_record
+from paceline.insight.report import versions_now
+from paceline.runs.checkpoint_state import model_sha256
+from paceline.runs.checkpoint_store import candidates
+from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
+from paceline.runs.package import Package
+from paceline.serving.equivalence import compare, problem_of
+from paceline.serving.formats import load_program, load_weights, task_of
+from paceline.serving.trained_source import PACKAGE_METRICS, Source, open_exported
+from paceline.training.loaded_model import evaluator_of, open_trained
+
+# --- Whether the numbers that a run recorded still hold, under what is installed now ---
+
+
+ROUNDING = 2.0**-20
+"""Relative difference up to which two float32 computations of one mean are called equal within rounding."""
+
+OnProgress = Callable[[str, int, int], None]
+Finding = Literal["same", "rounding", "tolerated", "differs"]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A recorded number and what it is now.
+
+    Attributes:
+        split, name: of the metric.
+        recorded, now: None where it is not a finite number, or not there.
+        finding: "same" to the last bit; "rounding" within ``ROUNDING``; "tolerated" within the user's
+            tolerance; else "differs".
+    """
+
+    split: str
+    name: str
+    recorded: float | None
+    now: float | None
+    finding: Finding
+
+    @property
+    def difference(self) -> float | None:
+        """Now minus then."""
+        return None if self.recorded is None or self.now is None else self.now - self.recorded
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a package beside its weights with the task's code, on the recorded split.
+
+    Attributes:
+        format: "pt2" or "onnx".
+        then: the largest difference of an output from the trained model's, at the export.
+        now: from the package's weights; None where it was not run, or cannot run.
+        problem: why it does not hold; None where it does, or was not run.
+    """
+
+    format: str
+    then: float | None
+    now: float | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """What was found.
+
+    Attributes:
+        step: of the model that the numbers are of.
+        numbers: all that the run recorded, or the package.
+        weights_hold: whether the model's hash is the recorded one; None where the run's last checkpoint is
+            gone, or a package is quantized: its weights are then those that its manifest vouches for.
+        then, now: versions.
+        changed_pins: in what this process differs from the run's, where bits depend on it.
+        programs: a package's.
+    """
+
+    step: int
+    numbers: tuple[Number, ...]
+    weights_hold: bool | None
+    then: dict[str, str]
+    now: dict[str, str]
+    changed_pins: tuple[str, ...]
+    programs: tuple[Program, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything does that was tried."""
+        return (
+            self.weights_hold is not False
+            and all(n.finding != "differs" for n in self.numbers)
+            and all(program.problem is None for program in self.programs)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "holds": self.holds,
+            "step": self.step,
+            "numbers": [{**asdict(n), "difference": n.difference} for n in self.numbers],
+            "weights_hold": self.weights_hold,
+            "programs": [asdict(program) for program in self.programs],
+            "versions": {"then": self.then, "now": self.now},
+            "changed_pins": list(self.changed_pins),
+        }
+
+
+def recheck(
+    directory: RunDirectory,
+    *,
+    tolerance: float = 0.0,
+    on_progress: OnProgress = lambda split, done, total: None,
+) -> Recheck:
+    """Evaluate a finished run's model once more on every split whose numbers it recorded.
+
+    Args:
+        directory: the run's; nothing is written there.
+        tolerance: the absolute difference that still holds.
+        on_progress: told of the split, the samples done and all of them, after each block.
+
+    Raises:
+        RunDirectoryError: the run has recorded no numbers.
+        UserError: its task or data cannot be built any more.
+        CheckpointError: the model's checkpoint is gone or damaged.
+    """
+    record = read_record(directory)
+    if not record.recorded_metrics:
+        raise RunDirectoryError(
+            f"{directory.path} has recorded no numbers to check: it has not finished, or has neither a "
+            "validation nor a test split. Finish it with: paceline resume " + str(directory.path)
+        )
+    found = []
+    with open_trained(directory) as trained:
+        for split, recorded in record.recorded_metrics.items():
+            with closing(evaluator_of(trained, split)) as evaluator:
+                done, total = 0, evaluator.num_samples
+
+                def count(
+                    microbatch: MicroBatch, _values: Any, split: str = split, total: int = total
+                ) -> None:
+                    nonlocal done
+                    done += microbatch.num_samples
+                    on_progress(split, done, total)
+
+                now = trained.evaluate(evaluator, split, count)
+            found += [
+                compared(split, name, value, now.get(name), tolerance) for name, value in recorded.items()
+            ]
+        step, changed = trained.info.step, tuple(trained.changed_pins)
+    return Recheck(
+        step=step,
+        numbers=tuple(found),
+        weights_hold=_weights_hold(directory, record),
+        then={str(name): str(value) for name, value in record.manifest.get("versions", {}).items()},
+        now=versions_now(),
+        changed_pins=changed,
+    )
+
+
+def compared(split: str, name: str, then: float | None, now: float | None, tolerance: float) -> Number:
+    """A recorded number beside what it is now."""
+    if now is not None and now != now:  # NaN is recorded as null
+        now = None
+    finding: Finding = "differs"
+    if then == now:
+        finding = "same"
+    elif then is not None and now is not None:
+        if abs(now - then) <= ROUNDING * max(abs(then), abs(now)):
+            finding = "rounding"
+        elif abs(now - then) <= tolerance:
+            finding = "tolerated"
+    return Number(split, name, then, now, finding)
+
+
+def _weights_hold(directory: RunDirectory, record: Record) -> bool | None:
+    """The recorded hash is that of the last step's model, which is not averaged."""
+    recorded = (record.result or {}).get("model_sha256")
+    version = (record.result or {}).get("state_version")
+    for path in candidates(directory.checkpoints):
+        if recorded is not None and path.name.endswith(f"-v{version:08d}"):
+            return bool(model_sha256(load(path).state["model"]) == recorded)
+    return None
+
+
+# --- Whether the numbers that a package records still hold, under what is installed now ---
+
+
+def recheck_package(
+    package: Package,
+    task: str | None = None,
+    *,
+    tolerance: float = 0.0,
+    on_progress: OnProgress = lambda split, done, total: None,
+) -> Recheck:
+    """Evaluate a package's weights once more as its export did, and hold its programs against them.
+
+    Args:
+        package: verified.
+        task: whose code is used; None is the task that the package names, where this user trusts it or it is
+            a recipe.
+        tolerance: the absolute difference of a metric that still holds.
+        on_progress: told of what is evaluated, the samples done and all of them, after each block.
+
+    Raises:
+        UserError: the task or its data cannot be built.
+        PackageError: the package does not say how it was measured, its weights do not fit the task, or it is
+            not said which code may run.
+    """
+    manifest = package.manifest
+    origin = manifest.provenance
+    spec = task_of(package, task)
+    load = partial(load_weights, content=package.read_weights(), quantization=manifest.quantization)
+    with open_exported(package.path, origin, spec, load) as source:
+        now = source.measure(on_progress=partial(on_progress, source.split))
+        recorded = origin.data.get(PACKAGE_METRICS, manifest.metrics)
+        whole = manifest.quantization is None
+        return Recheck(
+            step=origin.step,
+            numbers=tuple(
+                compared(source.split, name, value, now[name].value if name in now else None, tolerance)
+                for name, value in sorted(recorded.items())
+            ),
+            weights_hold=model_sha256(source.model.state_dict()) == origin.model_sha256 if whole else None,
+            then=dict(origin.versions),
+            now=versions_now(),
+            changed_pins=(),
+            programs=tuple(
+                _recheck_program(package, source, kind, optional=task is not None, on_progress=on_progress)
+                for kind in manifest.programs
+            ),
+        )
+
+
+def _recheck_program(
+    package: Package, source: Source, kind: str, *, optional: bool, on_progress: OnProgress
+) -> Program:
+    """Run a program beside the weights; ``optional`` leaves out one that is not trusted."""
+    then = package.manifest.differences.get(kind)
+    recorded = None if then is None else then.largest
+    try:
+        program = load_program(package, kind)
+        (found,) = compare(source, {kind: program}, partial(on_progress, kind)).values()
+    except UntrustedError:
+        if not optional:
+            raise
+        return Program(kind, recorded, None, None)
+    except PacelineError as error:
+        return Program(kind, recorded, None, str(error).splitlines()[0])
+    except Exception as error:
+        # What cannot read a file of another version may raise anything.
+        return Program(kind, recorded, None, f"it cannot be loaded: {type(error).__name__}: {error}"[:300])
+    now, scale = found
+    problem = problem_of(now, scale, None, None)
+    if (
+        then is not None
+        and now.largest <= then.largest
+        and (now.equal_labels or 0) >= (then.equal_labels or 0)
+    ):
+        problem = None  # the user said at the export that it may differ so much
+    return Program(kind, recorded, now.largest, problem)

@@ -1,0 +1,1 @@
+"""Trains a task with every strategy, and compares the results."""

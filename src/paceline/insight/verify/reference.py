@@ -1,0 +1,394 @@
+"""Reference simulations of asynchronous methods, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data.samples import Loader, MicroBatch
+from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.pipeline.pipedream import (
+    At,
+    Staleness,
+    assign_buffers,
+    begins,
+    buffers_of,
+    forwards_ahead,
+    gradients_shared,
+    stashed,
+)
+from paceline.parallel.pipeline.stage_split import split_as_told
+from paceline.parallel.pipeline.stages import Stage, absent_arguments, cut, find_blocks
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import equal_shares
+from paceline.parallel.strategy import Placement, Rehearsal, ShardWork, Strategy, StrategyOptions, Whole
+from paceline.parallel.world import Mesh, World
+from paceline.training.local_sgd import averaged
+from paceline.training.run_context import Run
+from paceline.training.session import Session
+from paceline.training.state import TrainingState
+from paceline.training.state_manager import Replica
+from paceline.training.step import FirstBatch, shard_loss
+from paceline.training.trainer import Trainer
+
+# --- What PipeDream computes, in one process: the same weights for the same shards, one after the other ---
+#
+# It is what a pipeline is checked against, bit for bit.
+
+
+class Reference(ReducerStrategy):
+    """PipeDream in one process.
+
+    Args:
+        module: the model.
+        mesh: of one rank.
+        options: the strategy's.
+        stages: the model's, as :func:`~paceline.parallel.pipeline.stages.cut` gives them.
+    """
+
+    overlaps_steps = True
+
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, options: StrategyOptions, stages: Sequence[Stage]
+    ) -> None:
+        super().__init__(module, mesh, options)
+        self._stages = stages
+        self._ahead = [forwards_ahead(stage.number, len(stages)) for stage in stages]
+        self._names = frozenset(name for stage in stages for name in stage.holds)
+        self._begun = [0] * len(stages)  # of the step's forwards, by stage, within the step before
+        self._following = 0
+        self._old: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+        self._staleness = Staleness()
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return self._staleness.figures
+
+    def begin_step(self, present: Sequence[int]) -> None:
+        super().begin_step(present)
+        self._base = buffers_of(self.module)
+        self._following = 0
+
+    def go_on(self, following: Sequence[MicroBatch]) -> None:
+        self._following = len(following)
+
+    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+        for begun in self._begun:
+            self._staleness.count(len(microbatches), begun)
+        for position, microbatch in enumerate(microbatches):
+            self._begin_shard()
+            stale = [
+                name
+                for stage, begun in zip(self._stages, self._begun, strict=True)
+                if position < begun
+                for name in stage.holds
+            ]
+            weights, old_buffers = ({n: old[n] for n in stale if n in old} for old in self._old)
+            buffers = buffers_of(self.module) | {name: value.clone() for name, value in old_buffers.items()}
+            with gradients_shared(self.module, weights):
+                loss = work.forward(At(self.module, weights | buffers), microbatch)
+                self.backward(work.scaled(loss.sum))
+            assign_buffers(self.module, buffers)
+            self.reducer.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
+            work.done()
+
+    def finish_step(self, row: Sequence[float]) -> StepSums:
+        # The next step's first forwards come before this step's update, and before its buffers' mean.
+        self._old = (stashed(self.module, self._names), self._base) if self._following else ({}, {})
+        self._begun = [begins(ahead, self._following) for ahead in self._ahead]
+        return super().finish_step(row)
+
+
+# --- Local SGD, DiLoCo and compressed gradients in one process: what several ranks must come to, bit for
+#     bit
+#
+# It shares with the real thing what a shard computes, what an optimizer's step is and what is averaged; it
+# sums by recursion instead of along plans, transports and slots.
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What one shard's backward leaves: gradients, buffers times samples, changes of counters."""
+
+    gradients: list[torch.Tensor]
+    floats: list[torch.Tensor]
+    counters: list[torch.Tensor]
+    weight: float
+    samples: int
+
+
+def simulated_model(run: Run, world_size: int) -> dict[str, torch.Tensor]:
+    """The model's state after the whole run, as ``world_size`` ranks that train apart would have it.
+
+    Evaluations are left out: nothing may follow from them (plateau schedules, early stop).
+
+    Args:
+        run: with ``--sync-every``, on data with a length.
+        world_size: how many ranks to simulate.
+    """
+    order = run.data.order
+    assert order is not None
+    assert run.data.total_steps is not None
+    states = [Replica(run).state for _ in range(world_size)]
+    shares = equal_shares(run.num_shards, world_size)
+    firsts = [sum(shares[:rank]) for rank in range(world_size)]
+    shards = [range(first, first + share) for first, share in zip(firsts, shares, strict=True)]
+    for state in states:
+        state.module.train()
+        if state.outer is not None:
+            state.outer.begin()
+    with closing(run.build_loader(workers=0)) as loader:
+        while states[0].progress.step < run.data.total_steps:
+            _step(run, states, shards, loader)
+            if run.rounds.ends(states[0].progress):
+                _come_together(states, shares)
+            for state in states:
+                if state.progress.step_in_epoch == order.steps_per_epoch:
+                    state.progress.epoch, state.progress.step_in_epoch = state.progress.epoch + 1, 0
+    for state in states:
+        state.callback.close()
+    return dict(states[0].module.state_dict())
+
+
+def simulated_compression(run: Run, world_size: int) -> dict[str, torch.Tensor]:
+    """The model's state after the whole run, as two ranks with ``--comm-hook fp16`` or ``bf16`` have it.
+
+    Of more ranks nobody promises the order in which an all-reduce adds. Evaluations are left out.
+
+    Args:
+        run: on data with a length.
+        world_size: 2.
+    """
+    assert world_size == 2
+    assert run.data.order is not None
+    assert run.data.total_steps is not None
+    state = Replica(run).state
+    state.module.train()
+    shares = equal_shares(run.num_shards, world_size)
+    shards = [range(shares[0]), range(shares[0], run.num_shards)]
+    with closing(run.build_loader(workers=0)) as loader:
+        while state.progress.step < run.data.total_steps:
+            _compressed_step(run, state, shards, loader)
+            state.progress.step += 1
+            state.progress.step_in_epoch += 1
+            if state.progress.step_in_epoch == run.data.order.steps_per_epoch:
+                state.progress.epoch, state.progress.step_in_epoch = state.progress.epoch + 1, 0
+    state.callback.close()
+    return dict(state.module.state_dict())
+
+
+def _compressed_step(run: Run, state: TrainingState, shards: Sequence[range], loader: Loader) -> None:
+    parameters = _trained(state.module)
+    floats, counters = _buffers(state.module)
+    ranks = len(shards)
+    scale = 0.5 ** (run.global_batch_size // ranks).bit_length()
+    dtype = torch.float16 if run.config.comm_hook == "fp16" else torch.bfloat16
+    sent, of_ranks, changed = [], [], [False] * len(floats)
+    for own in shards:
+        microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
+        computed, by_rank = _compute(run, state, microbatches, scale)
+        changed = [was or now for was, now in zip(changed, by_rank, strict=True)]
+        zeros = [torch.zeros_like(p) for p in parameters]
+        gradients = _left_to_right([s.gradients for s in computed.values()] or [zeros])
+        sent.append([gradient.to(dtype).div_(ranks) for gradient in gradients])
+        of_ranks.append(list(computed.values()))
+    present = [each for each in of_ranks if each]
+    weight = sum(sum(shard.weight for shard in each) for each in present)
+    gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(sent), parameters, strict=True)]
+    torch._foreach_mul_(gradients, ranks / (weight * scale))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    samples = sum(shard.samples for each in present for shard in each)
+    means = _left_to_right([_left_to_right([s.floats for s in each]) for each in present])
+    for buffer, total, there in zip(floats, means, changed, strict=True):
+        if there:
+            buffer.copy_(total / samples)
+    changes = _left_to_right([s.counters for each in present for s in each])
+    for buffer, change in zip(counters, changes, strict=True):
+        buffer.add_(change.div(sum(map(len, present)), rounding_mode="floor"))
+    clip_norm = run.config.clip_norm
+    state.update(None if clip_norm is None else partial(_clip, parameters, clip_norm))
+
+
+def _left_to_right(terms: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    total = terms[0]
+    for term in terms[1:]:
+        total = [a + b for a, b in zip(total, term, strict=True)]
+    return total
+
+
+def _step(run: Run, states: Sequence[TrainingState], shards: Sequence[range], loader: Loader) -> None:
+    finite = True
+    for state, own in zip(states, shards, strict=True):
+        microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
+        _set_gradients(run, state, microbatches)
+        finite &= all(
+            bool(torch.isfinite(p.grad).all()) for p in _trained(state.module) if p.grad is not None
+        )
+    for state in states:
+        clip_norm = run.config.clip_norm
+        parameters = state.module.parameters()
+        # A gradient scaler skips the step on all ranks, or on none.
+        clip = None if clip_norm is None else partial(_clip, parameters, clip_norm)
+        state.update(clip, finite=finite)
+        state.progress.step += 1
+        state.progress.step_in_epoch += 1
+
+
+def _compute(
+    run: Run, state: TrainingState, microbatches: Sequence[MicroBatch], scale: float = 1.0
+) -> tuple[dict[int, _Shard], list[bool]]:
+    """What each shard leaves, and which floating-point buffers any of them changed; these are as before."""
+    module, parameters = state.module, _trained(state.module)
+    floats, counters = _buffers(module)
+    base = [buffer.clone() for buffer in (*floats, *counters)]
+    computed: dict[int, _Shard] = {}
+    changed = [False] * len(floats)
+    for microbatch in microbatches:
+        module.zero_grad(set_to_none=True)
+        loss = shard_loss(run, module, state.progress.step, microbatch)
+        (state.scaled(loss.sum) * scale).backward()  # type: ignore[no-untyped-call]
+        changed = [
+            was or not torch.equal(now, before)
+            for was, now, before in zip(changed, floats, base[: len(floats)], strict=True)
+        ]
+        computed[microbatch.shard] = _Shard(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters],
+            [buffer * float(microbatch.num_samples) for buffer in floats],
+            [now - before for now, before in zip(counters, base[len(floats) :], strict=True)],
+            float(loss.weight),
+            microbatch.num_samples,
+        )
+        for buffer, before in zip((*floats, *counters), base, strict=True):
+            buffer.copy_(before)
+    return computed, changed
+
+
+def _set_gradients(run: Run, state: TrainingState, microbatches: Sequence[MicroBatch]) -> None:
+    """Leave a rank's mean gradient in its parameters, and its buffers as they are after the step."""
+    parameters = _trained(state.module)
+    floats, counters = _buffers(state.module)
+    computed, changed = _compute(run, state, microbatches)
+    if not computed:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return
+    size = 1 << (run.num_shards - 1).bit_length()
+    weight = _tree({k: [torch.tensor(s.weight, dtype=torch.float64)] for k, s in computed.items()}, 0, size)
+    gradients = _tree({k: s.gradients for k, s in computed.items()}, 0, size)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient / weight[0].item()
+    samples = sum(shard.samples for shard in computed.values())
+    means = _tree({k: s.floats for k, s in computed.items()}, 0, size)
+    for buffer, total, there in zip(floats, means, changed, strict=True):
+        if there:
+            buffer.copy_(total / samples)
+    changes = _tree({k: s.counters for k, s in computed.items()}, 0, size)
+    for buffer, change in zip(counters, changes, strict=True):
+        buffer.add_(change.div(len(computed), rounding_mode="floor"))
+
+
+def _come_together(states: Sequence[TrainingState], shares: Sequence[int]) -> None:
+    """Every rank's tensors become their mean, weighted by shards."""
+    size = 1 << (len(states) - 1).bit_length()
+    factors = [share // math.gcd(*shares) for share in shares]
+    of_ranks = [averaged(state) for state in states]
+    means = _tree(
+        {rank: [tensor * factors[rank] for tensor in tensors] for rank, tensors in enumerate(of_ranks)},
+        0,
+        size,
+    )
+    with torch.no_grad():
+        for tensors in of_ranks:
+            for tensor, total in zip(tensors, means, strict=True):
+                mode = None if tensor.is_floating_point() else "floor"
+                tensor.copy_(torch.div(total, sum(factors), rounding_mode=mode))
+    for state in states:
+        if state.outer is not None:
+            state.outer.step()
+
+
+def _tree(terms: Mapping[int, list[torch.Tensor]], start: int, size: int) -> list[torch.Tensor]:
+    """Sum along the tree over ``start`` to ``start + size - 1``; who is not in ``terms`` is in no sum."""
+    inside = [number for number in terms if start <= number < start + size]
+    if len(inside) == 1:
+        return terms[inside[0]]
+    half = size // 2
+    left = [number for number in inside if number < start + half]
+    if not left:
+        return _tree(terms, start + half, half)
+    if len(left) == len(inside):
+        return _tree(terms, start, half)
+    pairs = zip(_tree(terms, start, half), _tree(terms, start + half, half), strict=True)
+    return [a + b for a, b in pairs]
+
+
+def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def _buffers(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The floating-point buffers, and the counters."""
+    buffers = list(module.buffers())
+    return [b for b in buffers if b.is_floating_point()], [b for b in buffers if not b.is_floating_point()]
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+# --- PipeDream in one process: what the ranks of a pipeline that does not wait must come to, bit for bit ---
+
+
+def simulated_pipedream(run: Run, world_size: int) -> dict[str, torch.Tensor]:
+    """The model's state after the whole run, as a pipeline of ``world_size`` stages would have it.
+
+    Args:
+        run: with ``--pp-schedule pipedream``, and stages that are not measured (``--pp-split equal``).
+        world_size: how many stages, a rank each.
+    """
+    alone = _Alone(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, stages=world_size)
+    run.directory.create()
+    world = World(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        device=run.device,
+        backend="gloo",
+        generation=0,
+        one_host=True,
+    )
+    with Trainer(alone) as trainer:
+        Session(trainer, [], time.perf_counter()).take_part(world)
+        return dict(trainer.state.module.state_dict())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Alone(Run):
+    """The run, with one rank that computes all stages."""
+
+    stages: int
+
+    def build_mesh(self, world: World) -> Mesh:
+        return Mesh(world, {"dp": 1})
+
+    def build_placement(self, mesh: Mesh, rehearsal: Rehearsal) -> Placement:
+        return Whole()
+
+    def build_strategy(self, module: nn.Module, mesh: Mesh, shares: tuple[int, ...]) -> Strategy:
+        rehearsal = FirstBatch(self)
+        parts = rehearsal.parts(module)
+        absent = absent_arguments(module, rehearsal.loss) if parts is None else frozenset()
+        found = find_blocks(module, parts, absent)
+        sizes = split_as_told(found, self.stages, self.config.pp_split)
+        return Reference(module, mesh, self.strategy_options(shares), cut(found, sizes))

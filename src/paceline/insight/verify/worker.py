@@ -1,0 +1,521 @@
+"""The worker of a comparison: it trains, and records each step."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from paceline.core.callback import BatchPlace, Callback, Group, Horizon
+from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.environment import Environment, detect_environment
+from paceline.core.errors import StopRequested
+from paceline.core.files import write_atomically
+from paceline.core.job import Job
+from paceline.core.signals import dump_stacks_on_signal
+from paceline.core.task import Loss, Task
+from paceline.core.task_loading import TaskReference, parse_assignments
+from paceline.insight.verify.cases import (
+    Plan,
+    Training,
+    directory_of,
+    done_path,
+    forward_path,
+    is_done,
+    lints_path,
+    outcome_path,
+    tensors_path,
+    trace_path,
+)
+from paceline.insight.verify.lint import lint
+from paceline.parallel.planning.auto_strategy import memory_of_process
+from paceline.parallel.sharded_state import gathered
+from paceline.runs.checkpoint_state import bytes_of, model_sha256
+from paceline.runs.failures import read_failure, record_failure
+from paceline.training.control import StopSignals
+from paceline.training.reproducibility import configure_numerics, numerics_kept
+from paceline.training.run_context import Run
+from paceline.training.run_setup import Request, prepare
+from paceline.training.worker import run
+
+# --- The same task in float64: what all other runs are measured against ---
+
+
+def in_double(module: nn.Module) -> nn.Module:
+    """The module with float64 parameters and buffers, whose submodules take inputs of less precision too."""
+    module.double()
+    for child in module.modules():
+        child.register_forward_pre_hook(_doubled_inputs, with_kwargs=True)
+    return module
+
+
+def doubled(value: Any) -> Any:
+    """The same, nested as it is, with floating-point tensors as float64."""
+
+    def of(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.double() if is_float else leaf
+
+    return pytree.tree_map(of, value)
+
+
+class DoubleMode(TorchFunctionMode):
+    """What is asked for in float32 is made in float64: ``x.float()``, ``dtype=torch.float32``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float:
+            return args[0].double()
+        if any(value is torch.float32 for value in (*args, *kwargs.values())):
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {n: torch.float64 if v is torch.float32 else v for n, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _doubled_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return doubled(args), doubled(kwargs)
+
+
+# --- The tensors of a reference run, step by step on disk, and how far others are from them ---
+
+
+class ReferenceWriter:
+    """Writes a step's tensors as one file, as float64."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._squares: dict[str, float] = {}
+        self._numels: dict[str, int] = {}
+
+    def add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        """Note a tensor of the step: a "gradient" or a "weight"."""
+        value = tensor.detach().cpu().double().clone(memory_format=torch.contiguous_format)
+        self._tensors[f"{kind}/{name}"] = value
+        self._squares[kind] = self._squares.get(kind, 0.0) + float(value.square().sum())
+        self._numels[kind] = self._numels.get(kind, 0) + value.numel()
+
+    def end_step(self, step: int) -> None:
+        """Write what was noted."""
+        rms = {
+            kind: repr(math.sqrt(square / max(1, self._numels[kind])))
+            for kind, square in self._squares.items()
+        }
+        save_file(self._tensors, self._directory / f"step-{step}.safetensors", metadata=rms)
+        self._tensors, self._squares, self._numels = {}, {}, {}
+
+
+class Reference:
+    """What :class:`ReferenceWriter` wrote."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._step = 0
+        self._file: Any = None
+        self._names: frozenset[str] = frozenset()
+        self._rms: Mapping[str, float] = {}
+
+    def distance(self, step: int, kind: str, name: str, tensor: torch.Tensor) -> float | None:
+        """How far a tensor is from the reference's; None where that has none.
+
+        The root mean square of the difference, over that of the reference's tensor or, where that is smaller
+        (a bias whose gradient is zero but for rounding), of all its tensors of this kind.
+        """
+        if step != self._step:
+            self._open(step)
+        key = f"{kind}/{name}"
+        if key not in self._names:
+            return None
+        expected: torch.Tensor = self._file.get_tensor(key)
+        value = tensor.detach().cpu().double()
+        if value.shape != expected.shape:
+            return math.inf
+        if not value.numel():
+            return 0.0
+        scale = max(_rms(expected), self._rms.get(kind, 0.0))
+        distance = _rms(value - expected)
+        if not math.isfinite(distance):
+            return math.inf
+        return distance / scale if scale else distance
+
+    def _open(self, step: int) -> None:
+        self._file = safe_open(self._directory / f"step-{step}.safetensors", framework="pt")
+        self._names = frozenset(self._file.keys())
+        self._rms = {kind: float(text) for kind, text in (self._file.metadata() or {}).items()}
+        self._step = step
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    return math.sqrt(float(tensor.square().mean()))
+
+
+# --- A task that is trained as it is, while a rank notes what it computes ---
+
+
+@dataclass
+class Watch:
+    """What a rank notes of one run, and where.
+
+    Attributes:
+        trace: one JSON line a step.
+        notes_steps: else the task keeps its own callback, and nothing is written.
+        double: train in float64.
+        writer: keeps the tensors, for a run that others are compared with.
+        reference: the run that this one is compared with.
+        forward_step: of this step, what each module's forward returns is noted too.
+        forward: one JSON line a module's call in that step.
+    """
+
+    trace: IO[str]
+    notes_steps: bool = True
+    double: bool = False
+    writer: ReferenceWriter | None = None
+    reference: Reference | None = None
+    forward_step: int | None = None
+    forward: IO[str] | None = None
+    place: BatchPlace | None = None
+    optimizers: list[Optimizer] = field(default_factory=list)
+
+
+def watched(task: Task, watch: Watch) -> Task:
+    """The same task, of a class below its own, that notes what it computes."""
+    kind = type(task)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    made = copy.copy(task)
+    object.__setattr__(made, "__class__", type(kind.__name__, (_Watched, kind), names))
+    object.__setattr__(made, "_watch", watch)
+    return made
+
+
+class _Watched(Task):
+    """What comes between the trainer and a task's methods."""
+
+    _watch: Watch
+
+    def build_model(self) -> nn.Module:
+        module = super().build_model()
+        return in_double(module) if self._watch.double else module
+
+    def build_dataset(self, split: str) -> Any:
+        # Nothing is evaluated: what is compared is the training.
+        return super().build_dataset(split) if split == "train" else None
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
+        built = super().build_optimizer(model)
+        self._watch.optimizers = [*built.values()] if isinstance(built, Mapping) else [built]
+        return built
+
+    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+        own = super().build_callback(model, horizon)
+        return Recorder(own, model, self._watch) if self._watch.notes_steps else own
+
+    def begin_batch(self, place: BatchPlace) -> None:
+        self._watch.place = place
+        super().begin_batch(place)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
+        if not self._watch.double:
+            return super().loss(model, batch)
+        with DoubleMode():
+            return super().loss(model, doubled(batch))
+
+
+class Recorder(Callback):
+    """Notes each step's loss, gradients and weights; what the task's own callback does is done too."""
+
+    def __init__(self, inner: Callback, module: nn.Module, watch: Watch) -> None:
+        self._inner, self._module, self._watch = inner, module, watch
+        self._step = 0
+        self._gradients: dict[str, Any] = {}
+        self._calls = 0
+        if watch.forward is not None:
+            for name, child in module.named_modules():
+                child.register_forward_hook(lambda _, __, output, name=name: self._forward(name, output))
+
+    def step_begins(self, step: int, step_in_epoch: int) -> None:
+        self._step, self._calls = step + 1, 0
+        self._inner.step_begins(step, step_in_epoch)
+
+    def gradients_ready(self) -> None:
+        gradients = {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        self._gradients = self._noted("gradient", gradients)
+        self._inner.gradients_ready()
+
+    def step_done(self, step: int, loss: float) -> None:
+        weights = self._noted("weight", self._module.state_dict())
+        self._inner.step_done(step, loss)
+        rates = [group["lr"] for optimizer in self._watch.optimizers for group in optimizer.param_groups]
+        line = {
+            "step": step,
+            "loss": loss,
+            "rates": [float(rate) for rate in rates],
+            "gradient": self._gradients,
+            "weight": weights,
+        }
+        self._watch.trace.write(json.dumps(line) + "\n")
+        self._watch.trace.flush()
+        if self._watch.writer is not None:
+            self._watch.writer.end_step(step)
+
+    def _noted(self, kind: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """A digest of each tensor, and its distance from the reference; every rank calls this alike."""
+        noted: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            # What another stage of a pipeline holds is for that one to note.
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            whole = gathered(tensor).detach()
+            # No gradient, and one of zeros, are the same.
+            if kind == "gradient" and not whole.any():
+                continue
+            distance = None
+            if self._watch.reference is not None:
+                distance = self._watch.reference.distance(self._step, kind, name, whole)
+            if self._watch.writer is not None:
+                self._watch.writer.add(kind, name, whole)
+            noted[name] = [digest(whole), distance]
+        return noted
+
+    def _forward(self, name: str, output: Any) -> None:
+        place, watch = self._watch.place, self._watch
+        if (
+            place is None
+            or place.split != "train"
+            or not place.samples
+            or place.step + 1 != watch.forward_step
+        ):
+            return
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.is_floating_point():
+                self._calls += 1
+                value = gathered(leaf.detach())
+                line = {
+                    "shard": place.number,
+                    "call": self._calls,
+                    "module": name,
+                    "shape": list(value.shape),
+                    "digest": digest(value),
+                    "norm": float(value.double().norm()),
+                    "projection": _projection(value),
+                }
+                assert watch.forward is not None
+                watch.forward.write(json.dumps(line) + "\n")
+
+    # Everything else is the task's own callback's.
+
+    @property
+    def should_stop(self) -> bool:  # type: ignore[override]
+        return self._inner.should_stop
+
+    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+        self._inner.attach(group, step=step, epoch=epoch)
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._inner.epoch_begins(epoch)
+
+    def step_reduced(self, *, due: bool) -> Mapping[str, float]:
+        return self._inner.step_reduced(due=due)
+
+    def epoch_ends(self, epoch: int) -> None:
+        self._inner.epoch_ends(epoch)
+
+    def fit_ends(self) -> None:
+        self._inner.fit_ends()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+
+def _projection(tensor: torch.Tensor) -> float:
+    """The sum of the values, each with a random sign that depends on its place."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    signs = torch.randint(0, 2, (tensor.numel(),), generator=generator, dtype=torch.float64) * 2 - 1
+    return float(tensor.cpu().double().reshape(-1) @ signs)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and values."""
+    text = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return hashlib.blake2b(text + bytes_of(tensor), digest_size=12).hexdigest()
+
+
+# --- How a method that is its own reference is simulated in one process ---
+
+
+class Simulation(Protocol):
+    """Trains in this process as so many ranks would, one rank's part after the other's."""
+
+    def __call__(self, run: Run, world_size: int) -> Mapping[str, torch.Tensor]:
+        """The model's state after the last step, as one process would save it.
+
+        Args:
+            run: what is trained, with the options of the real run.
+            world_size: ranks to simulate.
+        """
+
+
+def load_simulation(place: str) -> Simulation:
+    """The function at ``module:function``."""
+    module, _, name = place.partition(":")
+    return cast(Simulation, getattr(importlib.import_module(module), name))
+
+
+# --- A rank of a group that trains one run after another: ``python -m paceline.insight.verify.worker
+#     PLAN.json``
+#
+# A process takes seconds to start, so a group stays for all runs on its number of processes. Each run is
+# begun as by every launcher (:func:`paceline.training.worker.run`), in a world of its own.
+
+
+_OTHERS_S = 120.0
+_POLL_S = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> int:
+    """Do what the plan says; return the exit code: 0 whatever becomes of the runs, 130 or 75 when stopped."""
+    dump_stacks_on_signal()
+    plan = Plan.read(Path(argv[0]))
+    environment = detect_environment()
+    root = Path(plan.root)
+    reference = TaskReference(plan.task, parse_assignments(plan.set))
+    if plan.lint:
+        _lint(plan, reference.load())
+    for training in plan.trainings:
+        task = reference.load()  # anew: a task may keep what it has built
+        directory = directory_of(root, training)
+        outcome_path(root, training).parent.mkdir(exist_ok=True)
+        try:
+            if training.simulation is None:
+                _train(plan, training, task, environment)
+            else:
+                _simulate(plan, training, task)
+        except StopRequested as stopped:
+            return stopped.exit_code
+        except Exception as error:
+            _log.debug("%s failed", training.name, exc_info=error)
+            record_failure(directory, environment.rank, error)
+        done_path(root, training, environment.rank).touch()
+        if not _together(root, training, environment):
+            break
+    return 0
+
+
+def _train(plan: Plan, training: Training, task: Task, environment: Environment) -> None:
+    root, rank = Path(plan.root), environment.rank
+    with ExitStack() as stack:
+        watch = Watch(
+            trace=stack.enter_context(trace_path(root, training, rank).open("w")),
+            notes_steps=training.noted,
+            double=training.double,
+            writer=ReferenceWriter(tensors_path(root, training.name)) if training.double else None,
+            reference=None
+            if training.reference is None
+            else Reference(tensors_path(root, training.reference)),
+        )
+        if training.forward_step is not None:
+            watch.forward_step = training.forward_step
+            watch.forward = stack.enter_context(forward_path(root, training, rank).open("w"))
+        config = _config(plan, training, task)
+        job = Job(config=config, given=frozenset(training.options), quiet=True, supervised=True)
+        result = run(job, environment, watched(task, watch))
+    if rank == 0:
+        _write(outcome_path(root, training), result)
+
+
+def _simulate(plan: Plan, training: Training, task: Task) -> None:
+    assert training.simulation is not None
+    config = _config(plan, training, task)
+    directory = directory_of(Path(plan.root), training)
+    world_size = int(training.options["nproc"])
+    request = Request(
+        config=config,
+        given=frozenset(training.options),
+        task=task,
+        started=time.time(),
+        default_threads=1,
+        quiet=True,
+    )
+    device = torch.device(config.device if config.device != "auto" else "cpu")
+    with numerics_kept():
+        run_of_ranks, _ = prepare(
+            request,
+            None,
+            directory,
+            StopSignals(launched=True),
+            device=device,
+            world_size=world_size,
+            processes=1,
+            memory=memory_of_process(device, 1),
+        )
+        weights = load_simulation(training.simulation)(run_of_ranks, world_size)
+    _write(outcome_path(Path(plan.root), training), {"model_sha256": model_sha256(dict(weights))})
+
+
+def _config(plan: Plan, training: Training, task: Task) -> RunConfig:
+    """The run's options, the same for all numbers of processes: the shards are part of what is computed."""
+    options = dict(training.options)
+    if options.get("shards") in (None, "auto"):
+        options["shards"] = max(task.defaults.shards or 1, plan.least_shards)
+    options["global_batch_size"] = (
+        options.get("global_batch_size") or task.defaults.global_batch_size or task.recommended_batch_size()
+    )
+    directory = directory_of(Path(plan.root), training)
+    return config_from_mapping({**options, "task": plan.task, "run": str(directory.path)}, "paceline verify")
+
+
+def _lint(plan: Plan, task: Task) -> None:
+    config = _config(plan, plan.trainings[0], task)
+    with numerics_kept():
+        configure_numerics(config, config.threads or 1)
+        findings = lint(task, config)
+    _write(lints_path(Path(plan.root)), [asdict(finding) for finding in findings])
+
+
+def _together(root: Path, training: Training, environment: Environment) -> bool:
+    """Whether all ranks can go on to the next run: none failed, or all of them did for the same wrong option.
+
+    Where one failed otherwise, others may still wait for it: they end, and a new group does the rest.
+    """
+    deadline = time.monotonic() + _OTHERS_S
+    while not is_done(root, training):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    directory = directory_of(root, training)
+    failures = [read_failure(directory.error_of(rank)) for rank in range(environment.world_size)]
+    return not any(failures) or all(f is not None and f.user_error for f in failures)
+
+
+def _write(path: Path, document: Any) -> None:
+    write_atomically(path, json.dumps(document).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

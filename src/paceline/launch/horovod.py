@@ -1,0 +1,239 @@
+"""``--on horovod``: horovodrun starts every rank, here or on the hosts that it is given, also elastically.
+
+With the horovod contract, the default, the command is started bare: it calls ``hvd.init()``. A rank of a
+Paceline task, or of a script for torch, is told its place by :mod:`paceline.launch.rank` too.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.process_group import LocalJob
+from paceline.launch.launcher import (
+    Command,
+    Host,
+    JobHandle,
+    JobSpec,
+    Rendered,
+    option,
+    read_hosts,
+    refuse_restarts,
+    refuse_walltime,
+    refuse_what_is_for_clusters,
+)
+from paceline.launch.mpi import (
+    MpiLauncher,
+    MpiOptions,
+    RenderedMpi,
+    command_of_a_rank,
+    host_list,
+    placed,
+    sizes,
+    variables,
+)
+from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
+from paceline.launch.supervisor import AttachedJob, AttachedLauncher, Starter, start_commands
+from paceline.runs.directory import RunDirectory
+
+_INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorovodOptions:
+    """Where horovodrun starts the ranks, and how."""
+
+    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one per line.")
+    controller: str = option("How Horovod's processes coordinate: gloo, or mpi (with mpirun).", "gloo")
+    min_np: int | None = option("Elastic: continue with at least this many processes.")
+    max_np: int | None = option("Elastic: use at most this many processes.")
+    host_discovery_script: str | None = option(
+        "Elastic: a program that prints the available machines, one host:slots per line."
+    )
+    horovod_args: str | None = option("More options for horovodrun, such as --horovod-args='-v'.")
+
+
+class HorovodLauncher(AttachedLauncher):
+    """Starts the ranks with horovodrun."""
+
+    name = "horovod"
+    inners = ("horovod",)
+    contracts = ("horovod", "torch", "tensorflow", "none")
+    machines_given = True
+
+    def sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: HorovodOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """All hosts, with as many processes as their slots."""
+        return sizes(options.hosts if options is not None else None, nodes, nproc)
+
+    def render(self, spec: JobSpec, options: HorovodOptions | None = None) -> Rendered:
+        """Render the horovodrun command."""
+        options = options or HorovodOptions()
+        refuse_what_is_for_clusters(spec, self.name)
+        refuse_restarts(spec, self.name)
+        hosts = read_hosts(options.hosts) if options.hosts is not None else ()
+        spec = placed(spec, hosts)
+        elastic = _elastic(spec, hosts, options)
+        if options.controller == "mpi":
+            return _rendered_mpi(spec, options)
+        if options.controller != "gloo":
+            raise ConfigError(f"--controller must be gloo or mpi, but is {options.controller!r}.")
+        refuse_walltime(spec, self.name)
+        refuse_secrets(spec.env, IN_HOROVODS_SHELL)
+        argv = [find_horovodrun(spec.python), "-np", str(spec.world_size), "--gloo"]
+        if hosts:
+            argv += ["-H", host_list(spec, hosts)]
+        if spec.interface is not None:
+            argv += ["--network-interface", spec.interface]
+        elif not hosts and not elastic:
+            argv += ["--network-interface", "lo"]
+        argv += [*elastic, *shlex.split(options.horovod_args or ""), *command_of_a_rank(spec, hosts)]
+        title = f"Horovod starts {spec.world_size} ranks"
+        command = Command(title=title, argv=tuple(argv), env=variables(spec))
+        return Rendered(spec=spec, options=options, commands=(command,))
+
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Start horovodrun, or mpirun."""
+        if isinstance(rendered, RenderedMpi):
+            if not check_build(rendered.spec.python).controllers["MPI"]:
+                raise LaunchError(
+                    "--controller mpi: this Horovod was built without MPI. Build it where mpicxx is on PATH "
+                    "(scripts/build-horovod), or use --controller gloo."
+                )
+            return MpiLauncher().submit(rendered)
+        _require_horovodrun(rendered.commands[0].argv[0])
+        return HorovodJob(start_commands(rendered, Starter(name="horovodrun")), rendered.spec)
+
+
+class HorovodJob(AttachedJob):
+    """A job of horovodrun's, whose exit code is 1 however its ranks have ended."""
+
+    def __init__(self, job: LocalJob, spec: JobSpec) -> None:
+        super().__init__(job, spec.directory)
+        self._run = None if spec.run is None else RunDirectory(spec.run)
+        self._events = 0 if self._run is None else len(self._run.read_events())
+
+    def wait(self) -> int:
+        """Supervise the job to its end; a task that was stopped and has saved its state exits with 75."""
+        code = super().wait()
+        if code != 0 and self._run is not None:
+            new = self._run.read_events()[self._events :]
+            if new and new[-1]["event"] == "stopped":
+                return self.ended_with(130 if code == 130 else 75)
+        return code
+
+
+def _rendered_mpi(spec: JobSpec, options: HorovodOptions) -> RenderedMpi:
+    """The mpirun command that horovodrun would become, without a shell in between that is deaf to signals."""
+    if options.horovod_args is not None:
+        raise ConfigError(
+            "--horovod-args are for horovodrun, but --controller mpi starts mpirun. Use --on mpi --mpi-args."
+        )
+    return MpiLauncher().render(spec, MpiOptions(hosts=options.hosts))
+
+
+def _elastic(spec: JobSpec, hosts: tuple[Host, ...], options: HorovodOptions) -> list[str]:
+    """What horovodrun is told of a job whose processes come and go; nothing where they do not."""
+    words: list[str] = []
+    if options.host_discovery_script is not None:
+        words += ["--host-discovery-script", options.host_discovery_script]
+    for name, number in (("--min-np", options.min_np), ("--max-np", options.max_np)):
+        if number is not None:
+            words += [name, str(number)]
+    if not words:
+        return words
+    if options.host_discovery_script is None and len(hosts) < 2:
+        raise ConfigError(
+            "--min-np and --max-np need --host-discovery-script, a program that prints which machines there "
+            "are, or at least two --hosts."
+        )
+    if options.host_discovery_script is not None and hosts:
+        raise ConfigError("--host-discovery-script says which machines there are; leave --hosts out.")
+    if options.controller != "gloo":
+        raise ConfigError("--controller mpi cannot be elastic. Use --controller gloo, or leave --min-np out.")
+    if spec.contract != "horovod":
+        raise ConfigError(
+            f"--contract {spec.contract} numbers the ranks once, but an elastic job numbers them anew. "
+            + (
+                "A Paceline task grows and shrinks with --on spawn --nodes MIN:MAX."
+                if spec.is_task
+                else "Use --contract horovod."
+            )
+        )
+    if not (options.min_np or 1) <= spec.world_size <= (options.max_np or spec.world_size):
+        raise ConfigError(
+            f"--nproc {spec.world_size}, with which the job begins, must be from --min-np to --max-np."
+        )
+    return words
+
+
+def find_horovodrun(python: str = sys.executable) -> str:
+    """The path of the horovodrun beside the interpreter, else its name."""
+    beside = shutil.which("horovodrun", path=str(Path(python).parent))
+    on_path = shutil.which("horovodrun")
+    return beside if beside is not None and beside != on_path else "horovodrun"
+
+
+def _require_horovodrun(program: str) -> None:
+    if shutil.which(program) is None:
+        raise LaunchError(f"horovodrun is not installed. Horovod has no binary packages: {_INSTALL}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorovodBuild:
+    """What an installed Horovod was built with.
+
+    Attributes:
+        version: such as "0.28.1".
+        frameworks: TensorFlow, PyTorch and MXNet: whether it works with each.
+        controllers: MPI and Gloo likewise.
+        operations: what moves tensors: NCCL, DDL, CCL, MPI and Gloo.
+        text: all of it as horovodrun prints it.
+    """
+
+    version: str
+    frameworks: Mapping[str, bool]
+    controllers: Mapping[str, bool]
+    operations: Mapping[str, bool]
+    text: str
+
+
+def check_build(python: str = sys.executable) -> HorovodBuild:
+    """What ``horovodrun --check-build`` says.
+
+    Args:
+        python: the interpreter of the environment that is asked.
+
+    Raises:
+        LaunchError: Horovod is not installed there, or does not run.
+    """
+    program = find_horovodrun(python)
+    _require_horovodrun(program)
+    done = subprocess.run([program, "--check-build"], capture_output=True, text=True, check=False)
+    version = re.search(r"Horovod v(\S+):", done.stdout)
+    if done.returncode != 0 or version is None:
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise LaunchError(
+            f"{program} --check-build failed: {last}. Perhaps it was built for another PyTorch: {_INSTALL}."
+        )
+    groups: dict[str, dict[str, bool]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("Available "):
+            groups[line] = {}
+        elif (box := re.fullmatch(r"\s*\[([X ])\] (\S+)\s*", line)) and groups:
+            list(groups.values())[-1][box[2]] = box[1] == "X"
+    return HorovodBuild(
+        version=version[1],
+        frameworks=groups["Available Frameworks:"],
+        controllers=groups["Available Controllers:"],
+        operations=groups["Available Tensor Operations:"],
+        text=done.stdout.strip(),
+    )

@@ -1,0 +1,506 @@
+"""What a launcher is: it renders a job, submits it, and gives a handle to it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from paceline.core.errors import ConfigError
+from paceline.core.options import flag
+from paceline.launch.registry import LAUNCHERS, options_type
+from paceline.launch.registry import Contract as Contract
+from paceline.launch.registry import Inner as Inner
+from paceline.launch.registry import option as option
+
+# --- Lists of machines as people and MPI write them: ``a:2,b:2``, or a file ---
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine.
+
+    Attributes:
+        name: what ssh or mpirun is given: ``node0``, ``user@node0``, or a name of the ssh configuration.
+        slots: processes to start there; None where the list does not say.
+        address: what other machines know it by; "": the name without its user.
+    """
+
+    name: str
+    slots: int | None = None
+    address: str = ""
+
+    @property
+    def reached_at(self) -> str:
+        """The name or address that other machines connect to."""
+        return self.address or self.name.rpartition("@")[2]
+
+
+def read_hosts(text: str, option: str = "--hosts") -> tuple[Host, ...]:
+    """The machines of ``a:2,b:2``, or of the file of that name.
+
+    A file has a machine a line: ``node0``, ``node0:2`` or ``node0 slots=2``, as Open MPI writes it, also with
+    ``address=10.0.0.5`` where ssh's name for it is no name that other machines know; ``#`` begins a comment.
+
+    Raises:
+        ConfigError: the text or the file names no machine, one twice, or has another form.
+    """
+    # Path.is_file() raises for a list that is longer than a file's name can be.
+    if os.sep in text or os.path.isfile(text):
+        try:
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"{option} {text}: the file cannot be read: {why}.") from error
+        parts = [(f"{option} {text}, line {n}", line.partition("#")[0]) for n, line in enumerate(lines, 1)]
+    else:
+        parts = [(option, part) for part in text.split(",")]
+    hosts = tuple(_host(part.strip(), where) for where, part in parts if part.strip())
+    if not hosts:
+        raise ConfigError(f"{option} {text!r} names no machine. Give such as node0:2,node1:2, or a file.")
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{option} names {name} more than once. Say how many processes: {name}:2.")
+    return hosts
+
+
+def _host(text: str, where: str) -> Host:
+    first, *fields = text.split()
+    match = re.fullmatch(r"(?:\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[\w.@+-]+))(?::(?P<slots>\d+))?", first)
+    # What begins with a dash would be taken for an option by ssh.
+    if match is None or first.startswith("-"):
+        raise ConfigError(f"{where}: {first!r} is no host. Write NAME or NAME:PROCESSES, such as node0:2.")
+    host = Host(match["ipv6"] or match["name"], int(match["slots"]) if match["slots"] else None)
+    for word in fields:
+        key, _, value = word.partition("=")
+        if key == "slots" and value.isdigit() and host.slots is None:
+            host = replace(host, slots=int(value))
+        elif key == "address" and value:
+            host = replace(host, address=value)
+        elif key != "max_slots":  # Open MPI's; nothing is ever started beyond slots
+            raise ConfigError(f"{where}: {word!r} is not known. Write slots=N or address=HOST.")
+    if host.slots == 0:
+        raise ConfigError(f"{where}: {host.name} has no slots. Leave it out.")
+    return host
+
+
+def machines_of(
+    hosts: tuple[Host, ...], nodes: tuple[int, int], nproc: tuple[int, ...] | None
+) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+    """How many machines, and the processes on each, of a list of hosts beside ``--nodes`` and ``--nproc``.
+
+    ``--nodes 1``, the default, means all hosts; ``--nproc 1``, the default, what the list says.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    least, most = nodes
+    if nodes == (1, 1):
+        least = most = len(hosts)
+    if least > len(hosts):
+        raise ConfigError(f"--nodes {least} needs as many hosts, but --hosts names {len(hosts)}.")
+    used = hosts[:most]
+    slots = tuple(host.slots for host in used)
+    said = tuple(number for number in slots if number is not None)
+    if not said:
+        return (least, most), nproc
+    if len(said) < len(slots):
+        silent = next(host.name for host in used if host.slots is None)
+        raise ConfigError(f"--hosts says the processes of some hosts, but not of {silent}.")
+    counts = said[:1] if len(set(said)) == 1 else said
+    if nproc not in (None, (1,), counts, said):
+        assert nproc is not None
+        given = ",".join(map(str, nproc))
+        raise ConfigError(
+            f"{flag('nproc')} {given} contradicts --hosts, which says {','.join(map(str, said))}. "
+            "Give one of them."
+        )
+    if len(counts) > 1 and least < most:
+        raise ConfigError(f"--nodes {least}:{most} needs the same number of processes on every host.")
+    return (least, most), counts
+
+
+# --- One interface to every launcher: describe a job, render it as text, submit it, follow it ---
+#
+# Rendering is pure: its text is what ``--dry-run`` prints, it needs neither the system that is rendered for
+# nor its client libraries, and submitting does what the text says.
+#
+# A launcher only has to get one command started, once on each machine or once for each rank, in an
+# environment that says which machine or rank it is. That command is :mod:`paceline.launch.node` or
+# :mod:`paceline.launch.rank`; what happens on a machine from there on is the same under all launchers.
+
+
+ONCE_A_RANK: tuple[Inner, ...] = ("srun", "mpi", "horovod")
+"""These start each rank themselves; under the others one command is started on each machine."""
+
+Files = Literal["shared", "image", "uploaded"]
+"""What a job's machines see of this one's files: all, only what an image has, or a copy of a directory."""
+
+State = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What is to run, on how many machines, and what each process is told.
+
+    Attributes:
+        command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
+            ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
+        name: shown in lists and by the cluster's own tools.
+        directory: absolute, and shared by the machines: what is rendered, and the job's logs, are kept there.
+        nodes: the least and the greatest number of machines.
+        nproc: processes a machine: one number for all, or one for each.
+        gpus_per_node: to ask the cluster for.
+        cpus_per_task: CPUs of each process, to ask the cluster for.
+        walltime_s: how long the job may take.
+        env: variables for every process.
+        threads: OMP_NUM_THREADS of every process; default: what the inner launcher does.
+        inner: what starts the ranks.
+        contract: which variables tell a process its place.
+        roles: with the tensorflow contract: what each rank is, such as ``("chief", "worker", "ps")``.
+        is_task: the command is ``paceline train``, which the agent may start.
+        run: the run's directory, of a task.
+        max_restarts: how often torchrun may start its workers again.
+        interface: the network interface to other machines.
+        master_port: where rank 0 listens; default: made from the job's number, so that jobs do not clash.
+        workdir: where the command runs.
+        python: the interpreter on the machines.
+        preflight: runs first on each machine, where the job is started once on each; the job is only started
+            where it ends with 0. It has the same placeholders.
+    """
+
+    command: tuple[str, ...]
+    name: str
+    directory: Path
+    nodes: tuple[int, int] = (1, 1)
+    nproc: tuple[int, ...] = (1,)
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    walltime_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    inner: Inner = "torchrun"
+    contract: Contract = "torch"
+    roles: tuple[str, ...] = ()
+    is_task: bool = False
+    run: Path | None = None
+    max_restarts: int = 0
+    interface: str | None = None
+    master_port: int | None = None
+    workdir: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
+    preflight: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
+        least, most = self.nodes
+        if len(self.nproc) > 1 and not least == most == len(self.nproc):
+            raise ConfigError(
+                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} machines, but --nodes is "
+                f"{least if least == most else f'{least}:{most}'}."
+            )
+        for name in ("gpus_per_node", "cpus_per_task", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "gpus_per_node" else 1):
+                raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
+
+    def processes_on(self, node_rank: int) -> int:
+        """How many processes a machine starts."""
+        return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
+
+    @property
+    def world_size(self) -> int:
+        """Processes over the least number of machines."""
+        return sum(self.nproc) if len(self.nproc) > 1 else self.nproc[0] * self.nodes[0]
+
+    @property
+    def starts_each_rank(self) -> bool:
+        """Whether the command is started once for each rank, not once on each machine."""
+        return self.inner in ONCE_A_RANK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command to run here. ``env`` is added to this process's own variables; ``stdin`` is what it reads."""
+
+    title: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""
+
+    @property
+    def text(self) -> str:
+        """The command for a shell, ready to be pasted."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        text = f"# {self.title}\n" + " \\\n  ".join([*words, shlex.join(self.argv)])
+        if not self.stdin:
+            return f"{text}\n"
+        end = "END"
+        while end in self.stdin.splitlines():
+            end += "_"
+        return f"{text} <<'{end}'\n{self.stdin}{end}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """What :meth:`Launcher.submit` would do.
+
+    Attributes:
+        spec: what was asked for.
+        options: the launcher's own.
+        files: texts by name, to be written into the job's directory.
+        commands: to run here, one after another or all at once, as the launcher does.
+    """
+
+    spec: JobSpec
+    options: Any = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[Command, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it, as ``--dry-run`` prints it."""
+        parts = [f"# {self.spec.directory / name}\n{text}" for name, text in self.files.items()]
+        return "\n".join([*parts, *(command.text for command in self.commands)])
+
+
+class RenderedOnlyError(ConfigError):
+    """This launcher writes a job's files, and they stay; the message says what submits them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """Where a job stands.
+
+    Attributes:
+        state: in one word, the same for all launchers.
+        detail: in the system's own words: "PENDING (Resources)".
+        exit_code: once it has ended, where the system tells.
+        restarts: how often the system started it again.
+    """
+
+    state: State
+    detail: str = ""
+    exit_code: int | None = None
+    restarts: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not change any more."""
+        return self.state in ENDED
+
+
+class JobHandle(ABC):
+    """A job that was submitted, by this process or an earlier one."""
+
+    @property
+    @abstractmethod
+    def reference(self) -> dict[str, Any]:
+        """What :meth:`Launcher.reopen` needs to find the job again, as JSON."""
+
+    @abstractmethod
+    def status(self) -> JobStatus:
+        """Ask the system where the job stands."""
+
+    @abstractmethod
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """What its processes print, line by line without line ends; with ``follow`` until the job ends."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the job, and all that it started; nothing happens to one that has ended.
+
+        A task is given time to save; where nobody else limits that, a second call ends it.
+        """
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Return the exit code once the job has ended: 0 only if it did what was asked."""
+
+    def scale(self, nodes: int) -> None:
+        """Have the system give the job another number of machines; those there are stay.
+
+        Raises:
+            ConfigError: it cannot be, or the job cannot have so many.
+            LaunchError: the system refused it.
+        """
+        raise ConfigError(
+            "this job's system cannot change its machines. Paceline's agents can: paceline scale RUN."
+        )
+
+
+class Launcher(ABC):
+    """Gets a job's command started on its machines.
+
+    Attributes:
+        name: what ``--on`` calls it.
+        inners: what may start the ranks in it, the default for scripts first; "agent" is for tasks.
+        contracts: which variables its processes can be given, the default first.
+        attached: a job ends with the command that started it, as under ``mpirun``; the others are
+            submitted to a system that keeps them.
+        files: what its machines see of this one's files. Where they do not share them, a run's directory is
+            a path there, and what is rendered is kept here, beside the job's record.
+        default_run: a task's run directory there, where the system has a place for it.
+        machines_given: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
+        extra: the extra of Paceline that submitting needs, such as "ray".
+    """
+
+    name: ClassVar[str]
+    inners: ClassVar[tuple[Inner, ...]]
+    contracts: ClassVar[tuple[Contract, ...]] = ("torch", "tensorflow", "none")
+    attached: bool = False
+    files: ClassVar[Files] = "shared"
+    default_run: ClassVar[str | None] = None
+    machines_given: ClassVar[bool] = False
+    extra: ClassVar[str | None] = None
+
+    @property
+    def options_type(self) -> type | None:
+        """A frozen dataclass with the launcher's own options; None where it has none."""
+        return options_type(self.name)
+
+    @abstractmethod
+    def render(self, spec: JobSpec, options: Any = None) -> Rendered:
+        """Say what would run; starts, writes and contacts nothing.
+
+        Args:
+            spec: the job.
+            options: an ``options_type``, or None where there is none or all are left out.
+
+        Raises:
+            ConfigError: this launcher cannot run the job; the message says which option is in the way.
+        """
+
+    def sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """The machines, and the processes on each, where the launcher's own options say so too.
+
+        Raises:
+            ConfigError: they say something else than ``--nodes`` and ``--nproc``.
+        """
+        return nodes, nproc
+
+    def place_of(self, path: str, options: Any) -> str:
+        """Where the machines find a script, a program or a task's file, from where the job runs.
+
+        Args:
+            path: as the user gives it: from this directory, or from the one that the machines get a copy of.
+            options: the launcher's own.
+
+        Raises:
+            ConfigError: there is no such file, or the machines do not get it.
+        """
+        if self.files == "shared" and not Path(path).is_file():
+            raise ConfigError(f"there is no file {path} in {Path.cwd()}.")
+        return path
+
+    def common_directory(self, spec: JobSpec, options: Any) -> Path | None:
+        """Where a job's machines leave each other what is said before it; None: the only one needs none.
+
+        Raises:
+            ConfigError: several machines have no directory that all of them can write.
+        """
+        if self.files == "shared":
+            return spec.directory
+        if spec.nodes[1] == 1:
+            return None
+        raise ConfigError(
+            "--preflight with --nodes above 1: the machines meet in a directory that all of them can write, "
+            f"and --on {self.name} has none. Leave it out; on one machine it works."
+        )
+
+    @abstractmethod
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Start it.
+
+        Raises:
+            LaunchError: the system is not installed, not reachable, or refused the job; nothing is left.
+        """
+
+    @abstractmethod
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find a job again by its handle's ``reference``."""
+
+
+def get_launcher(name: str) -> Launcher:
+    """The launcher of that name; its module is imported now, the system's own library is not.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    launcher = made_launcher(name, LAUNCHERS)
+    assert isinstance(launcher, Launcher)
+    return launcher
+
+
+def made_launcher(name: str, places: Mapping[str, str]) -> object:
+    """A launcher of the class that ``places`` says, as ``module:Class``, for its name.
+
+    Raises:
+        ConfigError: it says none; the message lists those there are.
+    """
+    if name not in places:
+        raise ConfigError(f"there is no launcher {name!r}. Choose one of: {', '.join(places)}.")
+    module, _, attribute = places[name].partition(":")
+    launcher: object = getattr(importlib.import_module(module), attribute)()
+    return launcher
+
+
+def job_name(text: str) -> str:
+    """``text`` as every system takes it for a name: lower-case letters, digits and single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "job"
+
+
+# --- Options that a launcher could only pass over in silence: refused, with what to do instead ---
+
+
+def refuse_what_is_for_clusters(spec: JobSpec, name: str) -> None:
+    """Refuse what a launcher has nobody to ask for.
+
+    Raises:
+        ConfigError: GPUs or CPUs are asked for.
+    """
+    for option_name in ("gpus_per_node", "cpus_per_task"):
+        if getattr(spec, option_name) is not None:
+            raise ConfigError(
+                f"{flag(option_name)} asks a cluster, but --on {name} starts processes on machines that you "
+                "have. Leave it out."
+            )
+
+
+def refuse_walltime(spec: JobSpec, name: str) -> None:
+    """Refuse a limit that nobody would keep; a task keeps its own.
+
+    Raises:
+        ConfigError: a script is given one.
+    """
+    if spec.walltime_s is not None and not spec.is_task:
+        raise ConfigError(
+            f"--walltime does not work with --on {name}, which ends no job by itself. Leave it out; "
+            f"to end it, begin with: timeout {spec.walltime_s:g} paceline"
+        )
+
+
+def refuse_restarts(spec: JobSpec, name: str) -> None:
+    """Refuse restarts where nothing starts a script's ranks again.
+
+    Raises:
+        ConfigError: they are asked for.
+    """
+    if spec.max_restarts and spec.inner != "torchrun" and not spec.is_task:
+        by = f"--on {name}" if name == spec.inner else f"--on {name} --inner {spec.inner}"
+        raise ConfigError(
+            f"--max-restarts does not work with {by}, which ends the job when a rank dies. Leave it out, and "
+            "give the command again; or let torchrun start the ranks (--inner torchrun, here --on torchrun)."
+        )

@@ -1,0 +1,246 @@
+"""From a run's options to a started job: choose the launcher, write the job file, wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+from paceline.core.config import RunConfig, config_from_mapping
+from paceline.core.environment import Environment
+from paceline.core.errors import ConfigError
+from paceline.core.files import write_atomically
+from paceline.core.job import Job, default_run_path
+from paceline.core.option_sets import merge_resumed_config
+from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
+from paceline.core.process_group import LocalSpec, Recovery, RenderedProcesses
+from paceline.core.task_loading import check_spec
+from paceline.launch.local_processes import get_local_launcher
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import STOPPED, describe_stop
+
+_STARTED_BY: dict[str, str] = {
+    "caller": "a script has numbered",
+    "torchrun": "torchrun has started",
+    "variables": "a launcher that sets RANK has started",
+    "horovod": "horovodrun has started",
+    "mpi": "mpirun has started",
+    "slurm": "srun has started",
+}
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def prepare(job: Job, *, joins: bool = False) -> tuple[str, RenderedProcesses, Job, RunDirectory]:
+    """The launcher's name, what would run, the job with nothing left open, and the run's directory.
+
+    Nothing is touched.
+
+    Raises:
+        ConfigError: no launcher can run this.
+        TaskError: there is no such task; a wrong name is told before anything is started.
+    """
+    config = job.config
+    check_task(config)
+    first_nodes, most_nodes = parse_nodes(config.nodes)
+    counts = parse_nproc(config.nproc) or (available_processes(config),)
+    nproc = _processes_here(config, counts)
+    several_nodes = most_nodes > 1
+    several = nproc > 1 or several_nodes
+    name = config.on if config.on != "auto" else "spawn" if several else "inprocess"
+    if several_nodes and config.rdzv_endpoint is None and not joins:
+        raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
+    directory = RunDirectory(Path(config.run or default_run_path(config.task)))
+    recover = _recovery(job, name, directory)
+    if recover == "none" and most_nodes > first_nodes:
+        raise ConfigError(
+            f"--nodes {config.nodes}: machines can only join and leave a run that recovers. "
+            "Use --on spawn, and leave out --recover none."
+        )
+    if recover != "none" and several_nodes and config.run is None:
+        raise ConfigError(
+            "a run on several machines needs --run DIR, a directory that all of them share; "
+            "without one use --recover none."
+        )
+    config = dataclasses.replace(config, run=str(directory.path), nproc=nproc)
+    job = dataclasses.replace(
+        job,
+        config=config,
+        supervised=name != "inprocess",
+        world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
+    )
+    spec = LocalSpec(
+        command=(
+            "-m",
+            "paceline.training.worker",
+            str(_job_file(config, directory, unnumbered=several_nodes)),
+        ),
+        nproc=nproc,
+        nodes=first_nodes,
+        least_nodes=first_nodes if most_nodes > first_nodes else 1,
+        most_nodes=most_nodes,
+        spares=config.spares,
+        interface=config.interface,
+        token_file=None if config.token_file is None else Path(config.token_file),
+        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
+        task_code=_task_code(job),
+        joins=joins,
+        node_rank=config.node_rank,
+        rdzv_endpoint=config.rdzv_endpoint,
+        rdzv_id=config.rdzv_id,
+        threads=config.threads,
+        directory=directory,
+        recover=recover,
+        max_restarts=config.max_restarts,
+        heartbeat_s=config.heartbeat,
+    )
+    return name, get_local_launcher(name).render(spec), job, directory
+
+
+def launch(job: Job, *, joins: bool = False) -> tuple[int, RunDirectory]:
+    """Start a run and wait for its end; return the exit code and the run's directory.
+
+    Args:
+        job: what to do.
+        joins: this machine joins a run that others are at.
+
+    Raises:
+        ConfigError: no launcher can run this.
+        TaskError: there is no such task.
+        RunDirectoryError: the run's directory cannot be written, or another process uses it.
+        LaunchError: a process could not be started.
+    """
+    name, rendered, job, directory = prepare(job, joins=joins)
+    config, spec = job.config, rendered.spec
+    # Of several machines another one may be at work in the shared directory already.
+    unnumbered = config.node_rank is None and (spec.most_nodes or 1) > 1 and spec.recover != "none"
+    if not (config.node_rank or joins or unnumbered):
+        if directory.is_running():
+            raise directory.in_use()
+        directory.check_resume(config.resume)
+    directory.create()
+    try:
+        write_atomically(Path(spec.command[-1]), job.to_toml().encode())
+    except OSError as error:
+        raise directory.unwritable(error) from error
+    code = get_local_launcher(name).submit(rendered).wait()
+    if code in STOPPED and job.supervised and not job.quiet:
+        last = directory.read_events()[-1:]
+        # Interrupted before its ranks had met, a job has saved nothing.
+        if last and last[0]["event"] == "stopped":
+            print(f"paceline: {describe_stop(last[0], directory)}", file=sys.stderr)
+    return code, directory
+
+
+def check_task(config: RunConfig) -> None:
+    """Make sure that the task is there; a run that exists names its own.
+
+    Raises:
+        TaskError: there is no such task.
+    """
+    if config.task or config.run is None or not RunDirectory(Path(config.run)).exists():
+        check_spec(config.task)
+
+
+def require_recovery(config: RunConfig, environment: Environment) -> None:
+    """Refuse a recovery that nobody would do for a rank that another launcher has started.
+
+    Raises:
+        ConfigError: it was asked for by name.
+    """
+    if config.recover in ("auto", "none") or (
+        config.recover == "restart" and environment.source == "torchrun"
+    ):
+        return
+    ways = "--recover none"
+    if environment.source == "torchrun":
+        ways = "--recover restart and torchrun's own --max-restarts"
+    raise ConfigError(
+        f"--recover {config.recover} does not work where {_STARTED_BY[environment.source]} the processes: "
+        f"it needs Paceline's agent. Use {ways} here, or have Paceline start them: give the command once on "
+        "each machine, with --on spawn."
+    )
+
+
+def _recovery(job: Job, name: str, directory: RunDirectory) -> Recovery:
+    """What happens when a worker dies.
+
+    Raises:
+        ConfigError: something was asked for that cannot be.
+    """
+    config = job.config
+    if config.recover == "none":
+        return "none"
+    if directory.exists() and config.resume != "never":
+        recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
+        config = RunConfig(**merge_resumed_config(vars(config), job.given, recorded))
+    survivors = [
+        obstacle
+        for obstacle, there in (
+            (f"--reduction {config.reduction}", config.reduction == "torch"),
+            *((obstacle, True) for obstacle in config.rigid),
+            ("a GPU", config.device != "cpu" and _visible_gpus() > 0),
+        )
+        if there
+    ]
+    if name == "torchrun" and config.recover == "restart":
+        return "restart"
+    if config.recover == "auto":
+        return "none" if name != "spawn" else "restart" if survivors else "inplace"
+    if name != "spawn":
+        raise ConfigError(
+            f"--recover {config.recover} does not work with --on {name}: it needs Paceline's agent, which "
+            "--on spawn starts on each machine. Use --recover none, or with --on torchrun restart."
+        )
+    if config.recover == "inplace" and survivors:
+        raise ConfigError(
+            f"--recover inplace does not work with {', '.join(survivors)}: a survivor that waits there for a "
+            "lost rank cannot be freed. Use --recover restart."
+        )
+    return config.recover
+
+
+def _job_file(config: RunConfig, directory: RunDirectory, *, unnumbered: bool) -> Path:
+    """The job's file; each machine has its own."""
+    if config.node_rank is None and unnumbered:
+        return directory.path / f"job-{socket.gethostname()}-{os.getpid()}.toml"
+    return directory.path / (f"job-{config.node_rank}.toml" if config.node_rank else "job.toml")
+
+
+def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
+    """This machine's number of processes, of a list for all machines."""
+    if len(counts) == 1:
+        return counts[0]
+    if config.node_rank is None or config.node_rank >= len(counts):
+        raise ConfigError(
+            f"--nproc {config.nproc} lists the processes of machines 0 to {len(counts) - 1}, so each machine "
+            "must be told which one it is with --node-rank."
+        )
+    return counts[config.node_rank]
+
+
+def _task_code(job: Job) -> str:
+    """A digest of what the task computes: machines that differ in it must not meet."""
+    spec = job.config.task
+    file = Path(spec.rpartition(":")[0])
+    code = file.read_bytes() if file.suffix == ".py" and file.is_file() else spec.encode()
+    parts = (code, spec.rpartition(":")[2].encode(), repr((job.config.set, job.fields)).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def available_processes(config: RunConfig) -> int:
+    """What ``--nproc auto`` means here: one process a GPU, else one a core; one alone for dp."""
+    if "dp" in config.methods:
+        return 1
+    gpus = _visible_gpus() if config.device != "cpu" else 0
+    return gpus or len(os.sched_getaffinity(0))
+
+
+def _visible_gpus() -> int:
+    """The number of NVIDIA GPUs, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0

@@ -1,0 +1,273 @@
+"""MPI's launchers: mpirun and mpiexec."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.sockets import job_port
+from paceline.launch.launcher import (
+    Command,
+    Host,
+    JobHandle,
+    JobSpec,
+    Rendered,
+    machines_of,
+    option,
+    read_hosts,
+    refuse_restarts,
+    refuse_what_is_for_clusters,
+)
+from paceline.launch.node import interface_variables
+from paceline.launch.rank import rank_command
+from paceline.launch.rank_env import has_placeholders
+from paceline.launch.supervisor import AttachedJob, AttachedLauncher, Starter, start_commands
+
+# --- What mpirun and horovodrun have in common: they start every rank themselves, on a list of machines ---
+
+
+def sizes(
+    hosts: str | None, nodes: tuple[int, int], nproc: tuple[int, ...] | None
+) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+    """The machines and their processes, as ``--hosts`` says, where it is given.
+
+    Raises:
+        ConfigError: it contradicts ``--nodes`` or ``--nproc``, or names no machine.
+    """
+    return (nodes, nproc) if hosts is None else machines_of(read_hosts(hosts), nodes, nproc)
+
+
+def placed(spec: JobSpec, hosts: tuple[Host, ...]) -> JobSpec:
+    """The job with the machines and processes of a list of hosts.
+
+    Raises:
+        ConfigError: the list and ``--nodes`` or ``--nproc`` contradict each other, or several machines are
+            wanted and there is no list.
+    """
+    if hosts:
+        nodes, nproc = machines_of(hosts, spec.nodes, spec.nproc)
+        spec = replace(spec, nodes=nodes, nproc=nproc or spec.nproc)
+    least, most = spec.nodes
+    if least != most:
+        raise ConfigError(f"--nodes {least}:{most}: the number of machines is fixed here. Give one number.")
+    if least > 1 and not hosts:
+        raise ConfigError(f"--nodes {least} needs --hosts: the machines, such as node0:2,node1:2, or a file.")
+    return spec
+
+
+def command_of_a_rank(spec: JobSpec, hosts: tuple[Host, ...] = ()) -> tuple[str, ...]:
+    """What is started for each rank: the command itself where the library tells it all that it asks.
+
+    Args:
+        spec: the job, with its machines.
+        hosts: those machines; default: they are found at the start, or there is only this one.
+    """
+    if spec.contract in ("mpi", "horovod") and not has_placeholders(spec.command):
+        return spec.command
+    if spec.nodes[1] == 1:
+        return rank_command(spec)
+    # MPICH has no number for a job that all machines know.
+    port = spec.master_port or job_port(str(spec.directory))
+    return rank_command(replace(spec, master_port=port), hosts[0].reached_at if hosts else None)
+
+
+def variables(spec: JobSpec) -> dict[str, str]:
+    """What is added to the environment of every rank."""
+    threads = {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
+    return {**threads, **interface_variables(spec.interface), **spec.env}
+
+
+def host_list(spec: JobSpec, hosts: Iterable[Host]) -> str:
+    """``a:2,b:2``: the machines with the processes that each starts."""
+    return ",".join(
+        f"{host.reached_at}:{spec.processes_on(number)}"
+        for number, host in enumerate(tuple(hosts)[: spec.nodes[1]])
+    )
+
+
+# --- ``--on mpi``: mpirun starts every rank, here or on the hosts that it is given; Open MPI and MPICH ---
+#
+# A rank is told its place by MPI; :mod:`paceline.launch.rank` says the same in the variables that a script
+# reads. With the mpi contract the command is started bare: it calls ``MPI_Init`` itself.
+
+
+Mpi = Literal["openmpi", "mpich"]
+"""Intel MPI and MVAPICH start programs with MPICH's ``mpiexec.hydra``."""
+
+_PROGRAMS: dict[str, tuple[str, ...]] = {
+    "auto": ("mpirun", "mpiexec.hydra"),
+    "openmpi": ("mpirun", "mpirun.openmpi"),
+    "mpich": ("mpiexec.hydra", "mpirun"),
+}
+_TITLES: dict[Mpi, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
+# What finds programs and libraries; Open MPI gives none of it to other machines by itself.
+_SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpiOptions:
+    """Where mpirun starts the ranks, and how."""
+
+    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one per line.")
+    mpi: str = option("Which MPI mpirun belongs to: openmpi or mpich. Default: detect it.", "auto")
+    mpi_args: str | None = option("More options for mpirun, such as --mpi-args='--mca pml ucx'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedMpi(Rendered):
+    """An mpirun command."""
+
+    mpi: Mpi
+
+
+class MpiLauncher(AttachedLauncher):
+    """Starts the ranks with mpirun."""
+
+    name = "mpi"
+    inners = ("mpi",)
+    contracts = ("torch", "tensorflow", "mpi", "none")
+    extra = "mpi"
+    machines_given = True
+
+    def sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MpiOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """All hosts, with as many processes as their slots."""
+        return sizes(options.hosts if options is not None else None, nodes, nproc)
+
+    def render(self, spec: JobSpec, options: MpiOptions | None = None) -> RenderedMpi:
+        """Render the mpirun command."""
+        options = options or MpiOptions()
+        refuse_what_is_for_clusters(spec, self.name)
+        refuse_restarts(spec, self.name)
+        hosts = read_hosts(options.hosts) if options.hosts is not None else ()
+        spec = placed(spec, hosts)
+        mpi, program = find_mpirun(options.mpi)
+        arguments = _ARGUMENTS[mpi](spec, hosts)
+        env = variables(spec)
+        if mpi == "mpich" and _limit_s(spec) is not None:
+            env["MPIEXEC_TIMEOUT"] = str(_limit_s(spec))
+        argv = (program, *arguments, *shlex.split(options.mpi_args or ""), *command_of_a_rank(spec, hosts))
+        title = f"{_TITLES[mpi]} starts {spec.world_size} ranks"
+        command = Command(title=title, argv=argv, env=env)
+        return RenderedMpi(spec=spec, options=options, commands=(command,), mpi=mpi)
+
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Start mpirun."""
+        assert isinstance(rendered, RenderedMpi)
+        program = rendered.commands[0].argv[0]
+        _check_installed(program, rendered.mpi)
+        # mpirun kills its ranks on SIGTERM; SIGUSR1 it passes on, and a task then saves its state.
+        stop_signal = signal.SIGUSR1 if rendered.spec.is_task else None
+        job = start_commands(rendered, Starter(name=Path(program).name, stop_signal=stop_signal))
+        return AttachedJob(job, rendered.spec.directory)
+
+
+def mpirun_in_allocation(spec: JobSpec, nodes: int, each: int) -> tuple[str, ...]:
+    """The mpirun command in the script of a cluster's job, where it finds the machines by itself.
+
+    Args:
+        spec: the job.
+        nodes: its machines.
+        each: the processes on each of them.
+    """
+    mpi, program = find_mpirun()
+    words = ["-n", str(nodes * each), "-ppn", str(each), "-bind-to", "none"]
+    if mpi == "openmpi":
+        words = ["-np", str(nodes * each), "--map-by", f"ppr:{each}:node:OVERSUBSCRIBE", "--bind-to", "none"]
+        if os.geteuid() == 0:
+            words.insert(0, "--allow-run-as-root")
+    return (program, *words, *command_of_a_rank(spec))
+
+
+def _open_mpi(spec: JobSpec, hosts: tuple[Host, ...]) -> list[str]:
+    # By slot: ranks are numbered machine by machine. More than there are cores may be wanted.
+    words = ["-np", str(spec.world_size), "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        words.insert(0, "--allow-run-as-root")
+    if hosts:
+        words += ["--host", host_list(spec, hosts)]
+        passed_on = [name for name in _SEARCH_PATHS if name in os.environ and name not in spec.env]
+        # Names alone: mpirun has the values in its environment, where nobody else sees them.
+        for name in (*passed_on, *variables(spec)):
+            words += ["-x", name]
+    if spec.interface is not None:
+        words += ["--mca", "btl_tcp_if_include", spec.interface]
+    limit_s = _limit_s(spec)
+    if limit_s is not None:
+        words += ["--timeout", str(limit_s)]
+    return words
+
+
+def _mpich(spec: JobSpec, hosts: tuple[Host, ...]) -> list[str]:
+    words = ["-n", str(spec.world_size), "-bind-to", "none"]
+    if hosts:
+        words += ["-hosts", host_list(spec, hosts)]
+    if spec.interface is not None:
+        words += ["-iface", spec.interface]
+    return words
+
+
+_ARGUMENTS = {"openmpi": _open_mpi, "mpich": _mpich}
+
+
+def _limit_s(spec: JobSpec) -> int | None:
+    """When mpirun is to end the job; a task stops by itself, and saves its state."""
+    return None if spec.is_task or spec.walltime_s is None else max(1, round(spec.walltime_s))
+
+
+def find_mpirun(wanted: str = "auto") -> tuple[Mpi, str]:
+    """Whose mpirun, and its name or path; where none is installed, the name that it would have.
+
+    It is looked for on PATH, then beside the interpreter, where pip puts it.
+
+    Raises:
+        ConfigError: ``wanted`` is none that Paceline knows.
+    """
+    if wanted not in _PROGRAMS:
+        raise ConfigError(f"--mpi must be openmpi or mpich, but is {wanted!r}.")
+    for directory in (None, str(Path(sys.executable).parent)):
+        for name in _PROGRAMS[wanted]:
+            path = shutil.which(name, path=directory)
+            if path is not None and wanted in ("auto", found := _whose(Path(path))):
+                return found, path if directory else name
+    return ("mpich", "mpiexec.hydra") if wanted == "mpich" else ("openmpi", "mpirun")
+
+
+def _whose(program: Path) -> Mpi:
+    """Whose mpirun a file is, by what it is a link to, or else by its neighbours."""
+    name = program.resolve().name
+    if "hydra" in name or "mpich" in name:
+        return "mpich"
+    # Intel MPI's mpirun is a script beside hydra.
+    alone = not (program.parent / "ompi_info").exists() and (program.parent / "mpiexec.hydra").exists()
+    return "mpich" if alone else "openmpi"
+
+
+def _check_installed(program: str, mpi: Mpi) -> None:
+    """Make sure that mpirun is there, and is the one that the command was rendered for.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    if shutil.which(program) is None:
+        raise LaunchError(
+            f"{program} is not installed, or not on PATH. Load your cluster's MPI module, or install Open "
+            "MPI: pip install 'paceline[mpi]'"
+        )
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    other: Mpi = "mpich" if mpi == "openmpi" else "openmpi"
+    if ("Open MPI" in version.stdout) != (mpi == "openmpi"):
+        raise LaunchError(
+            f"{program} is not {_TITLES[mpi]}'s, but {_TITLES[other]}'s: it says "
+            f"{version.stdout.partition(chr(10))[0]!r}. Give --mpi {other}."
+        )

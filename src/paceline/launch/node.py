@@ -1,0 +1,237 @@
+"""What a launcher starts once on each machine: ``python -m paceline.launch.node OPTIONS -- COMMAND``.
+
+It finds out which machine this is, and has the inner launcher start the ranks: Paceline's agent for its own
+tasks, torchrun, or plain processes. So a launcher needs not know how ranks are started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from paceline.core.environment import MachinePlace, detect_machine
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.options import parse_nodes, parse_nproc
+from paceline.core.process_group import LocalSpec
+from paceline.core.sockets import job_port
+from paceline.launch.launcher import JobSpec
+from paceline.launch.local_processes import free_master_port, get_local_launcher
+from paceline.launch.preflight.spec import run_before
+from paceline.launch.rank_env import expand_placeholders, has_placeholders
+from paceline.launch.ray_node import ray_node_command
+from paceline.runs.directory import RunDirectory
+
+_NAMED_LATE = ("kubernetes", "kubeflow", "sagemaker", "vertex")
+"""Where a machine may start before the name of the first one can be looked up, its own name too."""
+
+_GROWS_LATER = ("kubernetes", "kubeflow")
+"""Where a job of MIN:MAX machines begins with MIN of them, and each knows of MAX."""
+
+_NAME_TIMEOUT_S = 300.0
+
+
+def node_command(spec: JobSpec) -> tuple[str, ...]:
+    """The command that a launcher starts on each machine of a job."""
+    if spec.inner == "ray":
+        return ray_node_command(spec)
+    least, most = spec.nodes
+    options: list[str] = ["--inner", spec.inner]
+    if most > 1:
+        options += ["--nodes", str(least) if least == most else f"{least}:{most}"]
+    options += ["--nproc", ",".join(map(str, spec.nproc))]
+    if spec.contract != "torch":
+        options += ["--contract", spec.contract]
+    if spec.roles:
+        options += ["--roles", ",".join(spec.roles)]
+    for name in ("threads", "interface", "master_port"):
+        value = getattr(spec, name)
+        if value is not None:
+            options += [f"--{name.replace('_', '-')}", str(value)]
+    if spec.max_restarts:
+        options += ["--max-restarts", str(spec.max_restarts)]
+    if spec.preflight:
+        options += ["--preflight", shlex.join(spec.preflight)]
+    return (spec.python, "-m", "paceline.launch.node", *options, "--", *spec.command)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start this machine's ranks; return the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options, detect_machine())
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m paceline.launch.node", description=__doc__)
+    parser.add_argument("--inner", choices=("agent", "torchrun", "spawn"), required=True)
+    parser.add_argument("--nodes", type=parse_nodes, default=(1, 1), help="N or MIN:MAX")
+    parser.add_argument("--nproc", type=parse_nproc, default=(1,), help="processes, or a list by machine")
+    parser.add_argument("--contract", choices=("torch", "tensorflow", "none"), default="torch")
+    parser.add_argument("--roles", default="", help="of all ranks, with commas")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--interface")
+    parser.add_argument("--master-port", type=int, help="default: made from the job's number")
+    parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--preflight", type=shlex.split, default=(), help="a command that must succeed first")
+    parser.add_argument("command", nargs="+")
+    return parser
+
+
+def _run(options: argparse.Namespace, place: MachinePlace) -> int:
+    nodes: tuple[int, int] = options.nodes
+    if place.nodes == 1 and nodes[0] > 1:
+        raise ConfigError(
+            f"the job has {nodes[0]} machines, but nothing here says which of them this is. Start it through "
+            f"paceline launch, or set PACELINE_NODE_RANK, PACELINE_NODES and PACELINE_HOSTS."
+        )
+    several = nodes[1] > 1
+    host = place.hosts[0] if several and place.hosts else "127.0.0.1"
+    if several and place.source in _NAMED_LATE:
+        _await_name(host)
+    counts: tuple[int, ...] = options.nproc
+    nproc = counts[place.node_rank] if len(counts) > 1 else counts[0]
+    port = options.master_port or (
+        job_port(place.job_id or "paceline") if several else free_master_port(options.contract, nproc)
+    )
+    port_is_named = options.master_port is not None or has_placeholders(options.command)
+    expand = partial(
+        expand_placeholders,
+        master_addr=host,
+        master_port=port,
+        node_rank=place.node_rank,
+        nodes=place.nodes,
+    )
+    command = expand(options.command)
+    joins = several and options.inner == "agent" and _has_agents(command)
+    begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
+    # The examination is of the machines that the job begins with: who comes later would meet nobody for it.
+    if options.preflight and not joins and place.node_rank < begin:
+        code, interface = run_before(expand(options.preflight, nodes=begin))
+        if code:
+            return code
+        options.interface = options.interface or interface
+    if options.inner == "agent":
+        endpoint = f"{host}:{port}" if several else None
+        return _become(_agent_command(command, options, place, endpoint, joins=joins))
+    python, arguments = split_python(command)
+    spec = LocalSpec(
+        command=arguments,
+        python=python,
+        nproc=nproc,
+        counts=counts if len(counts) > 1 else (),
+        nodes=nodes[0],
+        most_nodes=nodes[1],
+        node_rank=place.node_rank if several else None,
+        rdzv_endpoint=f"{host}:{port}" if several else None,
+        rdzv_id=place.job_id or "paceline",
+        master_port=port if port_is_named and not several else None,
+        threads=options.threads,
+        env=interface_variables(options.interface),
+        recover="restart" if options.max_restarts and options.inner == "torchrun" else "none",
+        max_restarts=options.max_restarts,
+        contract=options.contract,
+        hosts=place.hosts,
+        roles=tuple(role for role in options.roles.split(",") if role),
+    )
+    if options.inner == "spawn" and nodes[0] != place.nodes:
+        spec = replace(spec, nodes=place.nodes, most_nodes=place.nodes)
+    launcher = get_local_launcher(options.inner)
+    return launcher.submit(launcher.render(spec)).wait()
+
+
+def _run_of(command: Sequence[str]) -> str:
+    """The run's directory, in the command of a task."""
+    return command[command.index("--run-dir") + 1]
+
+
+def _has_agents(command: Sequence[str]) -> bool:
+    """Whether the task's other machines are at work already.
+
+    A pod that replaces one that was lost, or comes when a job grows, is given the command of all the others.
+    """
+    from paceline.elastic.consensus.discovery import others_at_work
+
+    return "--run-dir" in command and others_at_work(RunDirectory(Path(_run_of(command))))
+
+
+def _agent_command(
+    command: tuple[str, ...],
+    options: argparse.Namespace,
+    place: MachinePlace,
+    endpoint: str | None,
+    *,
+    joins: bool,
+) -> tuple[str, ...]:
+    """``paceline train`` as the agent of this machine; where it joins others, ``paceline join``."""
+    least, most = options.nodes
+    if joins:
+        counts: tuple[int, ...] = options.nproc
+        nproc = counts[place.node_rank] if len(counts) > 1 else counts[0]
+        words = [command[0], "-m", "paceline", "join", _run_of(command), "--nproc", str(nproc)]
+        return tuple(words if options.interface is None else [*words, "--interface", options.interface])
+    words = [*command, "--on", "spawn", "--nproc", ",".join(map(str, options.nproc))]
+    if endpoint is not None:
+        nodes = str(least) if least == most else f"{least}:{most}"
+        words += ["--nodes", nodes, "--node-rank", str(place.node_rank), "--rdzv-endpoint", endpoint]
+    if options.threads is not None:
+        words += ["--threads", str(options.threads)]
+    if options.interface is not None:
+        words += ["--interface", options.interface]
+    return tuple(words)
+
+
+def _become(command: tuple[str, ...]) -> int:
+    os.execvp(command[0], command)
+
+
+def _await_name(host: str) -> None:
+    """Wait until a machine's name can be looked up.
+
+    Raises:
+        ConfigError: it cannot be for too long.
+    """
+    deadline = time.monotonic() + _NAME_TIMEOUT_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the first machine's name, {host}, cannot be looked up: {error.strerror}."
+                ) from error
+        time.sleep(1.0)
+
+
+def split_python(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The interpreter, and the script or ``-m`` module with its arguments; ("", command) for anything else.
+
+    Also for an interpreter with options of its own, such as ``-u`` or ``-c``: torchrun knows none but ``-m``.
+    """
+    is_python = Path(command[0]).name.rstrip("0123456789.") == "python"
+    has_options = len(command) > 1 and command[1].startswith("-") and command[1] != "-m"
+    if is_python and not has_options:
+        return command[0], tuple(command[1:])
+    return "", tuple(command)
+
+
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """What tells gloo, NCCL and UCX which network interface to use."""
+    if interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "UCX_NET_DEVICES": interface}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

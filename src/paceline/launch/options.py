@@ -1,0 +1,280 @@
+"""What each launcher can be told on the command line beside what all can."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s
+from paceline.launch.registry import option
+
+# --- What ``--on spawn`` and ``--on torchrun`` can be asked for ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingOptions:
+    """Where several machines meet; the same command is given on each."""
+
+    node_rank: int | None = option("This machine's number, 0 to nodes - 1.")
+    rdzv_endpoint: str | None = option("HOST:PORT of machine 0, where several machines meet.")
+    rdzv_id: str = option("A name that all machines of one job share.", "paceline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions(MeetingOptions):
+    """What torchrun can do besides."""
+
+    rdzv_backend: str = option(
+        "How agents on several machines meet: c10d, or static with fixed ranks.", "c10d"
+    )
+    local_rank_argument: bool = option(
+        "Give each script --local-rank=N, as torch.distributed.launch did without --use-env.", False
+    )
+
+
+# --- What ``--on slurm`` can be asked for ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What sbatch is asked for, besides machines, processes, GPUs, CPUs and time."""
+
+    partition: str | None = option("The partition, or several with commas.")
+    account: str | None = option("The account to charge.")
+    qos: str | None = option("The quality of service.")
+    constraint: str | None = option("Features that the nodes must have, such as a100.")
+    exclude: str | None = option("Nodes to leave out, such as gpu[03-04].")
+    exclusive: bool = option("Share the nodes with no other job; use all CPUs.", False)
+    mem: str | None = option("Memory of each node, such as 64G.")
+    comment: str | None = option("A comment, which some sites require.")
+    output: str | None = option(
+        "The log, with sbatch's %j, %x, %A, %a and so on. Default: slurm-%j.log in the job's directory."
+    )
+    error: str | None = option("A separate log for stderr.")
+    module: tuple[str, ...] = option("Environment module to load; may be repeated.", ())
+    conda: str | None = option("Conda environment to activate; its python is used.")
+    venv: str | None = option("Virtual environment to activate; its python is used.")
+    setup: tuple[str, ...] = option("Shell line to run first, on node 0; may be repeated.", ())
+    signal_before: str | None = option(
+        "Send SIGUSR1 this long before the time limit. Default: for tasks, a tenth of the walltime, at "
+        "most 2min."
+    )
+    requeue: bool = option(
+        "Requeue after preemption, a timeout (exit code 75) or a lost node. Default: for tasks.",
+        False,
+    )
+    no_requeue: bool = option("Never requeue.", False)
+    array: str | None = option(
+        "Run the job for each of 0-9 or 1,3,7%2; {array_index} is replaced in the command and in --run."
+    )
+    slurm: tuple[str, ...] = option("KEY=VALUE or KEY for sbatch; may be repeated.", ())
+
+    def __post_init__(self) -> None:
+        if self.requeue and self.no_requeue:
+            raise ConfigError("--requeue and --no-requeue contradict each other. Give one of them.")
+        if self.conda is not None and self.venv is not None:
+            raise ConfigError("--conda and --venv: only one environment can be active. Give one of them.")
+
+
+# --- What ``--on kubernetes`` can be told ---
+
+
+KINDS = ("trainjob", "jobset", "job")
+
+_LABEL_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(rf"(?:[a-z0-9.-]+/)?{_LABEL_NAME}=(?:{_LABEL_NAME})?")
+_SECRET = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([a-z0-9.-]+)/([A-Za-z0-9._-]+)")
+_CLAIM = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?):(/.+)")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """Options of Kubernetes jobs."""
+
+    kind: str = option("trainjob (Kubeflow Trainer), jobset or job. Default: trainjob.", "trainjob")
+    image: str | None = option("The container image.")
+    namespace: str = option("The namespace. Default: default.", "default")
+    context: str | None = option("The kubeconfig's context. Default: its current one.")
+    volume: tuple[str, ...] = option(
+        "CLAIM:/PATH, a persistent volume claim and where it is mounted; may be repeated.", ()
+    )
+    memory: str | None = option("Memory of each machine, such as 64Gi.")
+    gpu_resource: str = option(
+        "The cluster's resource name for GPUs. Default: nvidia.com/gpu.", "nvidia.com/gpu"
+    )
+    service_account: str | None = option("The pods' service account.")
+    secret: tuple[str, ...] = option(
+        "VARIABLE=SECRET/KEY: set a variable from a Kubernetes secret; may be repeated.", ()
+    )
+    label: tuple[str, ...] = option("KEY=VALUE: label everything that is created; may be repeated.", ())
+    node_selector: tuple[str, ...] = option("KEY=VALUE, a label of the nodes to run on; may be repeated.", ())
+    workdir: str | None = option("Working directory in the image. Default: the image's own.")
+    grace: str = option("How long a pod may take to save when it is stopped. Default: 5min.", "5min")
+    runtime: str | None = option("An existing ClusterTrainingRuntime. Default: create one for the job.")
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, but is {self.kind!r}.")
+        if not self.image:
+            raise ConfigError("--on kubernetes needs --image, a container image that has Paceline in it.")
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", self.namespace):
+            raise ConfigError(
+                f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}."
+            )
+        if self.memory is not None and not _QUANTITY.fullmatch(self.memory):
+            raise ConfigError(f"--memory must be a quantity such as 64Gi, but is {self.memory!r}.")
+        if self.runtime is not None and self.kind != "trainjob":
+            raise ConfigError(f"--runtime belongs to --kind trainjob, but --kind is {self.kind}.")
+        if self.workdir is not None and self.runtime is not None:
+            raise ConfigError(
+                "--workdir cannot be changed in a runtime that the cluster has: leave out --runtime."
+            )
+        self.claims()
+        self.secrets()
+        self.labels()
+        self.selector()
+        if self.grace_s() < 1:
+            raise ConfigError(f"--grace must be at least 1s, but is {self.grace!r}.")
+
+    def claims(self) -> dict[str, str]:
+        """Where each persistent volume claim is mounted."""
+        return parse_claims(self.volume)
+
+    def secrets(self) -> dict[str, tuple[str, str]]:
+        """The secret and its key, of each variable."""
+        found = {}
+        for word in self.secret:
+            match = _SECRET.fullmatch(word)
+            if match is None:
+                raise ConfigError(
+                    f"--secret must be VARIABLE=SECRET/KEY, such as HF_TOKEN=hub/token, but is {word!r}."
+                )
+            found[match[1]] = (match[2], match[3])
+        return found
+
+    def labels(self) -> dict[str, str]:
+        """Labels of everything that is made."""
+        return _pairs("--label", self.label)
+
+    def selector(self) -> dict[str, str]:
+        """Labels of the nodes to run on."""
+        return _pairs("--node-selector", self.node_selector)
+
+    def grace_s(self) -> int:
+        """Seconds between SIGTERM and SIGKILL."""
+        return int(parse_duration_s(self.grace, "grace"))
+
+    def holds(self, path: PurePosixPath) -> bool:
+        """Whether a path is in one of the volumes."""
+        return any(path.is_relative_to(mount) for mount in self.claims().values())
+
+
+def parse_claims(words: Iterable[str]) -> dict[str, str]:
+    """Where each persistent volume claim is mounted, of words CLAIM:/PATH.
+
+    Raises:
+        ConfigError: one is something else, or was given before.
+    """
+    claims: dict[str, str] = {}
+    for word in words:
+        match = _CLAIM.fullmatch(word)
+        if match is None:
+            raise ConfigError(f"--volume must be CLAIM:/PATH, such as runs:/runs, but is {word!r}.")
+        if match[1] in claims or match[2] in claims.values():
+            raise ConfigError(f"--volume {word}: the claim or the path was given before.")
+        claims[match[1]] = match[2]
+    return claims
+
+
+def _pairs(flag: str, words: Iterable[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for word in words:
+        if not _LABEL.fullmatch(word):
+            raise ConfigError(f"{flag} must be KEY=VALUE, as Kubernetes takes labels, but is {word!r}.")
+        key, _, value = word.partition("=")
+        pairs[key] = value
+    return pairs
+
+
+# --- What ``--on sagemaker`` can be told ---
+
+
+DISTRIBUTIONS = {
+    "pytorchddp": "sagemaker_pytorch_ddp_enabled",
+    "torch_distributed": "sagemaker_torch_distributed_enabled",
+    "smdistributed": "sagemaker_distributed_dataparallel_enabled",
+}
+"""SageMaker's own ways to start the ranks, and what its training toolkit calls them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageMakerOptions:
+    """Options of SageMaker jobs."""
+
+    image: str | None = option("The container image.")
+    role: str | None = option("The ARN of the job's role.")
+    instance_type: str | None = option("The machines' type, such as ml.p4d.24xlarge.")
+    s3: str | None = option("s3://BUCKET/PREFIX for the source, checkpoints and output.")
+    source: str = option(
+        "Directory to copy to the machines; name scripts relative to it. Default: this one.", "."
+    )
+    checkpoints: str | None = option(
+        "s3://BUCKET/PREFIX of the run's directory; give the same one to continue a run. Default: below --s3."
+    )
+    spot: bool = option("Use spot instances; the run continues from its checkpoints.", False)
+    max_wait: str = option("Time limit of a spot job, with its waiting. Default: 24h more.", "24h")
+    distribution: str | None = option(
+        "pytorchddp, torch_distributed or smdistributed: let SageMaker's own image start a script's ranks."
+    )
+    volume_gb: int = option("Disk of each machine, in GB. Default: 30.", 30)
+    tag: tuple[str, ...] = option("KEY=VALUE, for the job; may be repeated.", ())
+    region: str | None = option("The AWS region. Default: AWS's configured one.")
+
+    def __post_init__(self) -> None:
+        for flag, value, example in (
+            (
+                "--image",
+                self.image,
+                "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.6.0-gpu-py312",
+            ),
+            ("--role", self.role, "arn:aws:iam::123456789012:role/training"),
+            ("--instance-type", self.instance_type, "ml.g5.12xlarge"),
+            ("--s3", self.s3, "s3://my-bucket/training"),
+        ):
+            if not value:
+                raise ConfigError(f"--on sagemaker needs {flag}, such as {example}.")
+        if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", self.role or ""):
+            raise ConfigError(
+                f"--role must be such as arn:aws:iam::123456789012:role/NAME, but is {self.role!r}."
+            )
+        if not re.fullmatch(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", self.instance_type or ""):
+            raise ConfigError(
+                f"--instance-type must be such as ml.g5.12xlarge, but is {self.instance_type!r}."
+            )
+        for flag, value in (("--s3", self.s3), ("--checkpoints", self.checkpoints)):
+            if value is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+(/.*)?", value):
+                raise ConfigError(f"{flag} must be s3://BUCKET/PREFIX, but is {value!r}.")
+        if self.distribution is not None and self.distribution not in DISTRIBUTIONS:
+            raise ConfigError(
+                f"--distribution must be one of {', '.join(DISTRIBUTIONS)}, but is {self.distribution!r}."
+            )
+        if self.volume_gb < 1:
+            raise ConfigError(f"--volume-gb must be at least 1, but is {self.volume_gb}.")
+        self.max_wait_s()
+        self.tags()
+
+    def max_wait_s(self) -> int:
+        """Seconds that a spot job may wait for machines, over all interruptions."""
+        return int(parse_duration_s(self.max_wait, "max_wait"))
+
+    def tags(self) -> list[dict[str, str]]:
+        """Tags as the API takes them."""
+        pairs = [word.partition("=") for word in self.tag]
+        for key, equals, value in pairs:
+            if not key or not equals:
+                raise ConfigError(f"--tag must be KEY=VALUE, but is {key + equals + value!r}.")
+        return [{"Key": key, "Value": value} for key, _, value in pairs]

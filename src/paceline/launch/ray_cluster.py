@@ -1,0 +1,154 @@
+"""Ray clusters: one that is there, or one of this process's own. The library is imported on use."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+
+from paceline.core.environment import parse_endpoint
+from paceline.core.errors import LaunchError
+
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's way to have its servers listen on loopback alone, named after where that is the default."""
+
+_CONNECT_S = 10.0
+_LONGEST_TEMPORARY = 17
+"""Names of Ray's Unix sockets are 90 characters longer than the temporary directory's, and at most 107."""
+
+
+def import_ray(extra: str = "ray") -> ModuleType:
+    """The library.
+
+    Args:
+        extra: what installs the part of it that is needed.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    # Usage reports would go over the network; so would a question about them to the terminal.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise LaunchError(f"Ray is not installed ({error}). Run: pip install 'paceline[{extra}]'") from error
+    module: ModuleType = ray
+    return module
+
+
+def connect(ray: ModuleType, address: str, option: str = "--address") -> None:
+    """Become a driver of the cluster at an address, HOST:PORT or auto.
+
+    Args:
+        ray: the library.
+        address: where.
+        option: what the user calls the address.
+
+    Raises:
+        LaunchError: it does not answer, or refuses.
+    """
+    require_answer(address, option)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except Exception as error:
+        raise LaunchError(
+            f"the Ray cluster at {address} cannot be used: {error}. Something answers there: is it a Ray "
+            "cluster, and do RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH name its token?"
+        ) from error
+
+
+def require_answer(address: str, option: str) -> None:
+    """Refuse an address at which nothing listens; Ray itself would try for many minutes.
+
+    Args:
+        address: HOST:PORT; "auto" is left to Ray.
+        option: that has named it.
+
+    Raises:
+        ConfigError: it has another form.
+        LaunchError: nothing answers there.
+    """
+    if address == "auto":
+        return
+    endpoint = parse_endpoint(address.removeprefix("ray://"), option)
+    try:
+        socket.create_connection(endpoint, timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise LaunchError(
+            f"no Ray cluster answers at {option} {address}: {error}. Start one there, or leave "
+            f"{option} and RAY_ADDRESS out, for a cluster of the job's own."
+        ) from error
+
+
+@contextmanager
+def own_cluster(extra: str) -> Iterator[ModuleType]:
+    """A cluster of this process's own, on loopback, behind a token; nothing is left of it afterwards.
+
+    Its processes end with this one, also if this one is killed. Yields the library, which must not have been
+    imported before: it reads the token's variables then, and once.
+
+    Raises:
+        LaunchError: Ray is not installed, as ``extra`` does it; or it could not be started.
+    """
+    with private_directory() as directory:
+        token = directory.with_name("token")
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **LOOPBACK})
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        ray = import_ray(extra)
+        try:
+            _start(ray, directory)
+            yield ray
+        finally:
+            shut_down(ray)
+
+
+def _start(ray: ModuleType, directory: Path) -> None:
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="warning",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(directory),
+        )
+    except Exception as error:
+        raise LaunchError(f"Ray could not be started: {error}") from error
+
+
+def shut_down(ray: ModuleType) -> None:
+    """End the head, and what its actors have started: they would notice by themselves, a little later."""
+    tree = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    kill(tree)
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """End processes by their ids; ``ray stop`` would end other jobs' clusters too."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    """A temporary directory with a short name; what Ray makes in it is open to all, so it is not."""
+    parent = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(
+        prefix="paceline-ray-",
+        dir=parent if len(parent) <= _LONGEST_TEMPORARY else "/tmp",
+        ignore_cleanup_errors=True,
+    ) as name:
+        yield Path(name) / "r"

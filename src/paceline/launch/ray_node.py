@@ -1,0 +1,300 @@
+"""What starts a Ray cluster of the job's own: ``python -m paceline.launch.ray_node OPTIONS -- COMMAND``.
+
+It is started once on each machine of the job. The first one starts the cluster's head, waits for the others,
+and runs the command, with RAY_ADDRESS and the cluster's token in its environment; the others join the cluster
+and stay until the first one has ended, however it ends. No part of the cluster outlives the job.
+
+Machines find each other by a file in the job's directory, which they share: on a machine that other jobs use
+as well, any port may be taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+
+import psutil
+
+from paceline.core.environment import MachinePlace, detect_machine, parse_endpoint
+from paceline.core.errors import ConfigError, LaunchError, PacelineError
+from paceline.core.files import write_atomically
+from paceline.core.parent_death import tethered
+from paceline.core.process_group import LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.core.signals import STOP_SIGNALS, signals_handled
+from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
+from paceline.elastic.token import create_token, read_token
+from paceline.launch.launcher import JobSpec
+from paceline.launch.preflight.spec import run_before
+from paceline.launch.rank_env import expand_placeholders
+from paceline.launch.ray_cluster import LOOPBACK, import_ray, kill, private_directory, shut_down
+from paceline.launch.supervisor import Starter, SupervisedJob
+
+_MEETING_S = 300.0
+_POLL_S = 0.2
+_ENDING_S = 15.0  # the head may be ending its own part before it says so
+_GRACE_S = 5.0  # shorter than that of whoever supervises this process
+
+
+def ray_node_command(spec: JobSpec) -> tuple[str, ...]:
+    """The command that a launcher starts on each machine for ``--inner ray``.
+
+    Raises:
+        ConfigError: the job asks for processes, which a program that uses Ray starts by itself.
+    """
+    if spec.nproc != (1,):
+        raise ConfigError(
+            f"--nproc {','.join(map(str, spec.nproc))}: under --inner ray the command is started once, and "
+            "starts tasks and actors by itself. Leave --nproc out; or let --inner torchrun start processes."
+        )
+    return cluster_command(
+        spec, spec.command, cpus=spec.cpus_per_task, gpus=spec.gpus_per_node, preflight=spec.preflight
+    )
+
+
+def cluster_command(
+    spec: JobSpec,
+    command: Sequence[str],
+    *,
+    cpus: int | None,
+    gpus: int | None,
+    preflight: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The command that starts a Ray cluster, and ``command`` in it.
+
+    Args:
+        spec: the job; its directory is where machines meet.
+        command: what runs in the cluster.
+        cpus: CPUs of each machine that Ray may give away; default: the job's.
+        gpus: its GPUs; default: those that there are.
+        preflight: what must succeed on each machine before; of a job whose machines are actors, they do it.
+    """
+    options = ["--directory", str(spec.directory)]
+    for name, value in (("cpus", cpus), ("gpus", gpus), ("interface", spec.interface)):
+        if value is not None:
+            options += [f"--{name}", str(value)]
+    if preflight:
+        options += ["--preflight", shlex.join(preflight)]
+    return (spec.python, "-m", "paceline.launch.ray_node", *options, "--", *command)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Be the cluster's head, or one of its machines; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.launch.ray_node", description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="the job's; its machines share it")
+    parser.add_argument("--cpus", type=int, help="that Ray may give away here; default: the job's")
+    parser.add_argument("--gpus", type=int, help="default: those that there are")
+    parser.add_argument("--interface")
+    parser.add_argument("--preflight", type=shlex.split, default=(), help="a command that must succeed first")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        place = detect_machine()
+        if options.preflight:
+            several = place.nodes > 1
+            preflight = expand_placeholders(
+                options.preflight,
+                master_addr=place.hosts[0] if several and place.hosts else "127.0.0.1",
+                master_port=job_port(place.job_id or "paceline") if several else 0,
+                node_rank=place.node_rank,
+                nodes=place.nodes,
+            )
+            code, interface = run_before(preflight)
+            if code:
+                return code
+            options.interface = options.interface or interface
+        here = _Here(
+            place=place,
+            cpus=options.cpus or place.cpus or len(os.sched_getaffinity(0)),
+            gpus=options.gpus,
+            interface=options.interface,
+            files=options.directory / f"ray-{place.job_id or 'job'}",
+        )
+        with signals_handled(STOP_SIGNALS, stop):
+            return _head(here, options.command) if place.node_rank == 0 else _member(here)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Here:
+    """This machine, and what it gives to the cluster."""
+
+    place: MachinePlace
+    cpus: int
+    gpus: int | None
+    interface: str | None
+    files: Path
+
+    @property
+    def token(self) -> Path:
+        return self.files.with_name(f"{self.files.name}.token")
+
+    @property
+    def meeting(self) -> Path:
+        return self.files.with_name(f"{self.files.name}.json")
+
+    def variables(self) -> dict[str, str]:
+        """What every process of the cluster is told."""
+        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        if self.place.nodes == 1:
+            variables.update(LOOPBACK)
+        return variables
+
+
+def _head(here: _Here, command: Sequence[str]) -> int:
+    """Start the head, wait for the others, run the command, and end all of it."""
+    several = here.place.nodes > 1
+    if several and len(here.place.hosts) != here.place.nodes:
+        raise ConfigError(
+            f"the cluster has {here.place.nodes} machines, and only {len(here.place.hosts)} are named. Start "
+            " it through paceline launch, or set PACELINE_NODE_RANK, PACELINE_NODES and PACELINE_HOSTS."
+        )
+    address = _address(here, here.place.hosts[1]) if several else "127.0.0.1"
+    here.token.unlink(missing_ok=True)  # left by a head that was killed
+    create_token(here.token)
+    with contextlib.ExitStack() as stack:
+        stack.callback(here.token.unlink, missing_ok=True)
+        directory = stack.enter_context(private_directory())
+        os.environ.update(here.variables())
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        ray = import_ray()
+        stack.callback(shut_down, ray)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=here.cpus,
+                num_gpus=here.gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="warning",
+                _node_ip_address=address,
+                _temp_dir=str(directory),
+            )
+        except Exception as error:
+            raise LaunchError(f"Ray could not be started: {error}") from error
+        cluster = ray.get_runtime_context().gcs_address
+        if several:
+            stack.callback(here.meeting.unlink, missing_ok=True)
+            stack.enter_context(_door(here, address, cluster))
+            _wait_for_all(ray, here.place.nodes)
+        code = _run(command, {"RAY_ADDRESS": cluster})
+        # Before the others are told: while Ray is here, it would print that theirs ends unexpectedly.
+        shut_down(ray)
+        return code
+
+
+def _address(here: _Here, towards: str, port: int = 1) -> str:
+    """This machine's address on the way to another one; its own name may mean loopback."""
+    return interface_address(here.interface) if here.interface else address_towards(towards, port)
+
+
+@contextmanager
+def _door(here: _Here, address: str, cluster: str) -> Iterator[None]:
+    """Say where the cluster is, and listen there until this machine's part has ended.
+
+    Nothing is said over these connections: their end tells the others of ours, also if we are killed.
+    """
+    with bound_socket(address, 0) as door:
+        door.listen(here.place.nodes)
+        content = {"cluster": cluster, "door": f"{address}:{door.getsockname()[1]}"}
+        write_atomically(here.meeting, json.dumps(content).encode())
+        yield
+
+
+def _wait_for_all(ray: ModuleType, nodes: int) -> None:
+    deadline = time.monotonic() + _MEETING_S
+    while True:
+        there = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
+        if len(there) >= nodes:
+            return
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"after {_MEETING_S:.0f} s only {len(there)} of {nodes} machines are in the Ray cluster: "
+                f"{', '.join(there)}. What the others said is above; a firewall may be between them."
+            )
+        time.sleep(_POLL_S)
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    process = RenderedProcess(title="the command", argv=tuple(command), env=variables)
+    spec = LocalSpec(command=tuple(command), python="", grace_s=_GRACE_S)
+    # The cluster dies with this process, so nothing is left for the command to do.
+    starter = Starter(name="the command", says_why=True, death_signal=signal.SIGKILL)
+    return SupervisedJob(RenderedProcesses(spec=spec, processes=(process,)), starter=starter).wait()
+
+
+def _member(here: _Here) -> int:
+    """Join the cluster, and stay until its first machine's part has ended."""
+    cluster, door = _enter(here)
+    with door, private_directory() as directory:
+        read_token(here.token)
+        import_ray()
+        address = _address(here, *parse_endpoint(cluster, "the cluster's address"))
+        words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        words += [f"--address={cluster}", f"--node-ip-address={address}", f"--temp-dir={directory}"]
+        words += [f"--num-cpus={here.cpus}", *([] if here.gpus is None else [f"--num-gpus={here.gpus}"])]
+        environment = {**os.environ, **here.variables()}
+        environment.pop("RAY_AUTH_TOKEN", None)
+        log = directory.with_name("start.log")
+        with log.open("wb") as output:
+            started = subprocess.Popen(
+                tethered(words),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            # The program may save when a signal asks it to: how long the cluster stays, the head says.
+            with signals_handled(STOP_SIGNALS, lambda number, frame: None):
+                while started.poll() is None:
+                    if select.select([door], [], [], _POLL_S)[0]:
+                        return 0
+            if select.select([door], [], [], _ENDING_S)[0]:
+                return 0
+            said = log.read_text(errors="replace").strip()
+            raise LaunchError(f"Ray ended on this machine. It said:\n{said}")
+        finally:
+            kill(psutil.Process().children(recursive=True))
+            started.wait()
+
+
+def _enter(here: _Here) -> tuple[str, socket.socket]:
+    """The cluster's address, and a connection to its head; waits for the head to say where it is."""
+    deadline = time.monotonic() + _MEETING_S
+    while True:
+        # What an earlier head has left there leads nowhere.
+        with suppress(OSError, ValueError):
+            content = json.loads(here.meeting.read_bytes())
+            door = socket.create_connection(parse_endpoint(content["door"], "the door"), timeout=10)
+            return content["cluster"], door
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"after {_MEETING_S:.0f} s {here.place.hosts[0]} has not started a Ray cluster that can be "
+                f"reached from here, or {here.meeting.parent} is not a directory that the machines share."
+            )
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,453 @@
+"""A job on a Slurm cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import glob
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from paceline.core.environment import allocation_nodes
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.launch.job_logs import Watch, follow_files
+from paceline.launch.launcher import (
+    ENDED,
+    Command,
+    Inner,
+    JobHandle,
+    JobSpec,
+    JobStatus,
+    Launcher,
+    Rendered,
+    State,
+    refuse_restarts,
+)
+from paceline.launch.options import SlurmOptions
+from paceline.launch.slurm_script import (
+    ARRAY_INDEX,
+    BODIES,
+    SCRIPT,
+    allocation_script,
+    batch_files,
+    log_pattern,
+)
+from paceline.launch.supervisor import EXIT_CODE, AttachedJob, DetachedJob, Starter, start_commands
+
+# --- Slurm's own commands, and what their refusals mean for our options ---
+
+
+_LIMIT_S = 60
+
+# What sbatch says, and which of our options may be the reason.
+_CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("invalid partition", ("partition",)),
+    ("invalid account", ("account", "partition")),
+    ("invalid qos", ("qos",)),
+    ("invalid feature", ("constraint",)),
+    ("invalid node name", ("exclude", "slurm")),
+    ("invalid generic resource|gres", ("gpus_per_node",)),
+    ("memory", ("mem",)),
+    ("time limit|time specification", ("walltime",)),
+    ("job array", ("array",)),
+    ("dependency|unrecognized option|invalid .* specification", ("slurm",)),
+    ("node count", ("nodes",)),
+    (
+        "node configuration|more processors|cpu count|too many",
+        ("nodes", "nproc", "cpus_per_task", "gpus_per_node", "mem", "constraint", "exclude", "partition"),
+    ),
+    ("violates accounting|limit", ("walltime", "nodes", "account", "qos", "partition")),
+)
+
+
+def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands to its end, whatever its exit code; ``env`` is added to our variables.
+
+    Raises:
+        LaunchError: Slurm is not installed here, or does not answer.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {argv[0]} here: give the command on a login node of the cluster. "
+            "(--dry-run shows the job anywhere.)"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{argv[0]} has not answered within {_LIMIT_S} s. Is Slurm up? Try: sinfo"
+        ) from None
+    if done.returncode != 0 and re.search(
+        "unable to contact|connection refused|could not load|timed out|zero bytes", done.stderr, re.I
+    ):
+        raise LaunchError(f"the cluster is not reachable: {_words(done.stderr)} Try: sinfo")
+    return done
+
+
+def submit_script(spec: JobSpec, options: Any, command: Command) -> str:
+    """Have sbatch take a script; return the job's number.
+
+    Raises:
+        LaunchError: it was refused, with sbatch's words and our options that may be the reason.
+    """
+    done = run_slurm(*command.argv, env=command.env)
+    if done.returncode != 0:
+        raise refusal(done.stderr, spec, options)
+    return done.stdout.strip().partition(";")[0]
+
+
+def refusal(stderr: str, spec: JobSpec, options: Any) -> LaunchError:
+    """What sbatch said, with our options that may be the reason.
+
+    Args:
+        stderr: its words.
+        spec: the job.
+        options: the launcher's, with names as ``--on slurm`` has them; some may be missing.
+    """
+    given = _given(spec, options)
+    causes = [given[name] for name in _causes(stderr) if name in given]
+    advice = f" Look at {', '.join(causes)}." if causes else ""
+    return LaunchError(f"sbatch refused the job: {_words(stderr)}{advice}")
+
+
+def _words(stderr: str) -> str:
+    """What a command said, as one sentence."""
+    lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines()]
+    text = "; ".join(line.rstrip(".") for line in lines if line and not line.startswith("Try "))
+    return f"{text or 'it said nothing'}."
+
+
+def _causes(stderr: str) -> tuple[str, ...]:
+    for pattern, names in _CAUSES:
+        if re.search(pattern, stderr, re.I):
+            return names
+    return ()
+
+
+def _given(spec: JobSpec, options: Any) -> dict[str, str]:
+    """Our options as they were given, by name."""
+    least, most = spec.nodes
+    words = {
+        "nodes": str(least) if least == most else f"{least}:{most}",
+        "nproc": ",".join(map(str, spec.nproc)),
+        "cpus_per_task": spec.cpus_per_task,
+        "gpus_per_node": spec.gpus_per_node,
+        "walltime": None if spec.walltime_s is None else f"{spec.walltime_s:g}s",
+        **{
+            name: getattr(options, name, None)
+            for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "array")
+        },
+        "slurm": " --slurm ".join(options.slurm) or None,
+    }
+    return {name: f"--{name.replace('_', '-')} {value}" for name, value in words.items() if value is not None}
+
+
+# --- A job in Slurm's hands ---
+
+
+# Else Slurm cuts the numbers of an array short.
+_WHOLE_LISTS = {"SLURM_BITSTR_LEN": "0"}
+
+_STATES: dict[str, State] = {
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"), "pending"),
+    **dict.fromkeys(("SPECIAL_EXIT", "RESV_DEL_HOLD"), "pending"),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"), "running"),
+    **dict.fromkeys(("RESIZING", "STAGE_OUT"), "running"),
+    "COMPLETED": "succeeded",
+    **dict.fromkeys(("CANCELLED", "PREEMPTED", "REVOKED"), "cancelled"),
+    **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), "failed"),
+}
+
+
+class SlurmJob(JobHandle):
+    """A job, or an array of them, that sbatch has taken."""
+
+    def __init__(self, reference: Mapping[str, Any]) -> None:
+        self._reference = dict(reference)
+        self._id: str = reference["id"]
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """Its number, and where its logs are."""
+        return self._reference
+
+    def status(self) -> JobStatus:
+        """What the controller says; of what it has forgotten, what accounting or the job's own files do."""
+        numbers = _array_indices(self._reference.get("array"))
+        known = self._of_controller()
+        # While one is at work the others do not matter: no need to ask the database again and again.
+        if all(task.ended for task in known.values()) and not known.keys() >= set(numbers):
+            known = {**self._of_accounting(), **known}
+        known = {**self._of_files(number for number in numbers if number not in known), **known}
+        if not known:
+            return JobStatus(state="unknown", detail=f"Slurm does not know job {self._id} any more")
+        lost = JobStatus(state="unknown", detail="forgotten by Slurm")
+        return _together([known.get(number, lost) for number in numbers])
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Its log files, which Slurm writes."""
+        yield from follow_files(self._log_files(), ended=self._watch().ended if follow else None)
+
+    def cancel(self) -> None:
+        """Have Slurm end it: SIGTERM, upon which a Paceline task saves, then SIGKILL."""
+        done = run_slurm("scancel", self._id)
+        if done.returncode != 0:
+            raise LaunchError(f"scancel did not end job {self._id}: {done.stderr.strip()}")
+
+    def wait(self) -> int:
+        """Ask at longer and longer intervals until it has ended."""
+        code = self._watch().wait().exit_code
+        return 1 if code is None else code
+
+    def _watch(self) -> Watch:
+        return Watch(self.status, logs=", ".join(self._reference["logs"]))
+
+    def _of_controller(self) -> dict[int | None, JobStatus]:
+        """By number in the array; it forgets each job of an array some minutes after that has ended."""
+        done = run_slurm("scontrol", "--oneliner", "show", "job", self._id, env=_WHOLE_LISTS)
+        lines = done.stdout.splitlines() if done.returncode == 0 else []
+        return self._by_number(
+            (line.partition(" JobName=")[0], _from_scontrol(line)) for line in lines if "JobState=" in line
+        )
+
+    def _of_accounting(self) -> dict[int | None, JobStatus]:
+        """The same of a database that not every cluster has."""
+        options = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode")
+        done = run_slurm("sacct", *options, f"--jobs={self._id}", env=_WHOLE_LISTS)
+        lines = done.stdout.splitlines() if done.returncode == 0 else []
+        return self._by_number((line.partition("|")[0], _from_sacct(line)) for line in lines if "|" in line)
+
+    def _of_files(self, numbers: Iterable[int | None]) -> dict[int | None, JobStatus]:
+        """What those have left that have ended by themselves."""
+        found: dict[int | None, JobStatus] = {}
+        for number in numbers:
+            name = EXIT_CODE if number is None else f"{EXIT_CODE}-{self._id}_{number}"
+            with suppress(OSError, ValueError):
+                code = int((Path(self._reference["directory"]) / name).read_text())
+                found[number] = JobStatus(
+                    state="failed" if code else "succeeded", detail=f"exit code {code}", exit_code=code
+                )
+        return found
+
+    def _by_number(self, found: Iterable[tuple[str, JobStatus]]) -> dict[int | None, JobStatus]:
+        """Of words such as ``ArrayTaskId=1`` or ``4711_[2-5%2]``, by each number in the array."""
+        array = self._reference.get("array")
+        known: dict[int | None, JobStatus] = {}
+        for words, status in found:
+            named = re.search(r"(?:ArrayTaskId=|_)\[?(\d(?:[\d,:-]*\d)?)", words)
+            numbers = _array_indices(named[1] if named is not None and array is not None else None)
+            known.update(dict.fromkeys(numbers, status))
+        return known
+
+    def _log_files(self) -> list[Path]:
+        numbers = _array_indices(self._reference.get("array"))
+        files: list[Path] = []
+        for pattern in self._reference["logs"]:
+            for number in numbers:
+                files += _expanded(pattern, self._id, self._reference["name"], number)
+        return list(dict.fromkeys(files))
+
+
+def _from_scontrol(line: str) -> JobStatus:
+    values = dict(re.findall(r"(\w+)=(\S+)", line.partition(" Command=")[0]))
+    state, reason = values["JobState"], values.get("Reason", "None")
+    return _status(
+        state,
+        f"{state} ({reason})" if reason != "None" else state,
+        values.get("ExitCode", "0:0"),
+        int(values.get("Restarts", "0")),
+    )
+
+
+def _from_sacct(line: str) -> JobStatus:
+    words, code = line.split("|")[1:3]
+    return _status(words.split()[0], words, code, 0)
+
+
+def _status(slurm_state: str, detail: str, exit_code: str, restarts: int) -> JobStatus:
+    state = _STATES.get(slurm_state, "unknown")
+    code, _, number = exit_code.partition(":")
+    known = 128 + int(number) if number not in ("", "0") else int(code)
+    return JobStatus(
+        state=state,
+        detail=detail,
+        # A job that was lost or timed out has no code of its own.
+        exit_code=(known or (0 if state == "succeeded" else 1)) if state in ENDED else None,
+        restarts=restarts,
+    )
+
+
+def _together(tasks: Sequence[JobStatus]) -> JobStatus:
+    """The status of an array: at work while one task of it is, failed if one has, succeeded if all have."""
+    if len(tasks) == 1:
+        return tasks[0]
+    order: tuple[State, ...] = ("running", "pending", "failed", "unknown", "cancelled", "succeeded")
+    worst = min(tasks, key=lambda task: order.index(task.state))
+    counts = Counter(task.detail for task in tasks)
+    return JobStatus(
+        state=worst.state,
+        detail=", ".join(f"{number} {detail}" for detail, number in counts.items()),
+        exit_code=worst.exit_code,
+        restarts=sum(task.restarts for task in tasks),
+    )
+
+
+def _array_indices(array: str | None) -> list[int | None]:
+    """0, 1, 2, 5 of ``0-2,5%2``."""
+    if array is None:
+        return [None]
+    indices: list[int | None] = []
+    for part in array.partition("%")[0].split(","):
+        first, last, step = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part).groups()  # type: ignore[union-attr]
+        indices += range(int(first), int(last or first) + 1, int(step or 1))
+    return indices
+
+
+def _expanded(pattern: str, job: str, name: str, index: int | None) -> list[Path]:
+    """The file that Slurm writes for a pattern; those there are, where only Slurm knows a part of it."""
+    known = {"%": "%", "x": name, "A": job, "u": getpass.getuser()}
+    known |= {"j": job} if index is None else {"a": str(index)}
+
+    def value(field: str) -> str | None:
+        # Slurm pads numbers only, and to ten digits at most.
+        width = min(10, int(field[1:-1] or 0)) if field[-1] in "Aaj" else 0
+        found = known.get(field[-1])
+        return None if found is None else found.zfill(width)
+
+    parts = re.split(r"(%\d*.)", pattern)
+    texts = [value(part) if number % 2 else part for number, part in enumerate(parts)]
+    if None not in texts:
+        return [Path("".join(text for text in texts if text is not None))]
+    return sorted(
+        Path(found) for found in glob.glob("".join("*" if t is None else glob.escape(t) for t in texts))
+    )
+
+
+# --- ``--on slurm``: a batch script for sbatch; inside of an allocation, the same steps at once ---
+
+
+class Slurm(Launcher):
+    """Slurm. Where this runs in an allocation (``salloc``), a job ends with its command."""
+
+    name = "slurm"
+    inners: ClassVar[tuple[Inner, ...]] = tuple(BODIES)
+    contracts = ("torch", "tensorflow", "none", "mpi", "horovod")
+
+    def __init__(self) -> None:
+        self.allocated = allocation_nodes()
+        self.attached = self.allocated is not None
+
+    def render(self, spec: JobSpec, options: SlurmOptions | None = None) -> Rendered:
+        """Write the script, and the command that submits it; in an allocation, that runs it."""
+        options = options or SlurmOptions()
+        _check(spec, options)
+        if options.conda is not None or options.venv is not None:
+            spec = _with_its_python(spec)
+        script = spec.directory / SCRIPT
+        if self.allocated is None:
+            files = batch_files(spec, options)
+            command = Command(title="submit it", argv=("sbatch", "--parsable", str(script)), env=spec.env)
+        else:
+            if spec.nodes[1] > self.allocated:
+                raise ConfigError(
+                    f"--nodes {spec.nodes[1]}, but this allocation of Slurm's has {self.allocated}. Ask "
+                    "salloc for more; or, for a job of its own, begin with: env -u SLURM_JOB_ID paceline"
+                )
+            files = {SCRIPT: allocation_script(spec, options)}
+            command = Command(title="in this allocation", argv=("bash", str(script)), env=spec.env)
+        return Rendered(spec=spec, options=options, files=files, commands=(command,))
+
+    def common_directory(self, spec: JobSpec, options: SlurmOptions | None) -> Path:
+        """The job's; of an array, one for each of its jobs, which may begin at once."""
+        array = options is not None and options.array is not None
+        return spec.directory / ARRAY_INDEX if array else spec.directory
+
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Have sbatch take the script; in an allocation, start it."""
+        spec, options = rendered.spec, rendered.options
+        if self.allocated is not None:
+            starter = Starter(name=SCRIPT, says_why=True)  # srun and what it starts have
+            return AttachedJob(start_commands(rendered, starter), spec.directory)
+        logs = tuple(
+            str(spec.workdir / pattern)
+            for pattern in (log_pattern(spec, options), options.error)
+            if pattern is not None
+        )
+        for pattern in logs:
+            _check_writable(Path(pattern).parent)
+        job = submit_script(spec, options, rendered.commands[0])
+        return SlurmJob(
+            {
+                "id": job,
+                "name": spec.name,
+                "directory": str(spec.directory),
+                "logs": logs,
+                "array": options.array,
+            }
+        )
+
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find a job by its number, or the process that has started one in an allocation."""
+        return DetachedJob(reference) if "pid" in reference else SlurmJob(reference)
+
+
+def _check(spec: JobSpec, options: SlurmOptions) -> None:
+    """Refuse before the queue what would fail after it."""
+    refuse_restarts(spec, "slurm")
+    if spec.starts_each_rank and len(spec.nproc) > 1:
+        raise ConfigError(
+            f"--nproc {','.join(map(str, spec.nproc))}: under --inner {spec.inner} Slurm starts as many "
+            "tasks on every machine. Give one number, or use --inner torchrun."
+        )
+    if spec.inner == "ray" and options.signal_before is not None:
+        raise ConfigError(
+            "--signal-before: Slurm sends its warning to all of a job's processes, and Ray's own would end "
+            "of it. Leave it out with --inner ray."
+        )
+    words = (*spec.command, str(spec.run or ""))
+    indexed = any(ARRAY_INDEX in word for word in words)
+    if indexed and options.array is None:
+        raise ConfigError(f"{ARRAY_INDEX} needs --array, which says which numbers it stands for.")
+    if options.array is not None:
+        if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", options.array):
+            raise ConfigError(f"--array must be such as 0-9, 1,3,7 or 0-99%4, but is {options.array!r}.")
+        if spec.is_task and ARRAY_INDEX not in str(spec.run):
+            raise ConfigError(
+                f"--array: the jobs of an array need a run each. Give --run such as runs/sweep-{ARRAY_INDEX}."
+            )
+
+
+def _check_writable(folder: Path) -> None:
+    if "%" not in str(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        problem = "cannot be written" if folder.is_dir() else "does not exist"
+        raise ConfigError(
+            f"--output: the folder {folder} {problem}, and Slurm would end the job without a word."
+        )
+
+
+def _with_its_python(spec: JobSpec) -> JobSpec:
+    """The environment that is activated has a python, unless --python has named another."""
+    if spec.python != sys.executable:
+        return spec
+
+    def changed(command: tuple[str, ...]) -> tuple[str, ...]:
+        return ("python", *command[1:]) if command[:1] == (spec.python,) else command
+
+    return dataclasses.replace(
+        spec, python="python", command=changed(spec.command), preflight=changed(spec.preflight)
+    )

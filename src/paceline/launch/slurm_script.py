@@ -1,0 +1,509 @@
+"""The batch script of a Slurm job."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
+from paceline.core.errors import ConfigError
+from paceline.core.options import parse_duration_s
+from paceline.launch.launcher import Inner, JobSpec
+from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
+from paceline.launch.node import node_command
+from paceline.launch.rank import rank_command
+from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
+from paceline.launch.supervisor import EXIT_CODE
+
+if TYPE_CHECKING:
+    from paceline.launch.options import SlurmOptions
+
+
+# --- An ``ssh`` for programs that reach other machines by it, in a job whose machines have no ssh server ---
+
+
+_SHELL = r"""
+# horovodrun starts ranks on other machines by ssh. In a job a step does that: no machine needs an ssh server.
+starters="$(mktemp -d)"
+trap 'rm -r "$starters"' EXIT
+cat >"$starters/ssh" <<END
+#!/bin/bash
+host=
+while [ "\$#" -gt 0 ]; do
+  case "\$1" in
+    -o | -p | -i) shift 2 ;;
+    *) [ -z "\$host" ] || break; host="\$1"; shift ;;
+  esac
+done
+exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" {of_step} sh -c "\$*" </dev/null
+END
+chmod +x "$starters/ssh"
+"""
+
+
+def ssh_by_steps(of_step: str) -> str:
+    """Shell that writes it into a directory of its own, ``$starters``, for the PATH of such a program.
+
+    It understands what horovodrun gives: options with a value each, the host, and a command for a shell.
+
+    Args:
+        of_step: more options for srun.
+    """
+    return _SHELL.replace("{of_step}", of_step).strip()
+
+
+# --- What sbatch is asked for: the ``#SBATCH`` lines of a job ---
+
+
+_OURS = {
+    "job-name": "--name",
+    "chdir": "the directory that you are in",
+    "nodes": "--nodes",
+    "ntasks": "--nodes and --nproc",
+    "ntasks-per-node": "--nproc",
+    "cpus-per-task": "--cpus-per-task",
+    "gres": "--gpus-per-node",
+    "time": "--walltime",
+    "signal": "--signal-before",
+    "open-mode": "nothing: logs are appended to",
+    "export": "--env, besides the variables that are set",
+    **{
+        name: f"--{name}"
+        for name in (
+            *("partition", "account", "qos", "constraint", "exclude", "exclusive", "mem", "comment"),
+            *("output", "error", "requeue", "no-requeue", "array"),
+        )
+    },
+}
+
+
+def requeues(spec: JobSpec, options: SlurmOptions) -> bool:
+    """Whether the job goes back into the queue by itself."""
+    return options.requeue or (spec.is_task and not options.no_requeue)
+
+
+def log_pattern(spec: JobSpec, options: SlurmOptions) -> str:
+    """Where sbatch writes, with its %."""
+    if options.output is not None:
+        return str(spec.workdir / options.output)
+    name = "slurm-%A_%a.log" if options.array else "slurm-%j.log"
+    return f"{str(spec.directory).replace('%', '%%')}/{name}"
+
+
+def directives(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str | None]]:
+    """Name and value of each; None where it has none.
+
+    Raises:
+        ConfigError: an option has a wrong form, or does not go with another.
+    """
+    least, most = spec.nodes
+    yield "job-name", spec.name
+    yield "chdir", str(spec.workdir)
+    yield "output", log_pattern(spec, options)
+    if options.error is not None:
+        yield "error", str(spec.workdir / options.error)
+    yield "open-mode", "append"
+    yield "export", "ALL"
+    yield "nodes", str(least) if least == most else f"{least}-{most}"
+    yield "ntasks-per-node", str(spec.nproc[0] if spec.starts_each_rank else 1)
+    if (cpus := cpus_per_task(spec, options)) is not None:
+        yield "cpus-per-task", str(cpus)
+    if spec.gpus_per_node:
+        yield "gres", f"gpu:{spec.gpus_per_node}"
+    if spec.walltime_s is not None:
+        yield "time", slurm_time(spec.walltime_s)
+    for name in ("partition", "account", "qos", "constraint", "exclude", "mem", "comment", "array"):
+        if (value := getattr(options, name)) is not None:
+            yield name, value
+    if options.exclusive:
+        yield "exclusive", None
+    if (before_s := _signal_before_s(spec, options)) is not None:
+        yield "signal", f"USR1@{before_s}"
+    if spec.inner == "agent":
+        yield "no-kill", None
+    if requeues(spec, options):
+        yield "requeue", None
+    elif options.no_requeue:
+        yield "no-requeue", None
+    for text in options.slurm:
+        name, equals, value = text.removeprefix("--").partition("=")
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            raise ConfigError(f"--slurm must be KEY=VALUE with a long option of sbatch's, but is {text!r}.")
+        if name in _OURS:
+            raise ConfigError(f"--slurm {name}: Paceline has an option of its own for it: {_OURS[name]}.")
+        yield name, value if equals else None
+
+
+def cpus_per_task(spec: JobSpec, options: SlurmOptions) -> int | None:
+    """CPUs of each of Slurm's tasks; None: all that there are."""
+    if options.exclusive and spec.cpus_per_task is None:
+        return None
+    each = spec.cpus_per_task or 1
+    return each if spec.starts_each_rank else each * max(spec.nproc)
+
+
+def _signal_before_s(spec: JobSpec, options: SlurmOptions) -> int | None:
+    if options.signal_before is not None:
+        before_s = parse_duration_s(options.signal_before, "signal_before")
+        if spec.walltime_s is not None and before_s >= spec.walltime_s:
+            raise ConfigError(
+                f"--signal-before {options.signal_before} must be shorter than --walltime, which is "
+                f"{spec.walltime_s:g} s."
+            )
+        return max(1, round(before_s))
+    if spec.is_task and spec.walltime_s is not None:
+        return max(1, round(min(120, spec.walltime_s / 10)))
+    return None
+
+
+def slurm_time(seconds: float) -> str:
+    """``D-HH:MM:SS``, rounded up to a second."""
+    minutes, second = divmod(-int(-seconds // 1), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}-" if days else "") + f"{hour:02}:{minute:02}:{second:02}"
+
+
+def directive_value(name: str, value: str) -> str:
+    """The value as sbatch reads it from a line.
+
+    Raises:
+        ConfigError: it is more than a line.
+    """
+    if "\n" in value or "\0" in value:
+        raise ConfigError(f"--{name} must be one line, but is {value!r}.")
+    if re.fullmatch(r"[\w@%+,./:=|&*!()\[\]{}^~-]+", value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+# --- The text of a Slurm job: sbatch's directives, and the shell that starts the ranks ---
+#
+# Paceline's agents are a step each, since a step ends as a whole and agents are to outlive each other.
+# Whatever else starts ranks is one step on all nodes, which Slurm ends when a part of it fails.
+
+
+SCRIPT, MACHINE_SCRIPT = "job.sh", "machine.sh"
+ARRAY_INDEX = "{array_index}"
+_EXPANDED = {ARRAY_INDEX: '"$SLURM_ARRAY_TASK_ID"'}
+
+_WAIT = """\
+# Bash returns from wait when a signal comes, although the step goes on.
+steps=()
+signalled=
+{traps}
+wait_for() {
+  local code
+  signalled=1
+  while [ -n "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+  return "$code"
+}
+"""
+# Slurm signals the steps of a batch job itself.
+_TRAPS_OF_BATCH = "trap 'signalled=1' INT TERM USR1"
+# A srun that gets SIGTERM has its tasks killed at once.
+_TRAPS_OF_ALLOCATION = """\
+pass_on() {
+  signalled=1
+  squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' |
+    awk -v name="paceline-$$" '$2 == name { print $1 }' | xargs --no-run-if-empty scancel --signal="$1"
+}
+trap 'pass_on TERM' INT TERM
+trap 'pass_on USR1' USR1"""
+_TRAPS_OF_MPIRUN = """\
+trap 'signalled=1; kill -s TERM "${steps[@]}"' INT TERM
+trap 'signalled=1; kill -s USR1 "${steps[@]}"' USR1"""
+
+# The SLURM_JOB_ID of one job in each array names the whole array.
+_IN_ARRAY = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+
+_REQUEUE = """\
+# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="{job}" --format=%T)" = RUNNING ]; then
+  echo "paceline: saved; back into the queue" >&2
+  scontrol requeue "{job}"
+fi
+"""
+
+_MACHINE = """\
+#!/bin/bash
+# Runs the agent of a machine. A job that may lose nodes survives that of job.sh too, and nobody would end it:
+# so wait until that machine answers, or Slurm has taken it out of the job.
+trap : TERM USR1
+"$@"
+code=$?
+setting() { scontrol show config | awk -v name="$1" '$1 == name { print $3 }'; }
+port=$(setting SlurmdPort)
+for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
+  read -r script_host nodes <<<"$(squeue --noheader --jobs="{job}" --format='%B %N')"
+  [ -n "$nodes" ] || break
+  if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
+    {again} "{job}"
+    break
+  fi
+  timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break
+  sleep 5
+done
+exit "$code"
+"""
+
+
+def batch_files(spec: JobSpec, options: SlurmOptions) -> dict[str, str]:
+    """What sbatch takes, and what each machine runs around its agent; by name.
+
+    Raises:
+        ConfigError: an option has a wrong form, or does not go with another.
+    """
+    files = {SCRIPT: batch_script(spec, options)}
+    if spec.inner == "agent":
+        again = "scontrol requeue" if requeues(spec, options) else "scancel"
+        files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", again).replace("{job}", _this_job(options))
+    return files
+
+
+def batch_script(spec: JobSpec, options: SlurmOptions) -> str:
+    """The whole script for sbatch.
+
+    Raises:
+        ConfigError: an option has a wrong form, or does not go with another.
+    """
+    login = " -l" if options.module or options.conda else ""
+    lines = [f"#!/bin/bash{login}"]
+    for name, value in directives(spec, options):
+        lines.append(f"#SBATCH --{name}" + ("" if value is None else f"={directive_value(name, value)}"))
+    return "\n".join([*lines, "", *_shell(spec, options, batch=True), ""])
+
+
+def allocation_script(spec: JobSpec, options: SlurmOptions) -> str:
+    """The same job's steps, for an allocation that is there already.
+
+    Raises:
+        ConfigError: an option asks the queue for something, or nobody could keep to it.
+    """
+    asked = [f"--{name.replace('_', '-')}" for name in _QUEUE_OPTIONS if getattr(options, name)]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: here is an allocation of Slurm's already (SLURM_JOB_ID is set), in which "
+            "--on slurm starts steps. Leave these out; or, for a job of its own, begin with: "
+            "env -u SLURM_JOB_ID paceline"
+        )
+    limits = ["--gpus-per-node"] if spec.gpus_per_node else []
+    # A task looks at the time itself.
+    limits += ["--walltime"] if spec.walltime_s is not None and not spec.is_task else []
+    if limits and spec.inner in ("mpi", "horovod"):
+        raise ConfigError(
+            f"{', '.join(limits)}: in an allocation of Slurm's that is there already, --inner {spec.inner} "
+            "starts no step that Slurm could hold to it. Leave it out; or, for a job of its own, begin with: "
+            "env -u SLURM_JOB_ID paceline"
+        )
+    return "\n".join(["#!/bin/bash", *_shell(spec, options, batch=False), ""])
+
+
+_QUEUE_OPTIONS = (
+    *(
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "exclude",
+        "exclusive",
+        "mem",
+        "comment",
+        "output",
+        "error",
+    ),
+    *("signal_before", "requeue", "no_requeue", "array", "slurm"),
+)
+
+
+def _shell(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str]:
+    """The lines after the directives."""
+    setup = [f"module load {shlex.quote(name)}" for name in options.module]
+    if options.conda is not None:
+        setup += ['source "$(conda info --base)/etc/profile.d/conda.sh"']
+        setup += [f"conda activate {shlex.quote(options.conda)}"]
+    if options.venv is not None:
+        activate = Path(options.venv).expanduser() / "bin" / "activate"
+        setup += [f"source {shlex.quote(str(activate))}"]
+    setup += options.setup
+    if setup:
+        yield from ("set -e", *setup, "set +e")
+    result = shlex.quote(str(spec.directory / EXIT_CODE))
+    if options.array is not None:
+        result += f'-"{_IN_ARRAY}"'
+    if batch:
+        yield f"rm -f {result}"
+    of_allocation = _TRAPS_OF_MPIRUN if spec.inner == "mpi" else _TRAPS_OF_ALLOCATION
+    yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else of_allocation).rstrip()
+    yield ""
+    yield from BODIES[spec.inner](spec, _of_step(spec, options, batch=batch), batch)
+    if batch and requeues(spec, options):
+        yield _REQUEUE.replace("{job}", _this_job(options)).rstrip()
+    if batch:
+        yield f'echo "$code" >{result}'
+    yield 'exit "$code"'
+
+
+def _this_job(options: SlurmOptions) -> str:
+    """What a job calls itself when it asks Slurm for something, in double quotes."""
+    # Only where there is an array: a job that is submitted from one has its variables.
+    return "$SLURM_JOB_ID" if options.array is None else _IN_ARRAY
+
+
+def _agents(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+    """A step for each machine, on which an agent starts the processes."""
+    assert spec.run is not None
+    most = spec.nodes[1]
+    [finished] = quoted([str(spec.run / "result.json")])
+    yield f'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n {most}))'
+    yield f'export {JOB_ID}="$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$$" {NODES}="${{#hosts[@]}}"'
+    yield f'export {HOSTS}="$(IFS=,; echo "${{hosts[*]}}")"'
+    yield 'for rank in "${!hosts[@]}"; do'
+    srun = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--nodes=1", "--ntasks=1"]
+    srun += ["--ntasks-per-node=1", '--nodelist="${hosts[rank]}"', of_step]
+    around = ["bash", str(spec.directory / MACHINE_SCRIPT)] if batch else []
+    yield f"  export {NODE_RANK}=$rank"
+    yield wrapped([*srun, *quoted([*around, *node_command(spec)]), "&"], indent="  ")
+    yield '  steps+=("$!")'
+    yield "done"
+    yield "code=1"
+    yield "finished= stopped="
+    yield 'for step in "${steps[@]}"; do'
+    yield '  wait_for "$step"'
+    yield "  ended=$?"
+    yield '  case "$ended" in'
+    yield "    0) finished=1 ;;"
+    yield "    75) stopped=1 ;;"
+    yield "    *) code=$ended ;;"
+    yield "  esac"
+    yield "done"
+    yield "# A machine that was lost fails its step, and the others may have finished without it."
+    yield f'if [ -n "$finished" ] && [ -e {finished} ]; then code=0'
+    yield 'elif [ -n "$stopped" ]; then code=75; fi'
+
+
+def _one_step(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+    """One step on all nodes: a task for each rank, or one on each machine that starts its ranks."""
+    least, most = spec.nodes
+    # sbatch gives a job as many as there are; an allocation may have more.
+    known = least == most or not batch
+    nodes = str(most) if known else '"$SLURM_JOB_NUM_NODES"'
+    each = spec.nproc[0] if spec.starts_each_rank else 1
+    tasks = str(most * each) if known else f"$((SLURM_JOB_NUM_NODES * {each}))"
+    srun = ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={tasks}"]
+    srun += [f"--ntasks-per-node={each}", of_step]
+    command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
+    yield from _alone([*srun, *quoted(command)])
+
+
+def _alone(texts: list[str]) -> Iterator[str]:
+    yield wrapped([*texts, "&"])
+    yield 'steps+=("$!")'
+    yield 'wait_for "$!"'
+    yield "code=$?"
+
+
+def _of_step(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> str:
+    """The CPUs of a step's tasks; in an allocation also its GPUs, its time, and a name to find it by."""
+    words = [] if batch else ['--job-name="paceline-$$"']
+    if not batch and spec.gpus_per_node:
+        words.append(f"--gres=gpu:{spec.gpus_per_node}")
+    if not batch and spec.walltime_s is not None:
+        words.append(f"--time={slurm_time(spec.walltime_s)}")
+    cpus = cpus_per_task(spec, options)
+    # Such as 8(x2),4: the CPUs of the first node.
+    whole = "${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}"
+    # Since Slurm 22.05 srun no longer does as sbatch was told.
+    if cpus is not None and (batch or spec.cpus_per_task is not None):
+        words.append(f"--cpus-per-task={cpus}")
+    elif spec.starts_each_rank:
+        words.append(f"--cpus-per-task=$(({whole} / {spec.nproc[0]}))")
+    else:
+        words.append(f'--cpus-per-task="{whole}"')
+    return " ".join(words)
+
+
+def quoted(words: Iterable[str]) -> list[str]:
+    """The words for a shell; ``{array_index}`` becomes the number in a job's array."""
+    texts: list[str] = []
+    for word in words:
+        pieces = re.split(f"({'|'.join(map(re.escape, _EXPANDED))})", word)
+        texts.append("".join(_EXPANDED.get(p) or (shlex.quote(p) if p else "") for p in pieces) or "''")
+    return texts
+
+
+def wrapped(texts: Iterable[str], indent: str = "") -> str:
+    """A command on as many lines as it needs to be read."""
+    lines = [indent]
+    for text in texts:
+        if len(lines[-1]) + len(text) > 96 and lines[-1].strip():
+            lines.append(indent + "  ")
+        lines[-1] += text + " "
+    return "\\\n".join(lines).rstrip()
+
+
+def _mpirun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+    """``mpirun`` on the allocation, which it finds by itself."""
+    nodes, each = _fixed(spec)
+    yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+    if spec.is_task:
+        # On SIGTERM it would kill the ranks before they have saved.
+        yield """trap 'signalled=1; kill -s USR1 "${steps[@]}"' TERM INT"""
+    yield from _alone(quoted(mpirun_in_allocation(spec, nodes, each)))
+
+
+def _horovodrun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+    """``horovodrun`` with the hosts of the allocation; it reaches the others by steps."""
+    refuse_secrets(spec.env, IN_HOROVODS_SHELL)
+    nodes, each = _fixed(spec)
+    yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+    yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
+    interface = [] if spec.interface is None else ["--network-interface", spec.interface]
+    words = ["horovodrun", "-np", str(nodes * each), "--gloo", *interface]
+    if nodes > 1:
+        yield ssh_by_steps(of_step)
+        # The ranks have the PATH of before, should they call ssh themselves.
+        horovodrun = ['PATH="$starters:$PATH"', *quoted(words), "-H", '"$hosts"', "env", '"PATH=$PATH"']
+    else:
+        horovodrun = [*quoted(words), "-H", '"$hosts"']
+    yield from _alone([*horovodrun, *quoted(command_of_a_rank(spec))])
+
+
+def _fixed(spec: JobSpec) -> tuple[int, int]:
+    """Machines, and the processes on each.
+
+    Raises:
+        ConfigError: their number may change.
+    """
+    least, most = spec.nodes
+    if least != most:
+        raise ConfigError(
+            f"--nodes {least}:{most}: --inner {spec.inner} needs one number. Use --inner agent or torchrun."
+        )
+    return least, spec.nproc[0]
+
+
+Body = Callable[[JobSpec, str, bool], Iterator[str]]
+
+BODIES: dict[Inner, Body] = {
+    "torchrun": _one_step,
+    "spawn": _one_step,
+    "srun": _one_step,
+    "ray": _one_step,
+    "mpi": _mpirun,
+    "horovod": _horovodrun,
+    "agent": _agents,
+}
+"""By what starts the ranks, the default first: shell that starts them, waits (``wait_for``), sets ``code``.
+
+It is made of the job, of more options for srun, and of whether sbatch runs it.
+"""

@@ -1,0 +1,556 @@
+"""A job on machines that are reached by ssh."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from paceline.core import parent_death
+from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.signals import (
+    STOP_SIGNALS,
+    StopRequests,
+    interrupted_afterwards,
+    passed_on,
+    signals_handled,
+)
+from paceline.launch.launcher import (
+    Command,
+    Host,
+    JobHandle,
+    JobSpec,
+    Rendered,
+    machines_of,
+    option,
+    read_hosts,
+    refuse_restarts,
+    refuse_walltime,
+    refuse_what_is_for_clusters,
+)
+from paceline.launch.node import node_command
+from paceline.launch.ssh_remote import READY
+from paceline.launch.supervisor import AttachedJob, AttachedLauncher
+from paceline.runs.failures import STOPPED
+
+# --- One machine at the end of an ssh: what is said to it, and what it says ---
+
+
+LOST = 255
+"""What ssh exits with when its connection fails; remote commands never do."""
+
+
+class SshMachine:
+    """An ssh client. It is killed by the kernel if this process dies; then what runs there ends too.
+
+    Attributes:
+        name: the host's.
+        pidfd: readable once the client has ended.
+        ready: nothing is in the way of the command there.
+        code: what the client ended with, once it was reaped.
+        said: what came before it was ready.
+
+    Raises:
+        LaunchError: the client could not be started.
+    """
+
+    def __init__(self, name: str, command: Command, prefix: str) -> None:
+        self.name = name
+        self.ready = False
+        self.code: int | None = None
+        self.said: list[str] = []
+        self._prefix = prefix.encode()
+        self._unsent = command.stdin.encode()
+        self._partial: dict[int, bytes] = {}
+        # In a session of its own: Ctrl-C in a terminal reaches only the launcher, which passes it on.
+        mine = [sys.executable, "-I", "-S", parent_death.__file__, str(int(signal.SIGKILL)), str(os.getpid())]
+        try:
+            self._popen = subprocess.Popen(
+                [*mine, *command.argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"ssh could not be started for {name}: {error}.") from error
+        self.pidfd = os.pidfd_open(self._popen.pid)
+        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._stdin, self._stderr = stdin, stderr
+        self._outputs: list[IO[bytes]] = [stdout, stderr]
+        for pipe in (stdin, stdout, stderr):
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """The client's process number."""
+        return self._popen.pid
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """The descriptors on which something may come."""
+        return tuple(pipe.fileno() for pipe in self._outputs)
+
+    @property
+    def writable(self) -> tuple[int, ...]:
+        """The descriptor on which something is to be sent, if there is anything."""
+        return (self._stdin.fileno(),) if self._unsent and not self._stdin.closed else ()
+
+    def tell(self, word: str) -> None:
+        """Send a line, as far as it is taken; the rest with the next :meth:`write`."""
+        if len(self._unsent) < 4096:  # one that takes nothing is lost, and ssh will find that out
+            self._unsent += f"{word}\n".encode()
+
+    def write(self) -> None:
+        """Send what is taken."""
+        if not self.writable:
+            return
+        try:
+            self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent = b""  # the client has ended, and says so
+
+    def read(self, fd: int) -> bool:
+        """Take what is there; False where there is nothing, or never will be again."""
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return False
+        errors = fd == (None if self._stderr.closed else self._stderr.fileno())
+        *lines, rest = (self._partial.pop(fd, b"") + data).split(b"\n")
+        if data:
+            self._partial[fd] = rest
+        elif rest:
+            lines.append(rest)
+        for line in lines:
+            self._take(line, errors=errors)
+        if not data:
+            [ended] = [pipe for pipe in self._outputs if pipe.fileno() == fd]
+            self._outputs.remove(ended)
+            ended.close()
+        return bool(data)
+
+    def let_go(self) -> None:
+        """End its input, and with it what runs there."""
+        with suppress(OSError):
+            self._stdin.close()
+
+    def kill(self) -> None:
+        """Kill the client here."""
+        self._popen.kill()
+
+    def reap(self) -> int:
+        """Wait for the client's end, and take its last words; return its exit code, LOST if it was killed."""
+        code = self._popen.wait()
+        self.code = LOST if code < 0 else code
+        os.close(self.pidfd)
+        for fd in self.readable:
+            # A master connection that the user has set up may hold the other end open for ever.
+            while self.read(fd):
+                pass
+            if rest := self._partial.pop(fd, b""):
+                self._take(rest, errors=not self._stderr.closed and fd == self._stderr.fileno())
+        self.let_go()
+        for pipe in self._outputs:
+            pipe.close()
+        self._outputs = []
+        return self.code
+
+    def _take(self, line: bytes, *, errors: bool) -> None:
+        if not self.ready:
+            # Start-up files of a shell may print as well, and ssh itself does.
+            text = line.decode(errors="replace").rstrip()
+            self.ready = text == READY
+            if not self.ready:
+                self.said.append(text)
+            return
+        stream = sys.stderr if errors else sys.stdout
+        with suppress(BrokenPipeError, ValueError):
+            stream.flush()
+            stream.buffer.write(self._prefix + line + b"\n")
+            stream.buffer.flush()
+
+
+# --- One ssh for each machine: reached first, then started together, watched, and ended together ---
+
+
+_START_S = 60.0  # to start Python there, over a slow file system too
+_GRACE_S = 10.0
+_KILL_S = 5.0
+
+
+class SshJob:
+    """The machines of a job, each at the end of an ssh.
+
+    Args:
+        names: of the machines.
+        commands: one for each; its ``stdin`` ends in starting :mod:`paceline.launch.ssh_remote`.
+        outlives_machines: the job goes on when a machine is lost, and succeeds if one succeeds.
+        connect_timeout_s: within which each must answer.
+        heartbeat_s: how often each is told that somebody is there.
+
+    Raises:
+        LaunchError: not all could be reached and made ready; nothing runs anywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        commands: Sequence[Command],
+        outlives_machines: bool,
+        connect_timeout_s: float,
+        heartbeat_s: float,
+    ) -> None:
+        if shutil.which("ssh") is None:
+            raise LaunchError(
+                "there is no ssh here. Install OpenSSH's client (on Debian: apt-get install openssh-client)."
+            )
+        self._outlives_machines = outlives_machines
+        self._heartbeat_s = heartbeat_s
+        self._beat_at = time.monotonic()
+        self._requests = StopRequests()
+        self._heard: list[int] = []
+        self._cancelled = False
+        self._signal: int | None = None
+        self._failed: list[SshMachine] = []
+        self._stopping = False
+        self._deadline: float | None = None
+        self._killing = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._machines: list[SshMachine] = []
+        self._width = max(map(len, names)) if len(names) > 1 else 0
+        try:
+            for name, command in zip(names, commands, strict=True):
+                prefix = f"{name:{self._width}} | " if self._width else ""
+                with interrupted_afterwards():
+                    self._machines.append(SshMachine(name, command, prefix))
+            self._reach_all(connect_timeout_s + _START_S)
+        except BaseException:
+            self._end_all()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ssh clients that still run."""
+        return tuple(machine.pid for machine in self._running)
+
+    def wait(self) -> int:
+        """Watch the job to its end; say what failed; return its exit code."""
+        with signals_handled(STOP_SIGNALS, self._on_signal):
+            try:
+                self._tell("go")
+                while self._running:
+                    self._poll(self._deadline)
+                    self._obey()
+                    if self._deadline is not None and time.monotonic() >= self._deadline:
+                        self._hurry()
+            finally:  # one more Ctrl-C must not interrupt this
+                self._end_all()
+        return self._conclude()
+
+    def cancel(self) -> None:
+        """Ask the job to stop, and kill what remains; may be called from another thread than :meth:`wait`."""
+        self._cancelled = True
+        os.eventfd_write(self._wake, 1)
+
+    @property
+    def _running(self) -> list[SshMachine]:
+        return [machine for machine in self._machines if machine.code is None]
+
+    def _reach_all(self, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline and any(not machine.ready for machine in self._running):
+            self._poll(deadline)
+        missing = [machine for machine in self._machines if not machine.ready or machine.code is not None]
+        if not missing:
+            return
+        lines = [f"  {machine.name}: {_why(machine, within_s)}" for machine in missing]
+        others = "; nothing runs on the others" if len(missing) < len(self._machines) else ""
+        raise LaunchError(
+            f"{len(missing)} of {len(self._machines)} machines cannot be used{others}.\n" + "\n".join(lines)
+        )
+
+    def _poll(self, until: float | None) -> None:
+        """Take and send what there is, waiting for it until ``until`` or the next heartbeat."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        running = self._running
+        for machine in running:
+            for fd in (machine.pidfd, *machine.readable):
+                poll.register(fd, select.POLLIN)
+            for fd in machine.writable:
+                poll.register(fd, select.POLLOUT)
+        next_beat = self._beat_at + self._heartbeat_s
+        wait_s = max(0.0, min(next_beat, until or next_beat) - time.monotonic())
+        ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        for machine in running:
+            for fd in machine.readable:
+                if fd in ready:
+                    machine.read(fd)
+            machine.write()
+            if machine.pidfd in ready:
+                self._ended(machine)
+        if time.monotonic() >= next_beat:
+            self._beat_at = time.monotonic()
+            self._tell("")
+
+    def _tell(self, word: str) -> None:
+        """Say it to those that listen: the others' shells still read what they are to run."""
+        for machine in self._running:
+            if machine.ready:
+                machine.tell(word)
+
+    def _ended(self, machine: SshMachine) -> None:
+        code = machine.reap()
+        if not machine.ready or code in (0, *STOPPED):
+            return
+        if not self._stopping and self._signal is None:
+            self._failed.append(machine)
+        if not self._outlives_machines:
+            self._stop_within_grace()
+
+    def _stop_within_grace(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._deadline = time.monotonic() + _GRACE_S
+            self._tell(f"signal {int(signal.SIGTERM)}")
+
+    def _hurry(self) -> None:
+        """What was asked to stop and did not is killed, there first, then here."""
+        self._deadline = time.monotonic() + _KILL_S
+        if self._killing:
+            for machine in self._running:
+                machine.kill()
+        self._killing = True
+        self._tell("kill")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._heard.append(number)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _obey(self) -> None:
+        """Do what signals and other threads ask for, where nothing is being written."""
+        if self._cancelled:
+            self._signal = self._signal or signal.SIGTERM
+            self._stop_within_grace()
+        while self._heard:
+            number = self._heard.pop(0)
+            match self._requests.hear(number):
+                case "first":
+                    self._signal = number
+                    self._tell(f"signal {int(passed_on(number))}")
+                case "end":
+                    self._hurry()
+
+    def _end_all(self) -> None:
+        """Let go of all machines: their input ends, and with it all that runs there."""
+        running = self._running
+        for machine in running:
+            machine.let_go()
+        deadline = time.monotonic() + _KILL_S
+        for machine in running:
+            wait_s = max(0.0, deadline - time.monotonic()) if machine.ready else 0.0
+            if not select.select([machine.pidfd], [], [], wait_s)[0]:
+                machine.kill()
+            machine.reap()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _conclude(self) -> int:
+        codes = {machine.code for machine in self._machines}
+        if 0 in codes and (self._outlives_machines or codes == {0}):
+            for machine in self._machines:
+                if machine.code:
+                    print(f"paceline: {_end_of(machine)}; the others have finished.", file=sys.stderr)
+            return 0
+        # Where machines may be lost, what has failed on another one is the cause.
+        culprits = [m for m in self._failed if m.code != LOST or not self._outlives_machines] or self._failed
+        if culprits:
+            lost = culprits[0].code == LOST
+            if self._width or lost:
+                print(f"paceline: {_end_of(culprits[0])}.", file=sys.stderr)
+            return 1 if lost else culprits[0].code or 1
+        for code in STOPPED:
+            if code in codes:
+                return code
+        # Stopped as asked, by processes that know no better than to die of it.
+        return 128 + (self._signal or signal.SIGTERM)
+
+
+def _why(machine: SshMachine, within_s: float) -> str:
+    """Why a machine is not ready, in its own words."""
+    said = [line for line in machine.said if line.strip()][-3:]
+    if machine.code is None:
+        return ": ".join([f"Paceline has not come up there within {within_s:.0f} s", *said[-1:]])
+    if not said:
+        who = "ssh" if machine.code == LOST else "its shell"
+        return f"{who} exited with {machine.code} and said nothing. Try: ssh {machine.name} true"
+    advice = f"\n    Try: ssh {machine.name} true" if machine.code == LOST else ""
+    return "\n    ".join(line.removeprefix("paceline: ").strip() for line in said) + advice
+
+
+def _end_of(machine: SshMachine) -> str:
+    if machine.code == LOST:
+        return f"{machine.name} was lost: its ssh has ended"
+    return f"{machine.name} failed, with exit code {machine.code}"
+
+
+# --- ``--on ssh``: machines that are reached by OpenSSH's own client, so that ``~/.ssh/config`` holds ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshOptions:
+    """Which machines, and how they are reached."""
+
+    hosts: str | None = option("Machines and their processes, such as a:2,b:2, or a file with one per line.")
+    user: str | None = option("User name on the machines. Default: from ssh's configuration.")
+    ssh_option: tuple[str, ...] = option("An option for ssh's -o, such as Port=2222; may be repeated.", ())
+    setup: tuple[str, ...] = option("Shell line to run first, on each machine; may be repeated.", ())
+    connect_timeout: int = option("Seconds for each machine to answer. Default: 10.", 10)
+    lost_after: int = option("Seconds of silence after which a connection counts as lost. Default: 60.", 60)
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout", "lost_after"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at least 1, but is {getattr(self, name)}."
+                )
+        for text in self.ssh_option:
+            if "=" not in text:
+                raise ConfigError(f"--ssh-option must be NAME=VALUE, such as Port=2222, but is {text!r}.")
+
+    @property
+    def machines(self) -> tuple[Host, ...]:
+        """The hosts, read from where they are."""
+        if self.hosts is None:
+            raise ConfigError("--on ssh needs --hosts, such as --hosts node0:2,node1:2, or a file of hosts.")
+        return read_hosts(self.hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedSsh(Rendered):
+    """A command for each machine, in the order of their ranks."""
+
+    hosts: tuple[Host, ...]
+
+
+class Ssh(AttachedLauncher):
+    """One ssh a machine, for as long as the job lasts."""
+
+    name = "ssh"
+    inners = ("torchrun", "spawn", "agent")
+    machines_given = True
+
+    def sizes(
+        self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: SshOptions | None
+    ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
+        """All hosts, with as many processes as their slots."""
+        return machines_of((options or SshOptions()).machines, nodes, nproc)
+
+    def render(self, spec: JobSpec, options: SshOptions | None = None) -> RenderedSsh:
+        """Render one ssh for each machine, and the script that it sends there."""
+        options = options or SshOptions()
+        refuse_what_is_for_clusters(spec, self.name)
+        refuse_walltime(spec, self.name)
+        refuse_restarts(spec, self.name)
+        hosts = options.machines[: spec.nodes[1]]
+        if len(hosts) < spec.nodes[0]:
+            raise ConfigError(f"--nodes {spec.nodes[0]} needs as many hosts, but --hosts names {len(hosts)}.")
+        commands = tuple(
+            Command(
+                title=f"{host.name}; its processes end with the script's input, which stays open",
+                argv=_ssh(host, options),
+                stdin=_script(spec, hosts, node_rank, options),
+            )
+            for node_rank, host in enumerate(hosts)
+        )
+        return RenderedSsh(spec=spec, options=options, commands=commands, hosts=hosts)
+
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Reach all machines, then start the command on each.
+
+        Raises:
+            LaunchError: some cannot be reached or lack something; all of them are named, and nothing runs.
+        """
+        assert isinstance(rendered, RenderedSsh)
+        spec, options = rendered.spec, rendered.options
+        least, most = spec.nodes
+        job = SshJob(
+            names=[host.name for host in rendered.hosts],
+            commands=rendered.commands,
+            outlives_machines=spec.inner == "agent" or (spec.inner == "torchrun" and least < most),
+            connect_timeout_s=options.connect_timeout,
+            heartbeat_s=options.lost_after / 4,
+        )
+        return AttachedJob(job, spec.directory)
+
+
+def _ssh(host: Host, options: SshOptions) -> tuple[str, ...]:
+    settings = (
+        *options.ssh_option,  # of two, ssh takes the first
+        "BatchMode=yes",
+        f"ConnectTimeout={options.connect_timeout}",
+        f"ServerAliveInterval={max(1, options.lost_after // 3)}",
+        "ServerAliveCountMax=3",
+        # A connection of the user's own may be shared, but none is left behind.
+        "ControlMaster=no",
+        "ClearAllForwardings=yes",
+    )
+    words = [word for setting in settings for word in ("-o", setting)]
+    user = ("-l", options.user) if options.user is not None else ()
+    # Whatever the login shell is, it understands this; and what follows is seen in no list of processes.
+    return ("ssh", "-T", *words, *user, host.name, "exec sh")
+
+
+def _script(spec: JobSpec, hosts: tuple[Host, ...], node_rank: int, options: SshOptions) -> str:
+    """What a machine's shell is sent."""
+    variables = {
+        NODE_RANK: str(node_rank),
+        NODES: str(len(hosts)),
+        HOSTS: ",".join(host.reached_at for host in hosts),
+        JOB_ID: f"{spec.name}-{hashlib.sha256(str(spec.directory).encode()).hexdigest()[:8]}",
+        **spec.env,
+    }
+    python, workdir = shlex.quote(spec.python), shlex.quote(str(spec.workdir))
+    remote = ["-m", "paceline.launch.ssh_remote", "--silence", str(options.lost_after)]
+    if spec.run is not None and len(hosts) > 1:
+        remote += ["--shared", str(spec.directory)]
+    no_directory = shlex.quote(
+        f"paceline: there is no directory {spec.workdir}, where the command is to run. The machines of a job "
+        "must share it: start from one that they all have."
+    )
+    no_paceline = shlex.quote(
+        f"paceline: {spec.python} is no Python that has Paceline. Install it there, in the same version; "
+        "paceline launch takes another interpreter as --python."
+    )
+    lines = [
+        f"cd {workdir} 2>/dev/null || {{ echo {no_directory} >&2; exit 2; }}",
+        # A shell that reads its commands from its input must not have that eaten.
+        *(f"{{ {line}\n}} </dev/null || exit" for line in options.setup),
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+        f"{python} -c 'import paceline.launch' </dev/null || {{ echo {no_paceline} >&2; exit 2; }}",
+        f"exec {python} {shlex.join([*remote, '--', *node_command(spec)])}",
+    ]
+    return "".join(f"{line}\n" for line in lines)

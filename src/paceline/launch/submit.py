@@ -1,0 +1,520 @@
+"""Submits a job to a launcher, and records it for `paceline jobs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from paceline.core.config import RunConfig, non_defaults, to_flags
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.files import write_atomically
+from paceline.core.job import default_run_path
+from paceline.core.option_sets import select
+from paceline.core.options import parse_interval
+from paceline.core.task_loading import split_spec
+from paceline.launch.launcher import (
+    Contract,
+    Inner,
+    JobHandle,
+    JobSpec,
+    JobStatus,
+    Launcher,
+    Rendered,
+    RenderedOnlyError,
+    get_launcher,
+    job_name,
+)
+
+# --- Which jobs this user has submitted, over all launchers: one small JSON file each ---
+
+
+_KEEP = 200
+_LONG = 8192  # bytes; few records are longer
+_PLACE = ("server", "namespace", "region", "boot", "pid_namespace")
+"""In a reference: within what a number means one job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job that was submitted.
+
+    Attributes:
+        id: the launcher's name and the system's own number: ``slurm-4711``; see :func:`record_id`.
+        launcher: what ``--on`` calls it.
+        name: the job's.
+        command: what it runs.
+        directory: where its script and logs are.
+        run: the run's directory, of a task.
+        reference: what the launcher finds it by.
+        submitted: seconds since the epoch.
+        ended: its last status, once it has ended: the system may forget.
+    """
+
+    id: str
+    launcher: str
+    name: str
+    command: tuple[str, ...]
+    directory: str
+    run: str | None = None
+    reference: Mapping[str, Any]
+    submitted: float = field(default_factory=time.time)
+    ended: Mapping[str, Any] | None = None
+
+    def handle(self) -> JobHandle:
+        """The job itself."""
+        return get_launcher(self.launcher).reopen(self.reference)
+
+    def status(self) -> JobStatus:
+        """Where it stands; asks the system only while it may change."""
+        if self.ended is not None:
+            return JobStatus(**self.ended)
+        status = self.handle().status()
+        if status.ended:
+            with suppress(ConfigError):  # it is asked again
+                add_record(dataclasses.replace(self, ended=dataclasses.asdict(status)))
+        return status
+
+    def status_asked_anew(self) -> JobStatus:
+        """The same, but an end without an exit code is doubted: maybe the job was not seen from there.
+
+        Raises:
+            LaunchError: the system cannot be asked.
+        """
+        if self.ended is None or self.ended["exit_code"] is not None:
+            return self.status()
+        now = self.handle().status()
+        if now.ended or now.state == "unknown":
+            return self.status()
+        with suppress(ConfigError):
+            add_record(dataclasses.replace(self, ended=None))
+        return now
+
+
+def record_id(launcher: str, reference: Mapping[str, Any]) -> str:
+    """``LAUNCHER-NUMBER``; with a number behind it where a job at work in another place has that id."""
+    place = [reference.get(name) for name in _PLACE]
+    taken = {
+        record.id
+        for record in read_records()
+        if record.ended is None and [record.reference.get(name) for name in _PLACE] != place
+    }
+    wanted = f"{launcher}-{reference['id']}"
+    numbered = (f"{wanted}-{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([wanted], numbered) if each not in taken)
+
+
+def jobs_directory() -> Path:
+    """``~/.local/state/paceline/jobs``, or where XDG_STATE_HOME says."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "paceline" / "jobs"
+
+
+def make_jobs_directory() -> Path:
+    """The same, made for its owner alone: commands and variables of jobs may tell secrets."""
+    directory = jobs_directory()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+@contextmanager
+def room_for_record() -> Iterator[None]:
+    """See that a job can be recorded before it is submitted; where that fails, no directory is left.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    made: list[Path] = []
+    try:
+        with _refused():
+            made += (path for path in (jobs_directory(), *jobs_directory().parents) if not path.exists())
+            probe = make_jobs_directory() / f".probe-{secrets.token_hex(4)}"
+            write_atomically(probe, bytes(_LONG))
+            probe.unlink()
+        yield
+    except BaseException:  # Ctrl-C too
+        for directory in made:
+            with suppress(OSError):  # somebody else has begun to use it
+                directory.rmdir()
+        raise
+
+
+def add_record(record: JobRecord) -> None:
+    """Write a record, over an earlier one of the same job.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    with _refused():
+        directory = make_jobs_directory()
+        content = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+        write_atomically(directory / f"{record.id}.json", content.encode())
+        _forget_old(directory)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot record the job in {jobs_directory()}: {error.strerror}. Set XDG_STATE_HOME to a place "
+            "that can be written."
+        ) from error
+
+
+def _forget_old(directory: Path) -> None:
+    """Keep so many that a list of them can be read."""
+    if sum(1 for _ in directory.glob("*.json")) <= _KEEP:
+        return
+    ended = [record for record in read_records() if record.ended is not None]
+    for record in ended[:-_KEEP]:
+        (directory / f"{record.id}.json").unlink(missing_ok=True)
+        if Path(record.directory).parent == directory:
+            shutil.rmtree(record.directory, ignore_errors=True)
+
+
+def read_records() -> list[JobRecord]:
+    """All jobs, the oldest first; a damaged file is passed over."""
+    records = []
+    for path in jobs_directory().glob("*.json"):
+        try:
+            values = json.loads(path.read_bytes())
+            records.append(JobRecord(**{**values, "command": tuple(values["command"])}))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return sorted(records, key=lambda record: record.submitted)
+
+
+def find_record(text: str) -> JobRecord:
+    """The job of that id, the system's own number, name or run directory; of several the newest.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    records = read_records()
+    path = str(Path(text).resolve())
+    for record in reversed(records):
+        if text in (record.id, record.reference.get("id"), record.name) or path in (
+            record.run,
+            record.directory,
+        ):
+            return record
+    recent = ", ".join(record.id for record in records[-5:])
+    raise ConfigError(
+        f"there is no job {text!r}. " + (f"The newest: {recent}." if recent else "None was submitted yet.")
+    )
+
+
+# --- From a command or a task to a submitted job ---
+
+
+OF_THE_LAUNCHER = select(lambda its: its.from_launcher)
+"""Options that the command line of each machine has from its launcher."""
+
+
+def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], str]) -> tuple[str, ...]:
+    """A script or ``-m module`` with its interpreter before it; anything else as it is.
+
+    Args:
+        words: the command.
+        python: the interpreter on the machines.
+        place_of: where the machines find a script or a program; see :meth:`Launcher.place_of`.
+
+    Raises:
+        ConfigError: there is no such script or program, or the machines do not get it.
+    """
+    if not words:
+        raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
+    first, *others = words
+    if first.endswith(".py"):
+        return (python, place_of(first), *others)
+    if first == "-m":
+        return (python, *words)
+    if os.sep in first:
+        program = place_of(first)
+        first = program if os.sep in program else f"{os.curdir}{os.sep}{program}"
+    if others and others[0].endswith(".py"):
+        others[0] = place_of(others[0])
+    return (first, *others)
+
+
+def placed_task(spec: str, place_of: Callable[[str], str]) -> str:
+    """A task as the machines find it.
+
+    Args:
+        spec: the task's file or module and its class, or a recipe.
+        place_of: where the machines find a file; see :meth:`Launcher.place_of`.
+
+    Raises:
+        TaskError: the spec has another form.
+        ConfigError: there is no such file, or the machines do not get it.
+    """
+    place, name = split_spec(spec)
+    return f"{place_of(place)}:{name}" if place.endswith(".py") else spec
+
+
+def machines_python(launcher: Launcher, asked: str | None) -> str:
+    """The interpreter on the machines: this one where they share its files, else their image's."""
+    return asked or (sys.executable if launcher.files == "shared" else "python")
+
+
+def task_command(config: RunConfig, run: Path, python: str) -> tuple[str, ...]:
+    """``paceline train`` with the options of ``config``, but for those that say where it runs."""
+    words = [python, "-m", "paceline", "train"]
+    if config.task:
+        words.append(config.task)
+    words += ["--run-dir", str(run)]
+    words += to_flags(non_defaults(config), leave_out=OF_THE_LAUNCHER)
+    return tuple(words)
+
+
+def choose_inner(launcher: Launcher, inner: Inner | None, contract: Contract, is_task: bool) -> Inner:
+    """What starts the ranks: as asked for, else Paceline's agent for tasks, else what keeps the contract.
+
+    Raises:
+        ConfigError: the launcher cannot have it, or it cannot keep the contract.
+    """
+    if inner is not None:
+        if inner not in launcher.inners:
+            raise ConfigError(
+                f"--inner {inner} does not work with --on {launcher.name}. Choose one of: "
+                f"{', '.join(launcher.inners)}."
+            )
+        if inner == "ray" and is_task:
+            raise ConfigError(
+                "--inner ray starts programs that use Ray by themselves. For a task use --inner agent."
+            )
+        if inner == "agent" and not is_task:
+            raise ConfigError("--inner agent starts Paceline's own tasks. For a script use --inner torchrun.")
+        if inner == "torchrun" and contract not in ("torch", "none"):
+            raise ConfigError(
+                f"--inner torchrun keeps the torch contract, not {contract}. Use --inner spawn."
+            )
+        return inner
+    if is_task and "agent" in launcher.inners:
+        return "agent"
+    usual = next(each for each in launcher.inners if each != "agent")
+    if contract == launcher.contracts[0]:
+        return usual
+    wanted: dict[Contract, Inner] = {
+        "torch": "torchrun",
+        "tensorflow": "spawn",
+        "none": "spawn",
+        "mpi": "mpi",
+        "horovod": "horovod",
+    }
+    preferred = wanted.get(contract)
+    return preferred if preferred in launcher.inners else usual
+
+
+def choose_contract(launcher: Launcher, contract: Contract | None, inner: Inner | None) -> Contract:
+    """Which variables processes are given: as asked for, else as the inner launcher is used to.
+
+    Raises:
+        ConfigError: the launcher cannot keep it.
+    """
+    if contract is None:
+        natural: dict[Inner | None, Contract] = {"mpi": "mpi", "horovod": "horovod", "ray": "none"}
+        for_torch = inner in ("torchrun", "spawn") and "torch" in launcher.contracts
+        contract = natural.get(inner, "torch" if for_torch else launcher.contracts[0])
+    if contract not in get_args(Contract) or contract not in launcher.contracts:
+        raise ConfigError(
+            f"--contract {contract} does not work with --on {launcher.name}. Choose one of: "
+            f"{', '.join(launcher.contracts)}."
+        )
+    return contract
+
+
+def job_directory(name: str, *, attached: bool) -> Path:
+    """A new place for a script's job: ``jobs/NAME-TIME-ID`` here, which clusters share.
+
+    The ID is random: jobs that begin in the same second, on whatever machines, have a place each. One that is
+    attached leaves nothing here; what there is of it is kept beside its record.
+    """
+    home = jobs_directory() if attached else Path.cwd() / "jobs"
+    return home / f"{job_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+
+
+@contextmanager
+def made_directory(directory: Path) -> Iterator[None]:
+    """Make a job's directory; where what follows fails, nothing that was made for it is left.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        if directory.is_relative_to(jobs_directory()):
+            make_jobs_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write the job into {directory}: {error.strerror}.") from error
+    try:
+        yield
+    except RenderedOnlyError:
+        raise
+    except BaseException:  # Ctrl-C too
+        if made:
+            shutil.rmtree(directory, ignore_errors=True)
+        for parent in made[1:]:
+            with suppress(OSError):  # somebody else has begun to use it
+                parent.rmdir()
+        raise
+
+
+def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, python: str) -> JobSpec:
+    """The job of a task.
+
+    Args:
+        config: the run's options.
+        options: fields of :class:`JobSpec` that were given.
+        launcher: where it is to run.
+        python: the interpreter on the machines.
+
+    Raises:
+        ConfigError: it could not run, wherever it would be.
+    """
+    _refuse_impossible(config, options)
+    run, name, directory = _task_place(config, launcher)
+    contract: Contract = options.get("contract") or "torch"
+    inner = choose_inner(launcher, options.get("inner"), contract, is_task=True)
+    by_torchrun = config.recover == "restart" and inner == "torchrun"
+    if config.recover in ("inplace", "restart") and inner != "agent" and not by_torchrun:
+        raise ConfigError(
+            f"--recover {config.recover} needs Paceline's agent, but with --on {launcher.name} {inner} "
+            "starts each process. Use --recover none, and give the command again after a fault."
+        )
+    return JobSpec(
+        **{
+            **options,
+            "command": task_command(config, run, python),
+            "name": options.get("name") or name,
+            "directory": directory or job_directory(options.get("name") or name, attached=True),
+            "run": run,
+            "inner": inner,
+            "contract": contract,
+            "is_task": True,
+            "threads": config.threads,
+            "interface": config.interface,
+            "python": python,
+        }
+    )
+
+
+def _task_place(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path | None]:
+    """A task's run directory, the job's name, and its directory where that is in the run's.
+
+    Raises:
+        ConfigError: the run's directory is to be on machines that do not share this one's files, and it is
+            not said where.
+    """
+    if launcher.files == "shared":
+        run = Path(config.run or default_run_path(config.task)).resolve()
+        # The jobs of an array have a run each, and share what is rendered.
+        directory = run / "job" if "{" not in run.name else run.with_name(f"{job_name(run.name)}-job")
+        return run, job_name(run.name), directory
+    there = config.run or launcher.default_run
+    if there is None or not Path(there).is_absolute():
+        given = "" if config.run is None else f", and not {config.run}"
+        raise ConfigError(
+            f"--on {launcher.name}: the machines do not see this one's files. Give --run with an absolute "
+            f"path there, such as --run /runs/a{given}."
+        )
+    return Path(there), job_name(config.task.rpartition(":")[2] or config.task or Path(there).name), None
+
+
+def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
+    """Refuse at once what would fail after hours in a queue."""
+    counts: tuple[int, ...] = options.get("nproc", (1,))
+    least, _ = options.get("nodes", (1, 1))
+    processes = sum(counts) if len(counts) > 1 else counts[0] * least
+    if isinstance(config.shards, int) and processes > config.shards:
+        raise ConfigError(
+            f"{processes} processes cannot share --shards {config.shards}: each needs at least one. "
+            f"Use fewer, or --shards {processes} or more."
+        )
+    gpus = options.get("gpus_per_node")
+    if gpus and max(counts) > gpus and config.device != "cpu":
+        raise ConfigError(
+            f"--nproc {max(counts)} processes cannot have a GPU each of --gpus-per-node {gpus}. "
+            "Make them equal."
+        )
+    walltime_s = options.get("walltime_s")
+    intervals = [parse_interval(text, "checkpoint_every") for text in config.checkpoint_every]
+    by_clock = [interval.seconds for interval in intervals if interval.seconds is not None]
+    if walltime_s is not None and len(by_clock) == len(intervals) and min(by_clock, default=0) >= walltime_s:
+        raise ConfigError(
+            f"--walltime {config.walltime} is over before the first --checkpoint-every "
+            f"{' or '.join(config.checkpoint_every)}: a job that is lost would have saved "
+            "nothing. Save more often."
+        )
+
+
+def submit(launcher: Launcher, rendered: Rendered) -> tuple[JobRecord, JobHandle]:
+    """Write what was rendered, start the job, and remember it.
+
+    Raises:
+        LaunchError: the system refused it; nothing of it is left.
+        ConfigError: the job's directory, its record, or where its logs are to be, cannot be written.
+        RenderedOnlyError: the launcher submits nothing; what it has written stays.
+    """
+    spec = rendered.spec
+    with made_directory(spec.directory), room_for_record():
+        try:
+            for name, text in rendered.files.items():
+                write_atomically(spec.directory / name, text.encode(), private=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write the job into {spec.directory}: {error.strerror}.") from error
+        handle = launcher.submit(rendered)
+    record = JobRecord(
+        id=record_id(launcher.name, handle.reference),
+        launcher=launcher.name,
+        name=spec.name,
+        command=spec.command,
+        directory=str(spec.directory),
+        run=None if spec.run is None else str(spec.run),
+        reference=handle.reference,
+    )
+    try:
+        remember(record, handle)
+    except ConfigError:
+        if launcher.attached:
+            handle.wait()  # until its processes have ended
+        raise
+    return record, handle
+
+
+def remember(record: JobRecord, handle: JobHandle) -> None:
+    """Record a job that has just been submitted; where that fails, cancel it.
+
+    Raises:
+        ConfigError: it was cancelled.
+        LaunchError: it could not be cancelled; the message has its id.
+    """
+    try:
+        add_record(record)
+    except ConfigError as error:
+        try:
+            handle.cancel()
+        except LaunchError as refused:
+            raise LaunchError(f"{record.id} was submitted, but {error} It goes on: {refused}") from error
+        raise ConfigError(f"{record.id} is cancelled: {error}") from error
+
+
+def finish(record: JobRecord, handle: JobHandle) -> int:
+    """Wait for a job, and remember how it ended; return its exit code."""
+    code = handle.wait()
+    with suppress(LaunchError, ConfigError):  # who asks next may be answered
+        add_record(dataclasses.replace(record, ended=dataclasses.asdict(handle.status())))
+    return code

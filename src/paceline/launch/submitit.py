@@ -1,0 +1,411 @@
+"""Jobs through submitit."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import pprint
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.launch.job_logs import Watch, follow_files
+from paceline.launch.launcher import Command, JobHandle, JobSpec, JobStatus, Launcher, Rendered
+from paceline.launch.node import node_command
+from paceline.launch.rank import rank_command
+from paceline.launch.registry import option
+from paceline.launch.slurm import SlurmJob, refusal
+from paceline.launch.submitit_running import PREEMPT_SIGNAL, exit_code_file, make_private
+from paceline.launch.supervisor import ended_status, process_reference, process_status, process_to_end
+
+# --- What a job asks of its cluster, in the names of submitit's ``AutoExecutor`` ---
+
+
+Executor = Literal["slurm", "local"]
+
+_DEFAULT_WALLTIME_S: dict[str, float] = {"slurm": 3600.0, "local": 30 * 86400.0}
+"""submitit's own, 5 and 2 minutes, end most jobs too early."""
+
+_SBATCH = ("partition", "account", "qos", "comment", "constraint", "exclude", "gres", "mem")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititOptions:
+    """What only submitit and its Slurm are asked for."""
+
+    executor: str = option("slurm, or local: processes on this machine.", "slurm")
+    partition: str | None = option("Slurm's partition.")
+    account: str | None = option("Slurm's account.")
+    qos: str | None = option("Slurm's quality of service.")
+    comment: str | None = option("A comment that Slurm keeps with the job.")
+    constraint: str | None = option("Features that nodes must have.")
+    exclude: str | None = option("Nodes to leave out.")
+    gres: str | None = option("Generic resources of a node, such as gpu:4.")
+    mem: str | None = option("Memory of a node, such as 64G.")
+    setup: tuple[str, ...] = option(
+        "Shell line to run first, such as 'module load cuda'; may be repeated.", ()
+    )
+    slurm: tuple[str, ...] = option("KEY=VALUE, any other option of sbatch; may be repeated.", ())
+    max_requeues: int = option("How often to requeue a job after its time limit.", 100)
+
+    def __post_init__(self) -> None:
+        if self.executor not in get_args(Executor):
+            raise ConfigError(f"--executor must be slurm or local, but is {self.executor!r}.")
+        if self.max_requeues < 0:
+            raise ConfigError(f"--max-requeues must be 0 or more, but is {self.max_requeues}.")
+        for word in self.slurm:
+            if not word.partition("=")[1]:
+                raise ConfigError(f"--slurm must be KEY=VALUE, such as --slurm nice=100, but is {word!r}.")
+
+
+def executor_arguments(options: SubmititOptions, python: str) -> dict[str, Any]:
+    """Arguments of ``AutoExecutor``, beside the folder."""
+    name = options.executor
+    return {
+        "cluster": name,
+        f"{name}_max_num_timeout": options.max_requeues,
+        f"{name}_python": python,
+    }
+
+
+def executor_parameters(
+    options: SubmititOptions,
+    *,
+    name: str,
+    nodes: int,
+    tasks_per_node: int,
+    cpus_per_task: int | None,
+    gpus_per_node: int | None,
+    walltime_s: float | None,
+    signal_name: str,
+) -> dict[str, Any]:
+    """Arguments of ``AutoExecutor.update_parameters``.
+
+    Args:
+        options: the launcher's.
+        name: the job's.
+        nodes: machines.
+        tasks_per_node: processes that submitit starts on each.
+        cpus_per_task: of each of these.
+        gpus_per_node: to ask for.
+        walltime_s: how long the job may take.
+        signal_name: what announces the end, such as "USR1".
+
+    Raises:
+        ConfigError: the local executor cannot do this.
+    """
+    limit_s = _DEFAULT_WALLTIME_S[options.executor] if walltime_s is None else walltime_s
+    parameters: dict[str, Any] = {
+        "name": name,
+        "nodes": nodes,
+        "tasks_per_node": tasks_per_node,
+        "timeout_min": max(1, math.ceil(limit_s / 60)),
+    }
+    if gpus_per_node is not None:
+        parameters["gpus_per_node"] = gpus_per_node
+    if options.executor == "local":
+        if nodes > 1:
+            raise ConfigError(
+                f"--executor local has one machine, but --nodes is {nodes}. Use --executor slurm."
+            )
+        given = [f.name for f in fields(options) if f.name in (*_SBATCH, "slurm", "setup")]
+        for field in given:
+            if getattr(options, field):
+                raise ConfigError(f"--{field} is for Slurm, but --executor is local. Leave it out.")
+        return parameters
+    if cpus_per_task is not None:
+        parameters["cpus_per_task"] = cpus_per_task
+    others = dict(word.split("=", 1) for word in options.slurm)
+    parameters |= {f"slurm_{key}": value for key in _SBATCH if (value := getattr(options, key)) is not None}
+    if options.setup:
+        parameters["slurm_setup"] = list(options.setup)
+    parameters["slurm_additional_parameters"] = {"signal": f"{signal_name}@90", **_plain(others)}
+    return parameters
+
+
+def _plain(others: Mapping[str, str]) -> dict[str, str]:
+    """Without the dashes that users may write before a name."""
+    return {key.lstrip("-"): value for key, value in others.items()}
+
+
+# --- A job that submitit has submitted, found again by its folder and number; no pickle is loaded here ---
+
+
+_POLL_S = 0.2
+_SLURM_POLL_S = 2.0
+
+
+class SubmititJob(JobHandle):
+    """A job on Slurm, or one whose controller is a process of this machine.
+
+    Args:
+        reference: ``id``, ``executor``, ``folder``, ``tasks``, ``is_command`` and, of a local job, the
+            controller's ``pid``, when it was ``created``, and where.
+    """
+
+    def __init__(self, reference: Mapping[str, Any]) -> None:
+        self._reference = dict(reference)
+        self._folder = Path(reference["folder"])
+        self._tasks = int(reference["tasks"])
+
+    @classmethod
+    def submitted(
+        cls, number: str, executor: str, folder: Path, *, tasks: int, is_command: bool
+    ) -> SubmititJob:
+        """The job that has just got this number.
+
+        Args:
+            number: Slurm's, or the controller's process id.
+            executor: "slurm" or "local".
+            folder: submitit's.
+            tasks: over all machines.
+            is_command: it runs a command, which ends by itself when it is asked to.
+        """
+        reference: dict[str, Any] = {
+            "id": number,
+            "executor": executor,
+            "folder": str(folder),
+            "tasks": tasks,
+            "is_command": is_command,
+        }
+        if executor == "local":
+            with suppress(psutil.NoSuchProcess):
+                reference |= process_reference(int(number))
+        return cls(reference)
+
+    @property
+    def id(self) -> str:
+        """Slurm's number, or the controller's process id."""
+        return str(self._reference["id"])
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """What :meth:`Submitit.reopen` finds it by."""
+        return self._reference
+
+    def status(self) -> JobStatus:
+        """What its tasks have left, else what Slurm or the process table says."""
+        # In this order: a job that ends in between has left its codes.
+        system = self._system_status()
+        codes = self._exit_codes()
+        if len(codes) == self._tasks and (not any(codes) or not self._cancelled.exists()):
+            return ended_status(max(codes, key=abs), system.restarts)
+        if not system.ended:
+            return system
+        if self._cancelled.exists():
+            return JobStatus(state="cancelled", restarts=system.restarts)
+        if codes:
+            return ended_status(max(codes, key=abs) or 1, system.restarts)
+        return system
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """What its tasks printed."""
+        paths = [
+            self._folder / f"{self.id}_{task}_log.{kind}"
+            for task in range(self._tasks)
+            for kind in self._kinds
+        ]
+        # A controller on another machine is unknown here, and its tasks leave their codes all the same.
+        ended = self._watch().ended if self._reference["executor"] == "slurm" else self._has_ended
+        yield from follow_files(paths, ended=ended if follow else None)
+
+    def cancel(self) -> None:
+        """End it; a command is asked first, and killed by a second call.
+
+        Raises:
+            LaunchError: Slurm refused it, or the controller is not one of this machine's processes.
+        """
+        asked = self._cancelled.exists()
+        if self._reference["executor"] == "slurm":
+            self._cancelled.touch()
+            self._slurm.cancel()
+            return
+        process = process_to_end(self._reference, self.status())
+        self._cancelled.touch()
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                # submitit's controller passes SIGTERM on; at SIGINT it kills its tasks after a second.
+                process.send_signal(
+                    signal.SIGTERM if self._reference["is_command"] and not asked else signal.SIGINT
+                )
+
+    def wait(self) -> int:
+        """Wait for all tasks; return the first code that is not 0.
+
+        Raises:
+            LaunchError: Slurm has forgotten the job, which has left no exit code, or has not answered for
+                long.
+        """
+        code = self._watch().wait().exit_code
+        return 1 if code is None else code
+
+    def _has_ended(self) -> bool:
+        return self.status().ended
+
+    def _watch(self) -> Watch:
+        interval_s = _SLURM_POLL_S if self._reference["executor"] == "slurm" else _POLL_S
+        return Watch(self.status, (interval_s, interval_s), logs=str(self._folder))
+
+    @property
+    def _slurm(self) -> SlurmJob:
+        return SlurmJob({"id": self.id, "directory": str(self._folder)})
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("out",) if self._reference["is_command"] else ("out", "err")
+
+    @property
+    def _cancelled(self) -> Path:
+        return self._folder / f"{self.id}_cancelled"
+
+    def _exit_codes(self) -> list[int]:
+        """Of the tasks that have ended."""
+        codes = []
+        for task in range(self._tasks):
+            with suppress(OSError, ValueError):
+                codes.append(int(exit_code_file(self._folder, self.id, task).read_text()))
+        return codes
+
+    def _system_status(self) -> JobStatus:
+        if self._reference["executor"] == "slurm":
+            return self._slurm.status()
+        if "pid" in self._reference:
+            return process_status(self._reference)
+        return JobStatus(state="failed", detail="its process is gone, and left no exit code")
+
+
+# --- ``--on submitit``: a short program that hands the job's command to submitit ---
+
+
+SUBMIT = "submit.py"
+"""A file in a job's directory: the program that submits it."""
+
+FOLDER = "submitit"
+"""In a job's directory: what submitit keeps."""
+
+_PROGRAM = '''\
+"""Submits the job with submitit, and prints its number."""
+
+import submitit
+from paceline.launch.submitit_running import StartCommand
+
+executor = submitit.AutoExecutor(
+{arguments}
+)
+executor.update_parameters(
+{parameters}
+)
+command = {command}
+print(executor.submit(StartCommand(command, each={each!r})).job_id)
+'''
+
+
+class Submitit(Launcher):
+    """Jobs through submitit."""
+
+    name = "submitit"
+    inners = ("torchrun", "agent", "spawn", "srun")
+    extra = "submitit"
+
+    def render(self, spec: JobSpec, options: SubmititOptions | None = None) -> Rendered:
+        """Render the program that submits it."""
+        options = options or SubmititOptions()
+        if spec.nodes[0] != spec.nodes[1]:
+            raise ConfigError(
+                "--on submitit takes a fixed number of machines, but --nodes is "
+                f"{spec.nodes[0]}:{spec.nodes[1]}."
+            )
+        if spec.starts_each_rank:
+            if len(spec.nproc) > 1:
+                raise ConfigError("--inner srun starts as many processes on each machine: --nproc is a list.")
+            if options.executor == "local":
+                raise ConfigError("--inner srun needs Slurm, but --executor is local. Leave it out.")
+        tasks = spec.nproc[0] if spec.starts_each_rank else 1
+        each = spec.cpus_per_task or 1
+        parameters = executor_parameters(
+            options,
+            name=spec.name,
+            nodes=spec.nodes[0],
+            tasks_per_node=tasks,
+            cpus_per_task=each if spec.starts_each_rank else each * max(spec.nproc),
+            gpus_per_node=spec.gpus_per_node,
+            walltime_s=spec.walltime_s,
+            signal_name=PREEMPT_SIGNAL,
+        )
+        command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
+        program = _PROGRAM.format(
+            arguments=_keywords(
+                {"folder": str(spec.directory / FOLDER), **executor_arguments(options, spec.python)}
+            ),
+            parameters=_keywords({**parameters, "stderr_to_stdout": True}),
+            each="rank" if spec.starts_each_rank else "machine",
+            command=pprint.pformat(list(command), width=100, compact=True),
+        )
+        env = {"SUBMITIT_PREEMPT_SIGNAL": PREEMPT_SIGNAL, **spec.env}
+        submit = Command(title="submit", argv=(sys.executable, str(spec.directory / SUBMIT)), env=env)
+        return Rendered(spec=spec, options=options, files={SUBMIT: program}, commands=(submit,))
+
+    def submit(self, rendered: Rendered) -> JobHandle:
+        """Run the program."""
+        spec, options = rendered.spec, rendered.options
+        require_submitit()
+        folder = make_private(spec.directory / FOLDER)
+        [command] = rendered.commands
+        number = _run(command, rendered, folder)
+        tasks = spec.nodes[0] * (spec.nproc[0] if spec.starts_each_rank else 1)
+        return SubmititJob.submitted(number, options.executor, folder, tasks=tasks, is_command=True)
+
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find the job by its folder and number."""
+        return SubmititJob(reference)
+
+
+def _keywords(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"    {name}={value!r}," for name, value in values.items())
+
+
+def require_submitit() -> None:
+    """Raise :class:`ConfigError` with the command that installs it, where it is missing."""
+    if importlib.util.find_spec("submitit") is None:
+        raise ConfigError("submitit is not installed. Install it: pip install 'paceline[submitit]'")
+
+
+def _run(command: Command, rendered: Rendered, folder: Path) -> str:
+    """Run the program; return the number that it prints.
+
+    What it starts on this machine outlives it, so its output is no pipe: nobody would see that one's end.
+    """
+    printed = folder / "submit.log"
+    with printed.open("wb") as output:
+        done = subprocess.run(
+            command.argv,
+            cwd=rendered.spec.workdir,
+            env={**os.environ, **command.env},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            check=False,
+        )
+    text = printed.read_text(errors="replace").strip()
+    if done.returncode != 0:
+        raise submission_error(text, rendered.spec, rendered.options)
+    return text.splitlines()[-1]
+
+
+def submission_error(text: str, spec: JobSpec, options: SubmititOptions) -> LaunchError:
+    """What sbatch said of the job, where it has; else the last line of what submitit said."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = dict.fromkeys(line for line in lines if line.startswith("sbatch:"))
+    if own:
+        return refusal("\n".join(own), spec, options)
+    return LaunchError(f"submitit could not submit the job: {lines[-1] if lines else 'it said nothing'}")

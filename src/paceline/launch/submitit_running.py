@@ -1,0 +1,259 @@
+"""What runs in a submitit job, and the folder of its pickles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES, Environment
+from paceline.core.errors import ConfigError, LaunchError
+from paceline.core.files import write_atomically
+from paceline.core.process_group import LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.core.sockets import job_port
+from paceline.launch.rank_env import contract_variables
+from paceline.launch.supervisor import Starter, SupervisedJob
+
+if TYPE_CHECKING:
+    import submitit
+
+
+# --- The folder that holds submitit's pickles: its owner's alone, since loading one runs code ---
+
+
+def make_private(folder: Path) -> Path:
+    """Make the folder with mode 0700, or check the one that is there; return its absolute path.
+
+    Raises:
+        ConfigError: it cannot be made, or others could write into it or read it.
+    """
+    folder = folder.expanduser().absolute()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}.") from error
+    check_private(folder)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """Refuse a folder whose pickles somebody else may have written.
+
+    Raises:
+        ConfigError: it is a link, another user's, or open to others.
+    """
+    try:
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot look at the folder {folder}: {error.strerror}.") from error
+    why = "submitit keeps pickles there, and whoever can write one can run code as you"
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder} is no directory, but a link or a file; {why}. Choose another folder.")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{folder} belongs to user {status.st_uid}, not to you; {why}. Choose another folder."
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"{folder} is open to other users (mode {mode:o}); {why}. Close it: chmod 700 {folder}"
+        )
+
+
+# --- What submitit runs on the machines: a command, or the user's function. These two are what it pickles ---
+#
+# Each leaves its task's exit code in a text file, so that nobody has to load a pickle to see how a job ended.
+
+
+PREEMPT_SIGNAL = "USR1"
+"""What Slurm and submitit announce the end with, to a command: Paceline saves on it."""
+
+STOPPED_CODE = 75
+"""What Paceline exits with when it was asked to stop, and has saved."""
+
+# After SIGTERM alone Slurm decides whether the job comes back; a task that ended first would end it.
+_UNTIL_SLURM_KILLS_S = 600.0
+
+
+def exit_code_file(folder: Path, job_id: str, rank: int) -> Path:
+    """Where a task leaves its exit code."""
+    return folder / f"{job_id}_{rank}_exit-code"
+
+
+class StartCommand:
+    """Runs a command, once for each task, until it ends; asked to stop, it is started again later.
+
+    Args:
+        command: a program and its arguments.
+        each: what a task is: a "machine", on which the command starts the ranks, or a "rank".
+    """
+
+    def __init__(self, command: Sequence[str], each: Literal["machine", "rank"] = "machine") -> None:
+        self.command = tuple(command)
+        self.each = each
+
+    def __call__(self) -> int:
+        """Run it; return 0.
+
+        Raises:
+            LaunchError: it failed.
+        """
+        import submitit
+
+        task = submitit.JobEnvironment()
+        file = exit_code_file(task.paths.folder, task.job_id, task.global_rank)
+        file.unlink(missing_ok=True)
+        if self.each == "machine" and task.num_nodes > 1:
+            _name_machine(task)
+        processes = (RenderedProcess(title="the command", argv=self.command, env={}),)
+        job = SupervisedJob(
+            RenderedProcesses(spec=LocalSpec(command=self.command, python=""), processes=processes),
+            starter=Starter(name="the command", says_why=True),
+        )
+        code, asked_by = job.wait(), job.asked_by
+        if code != 0 and asked_by == signal.SIGTERM and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+            time.sleep(_UNTIL_SLURM_KILLS_S)
+        if code != 0 and (asked_by == signal.SIGUSR1 or (asked_by is None and code == STOPPED_CODE)):
+            self._requeue(task)
+        write_atomically(file, f"{code}\n".encode())
+        if code:
+            raise LaunchError(f"{self.command[0]} exited with {code}; its output is above.", exit_code=code)
+        return code
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """Ask submitit to start the same command again: a task continues from what it has saved."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+    @staticmethod
+    def _requeue(task: submitit.JobEnvironment) -> None:
+        """Leave it to submitit, whose handler requeues the job from its first task; does not return."""
+        if task.global_rank == 0:
+            signal.raise_signal(getattr(signal, f"SIG{task.USR_SIG}"))
+        # No result is written for a task that is to run again, and SystemExit writes none.
+        sys.exit(STOPPED_CODE)
+
+
+def _name_machine(task: submitit.JobEnvironment) -> None:
+    """Tell the command which machine this is; srun's variables would make it a rank of its step."""
+    os.environ[NODE_RANK] = str(task.node)
+    os.environ[NODES] = str(task.num_nodes)
+    os.environ[HOSTS] = ",".join(task.hostnames)
+    os.environ[JOB_ID] = _job_id(task)
+    os.environ.pop("SLURM_STEP_ID", None)
+
+
+def _job_id(task: submitit.JobEnvironment) -> str:
+    """No other job's, and no earlier start's of this one."""
+    return f"{task.job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+class CallFunction:
+    """Calls a function; where the job has several tasks, each is told its place as torch reads it.
+
+    Args:
+        function: what to call.
+        script: the file that it is defined in, where that is the program itself.
+    """
+
+    def __init__(self, function: Callable[..., Any], script: Path | None) -> None:
+        self.function = function
+        self.script = script
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it in this task."""
+        import submitit
+
+        task = submitit.JobEnvironment()
+        file = exit_code_file(task.paths.folder, task.job_id, task.global_rank)
+        file.unlink(missing_ok=True)
+        if task.num_tasks > 1:
+            os.environ.update(place_variables(task))
+        if self.script is not None:
+            _become_main(self.function, self.script)
+        try:
+            result = self.function(*args, **kwargs)
+        except Exception:
+            write_atomically(file, b"1\n")
+            raise
+        write_atomically(file, b"0\n")
+        return result
+
+
+class CallCheckpointable(CallFunction):
+    """Calls an object that has a ``checkpoint`` method, which says what is called after a requeue."""
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> submitit.helpers.DelayedSubmission | None:
+        """Ask the object; it returns a callable, submitit's DelayedSubmission, or None to end the job."""
+        import submitit
+
+        again = self.function.checkpoint(*args, **kwargs)  # type: ignore[attr-defined]
+        if again is None:
+            return None
+        if not isinstance(again, submitit.helpers.DelayedSubmission):
+            again = submitit.helpers.DelayedSubmission(again, *args, **kwargs)
+        again.function = callable_for(again.function, self.script)
+        return again
+
+
+def callable_for(function: Callable[..., Any], script: Path | None = None) -> CallFunction:
+    """What submitit is given for a function: submitit looks for ``checkpoint`` by name.
+
+    Raises:
+        ConfigError: a worker process of a job has imported the program, which submits again.
+    """
+    module = _home(function).__module__
+    if module == "__mp_main__":
+        raise ConfigError(
+            "the program submits a job whenever a worker process imports it. Put the call under "
+            'if __name__ == "__main__":'
+        )
+    if module == "__main__" and script is None:
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        script = None if file is None else Path(file).resolve()
+    kind = CallCheckpointable if hasattr(function, "checkpoint") else CallFunction
+    return kind(function, script)
+
+
+def _home(function: Callable[..., Any]) -> Any:
+    """The function, or the class of an object that can be called."""
+    return function if hasattr(function, "__globals__") else type(function)
+
+
+def _become_main(function: Callable[..., Any], script: Path) -> None:
+    """Make this process the program that submitted the job, for multiprocessing: functions may spawn workers.
+
+    What was defined there has travelled by value, and is named ``__main__.NAME``: there pickle looks for what
+    a worker is sent, and a spawned worker imports the file of ``__main__`` first.
+    """
+    main = types.ModuleType("__main__")
+    home = _home(function)
+    globals_ = getattr(home, "__globals__", None) or getattr(home.__call__, "__globals__", {})
+    main.__dict__.update(globals_, __name__="__main__", __file__=str(script), __spec__=None)
+    setattr(main, home.__name__, home)
+    sys.modules["__main__"] = main
+
+
+def place_variables(task: submitit.JobEnvironment) -> Mapping[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like, of submitit's task."""
+    several = task.num_nodes > 1
+    place = Environment(
+        source="variables",
+        rank=task.global_rank,
+        world_size=task.num_tasks,
+        local_rank=task.local_rank,
+        local_world_size=task.num_tasks // task.num_nodes,
+        node_rank=task.node,
+        nodes=task.num_nodes,
+        master_addr=task.hostnames[0] if several else "127.0.0.1",
+        master_port=job_port(_job_id(task)),
+    )
+    return contract_variables("torch", place)

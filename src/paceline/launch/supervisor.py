@@ -1,0 +1,526 @@
+"""Watches the processes of a job from outside, and reports their end."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from paceline.core import parent_death
+from paceline.core.errors import LaunchError, PacelineError
+from paceline.core.files import write_atomically
+from paceline.core.parent_death import adopt_orphans
+from paceline.core.process_group import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.core.signals import STOP_SIGNALS, StopRequests, passed_on, signals_handled
+from paceline.launch.job_logs import follow_files
+from paceline.launch.launcher import JobHandle, JobStatus, Launcher, Rendered
+from paceline.runs.failures import STOPPED, Exit, conclude, expand
+
+# --- What a killed mpirun leaves: its ranks, in groups of their own, that nobody else would end ---
+
+
+_MARK = "PACELINE_STARTED_BY"
+
+
+class Orphanage:
+    """From now on this process becomes the parent of those below it whose own parent dies. Linux only.
+
+    Attributes:
+        mark: a variable for the environment of what is started: by it orphans are told from other children.
+    """
+
+    def __init__(self) -> None:
+        self.mark = {_MARK: secrets.token_hex(8)}
+        adopt_orphans()
+
+    def close(self) -> None:
+        """Kill the orphans that bear the mark, and all below them."""
+        while orphans := [child for child in psutil.Process().children() if self._is_marked(child)]:
+            for orphan in orphans:
+                with suppress(psutil.NoSuchProcess):
+                    orphan.kill()
+                with suppress(ChildProcessError):
+                    os.waitpid(orphan.pid, 0)
+        adopt_orphans(False)
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return process.environ().get(_MARK) == self.mark[_MARK]
+        return False
+
+
+# --- Start a job's processes, watch them, and leave none behind ---
+
+
+_TURN_S = 5.0  # a signal that comes just before a wait is heard only after it
+_TETHER = str(Path(parent_death.__file__).resolve())
+
+
+@dataclass
+class _Running:
+    rank: int | None
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    serves: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starter:
+    """What processes are that start a job's ranks themselves, as torchrun and mpirun do.
+
+    Attributes:
+        name: as messages call it.
+        says_why: one that ends by itself has said why its ranks failed, and knows what is to be removed: it
+            is given the grace period also when the user is in a hurry.
+        stop_signal: what it is sent when the job is asked to stop; default: what this process got.
+        death_signal: what the kernel sends it if this process dies; upon SIGTERM it ends its ranks.
+        verdict: what else there is to say about a failure.
+    """
+
+    name: str
+    says_why: bool = False
+    stop_signal: signal.Signals | None = None
+    death_signal: signal.Signals = signal.SIGTERM
+    verdict: Callable[[], str] | None = None
+
+
+class SupervisedJob:
+    """Subprocesses that start, stop and fail together.
+
+    Each is the leader of a session of its own, so that Ctrl-C in a terminal reaches only the launcher,
+    which passes it on once; and each is killed by the kernel if the launcher dies.
+    When one fails, the others get SIGTERM, and SIGKILL after the grace period; what they leave of
+    their own children is killed with them. Those that only serve others are ended after these.
+
+    Args:
+        rendered: the processes.
+        rank_0_fds: descriptors that rank 0 inherits.
+        starter: what the processes are where they are no ranks themselves.
+        serves_elsewhere: processes of other machines are served, too: what serves goes on until
+            :meth:`end_serving`.
+
+    Raises:
+        LaunchError: one could not be started; none is left.
+    """
+
+    def __init__(
+        self,
+        rendered: RenderedProcesses,
+        *,
+        rank_0_fds: tuple[int, ...] = (),
+        starter: Starter | None = None,
+        serves_elsewhere: bool = False,
+    ) -> None:
+        self._starter = starter
+        self._orphanage = None if starter is None else Orphanage()
+        self._serves_elsewhere = serves_elsewhere
+        self._directory = rendered.spec.directory
+        self._grace_s = rendered.spec.grace_s
+        self._deaf = rendered.spec.contract == "tensorflow"  # whose workers ignore SIGTERM
+        self._served = False
+        self._running: list[_Running] = []
+        self._exits: list[Exit] = []
+        self._requests = StopRequests()
+        self._signal: int | None = None
+        self._stopping = False
+        self._deadline: float | None = None
+        program = rendered.spec.argv[0]
+        if shutil.which(program) is None:
+            raise LaunchError(f"{program} is no program that can be run.")
+        if self._directory is not None:
+            self._directory.create()
+            for old in self._directory.logs.glob("rank-*.error.json"):
+                old.unlink(missing_ok=True)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            for process in rendered.processes:
+                self._start(process, rank_0_fds if process.rank == 0 else ())
+        except OSError as error:
+            self._kill_all()
+            self._reap_all()
+            raise LaunchError(f"a process could not be started: {error}.") from error
+
+    def _start(self, process: RenderedProcess, fds: tuple[int, ...]) -> None:
+        death_signal = signal.SIGKILL if self._starter is None else self._starter.death_signal
+        tethered = [sys.executable, "-I", "-S", _TETHER, str(int(death_signal)), str(os.getpid())]
+        mark = {} if self._orphanage is None else self._orphanage.mark
+        output = open(process.log, "ab") if process.log is not None else None  # noqa: SIM115
+        try:
+            popen = subprocess.Popen(
+                [*tethered, *process.argv],
+                env={**os.environ, **process.env, **mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=fds,
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self._running.append(_Running(process.rank, popen, os.pidfd_open(popen.pid), process.serves))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that still run."""
+        return tuple(running.popen.pid for running in self._running)
+
+    @property
+    def asked_by(self) -> int | None:
+        """The first signal that asked the job to stop."""
+        return self._signal
+
+    def wait(self) -> int:
+        """Watch the job to its end; print one message if it failed; return its exit code."""
+        with signals_handled(STOP_SIGNALS, self._on_signal):
+            try:
+                while self._running:
+                    self._wait_once()
+            finally:  # one more Ctrl-C must not interrupt this
+                self._kill_all()
+                self._reap_all()
+        return self._conclude()
+
+    def cancel(self) -> None:
+        """Ask the processes to stop; may be called from another thread than :meth:`wait`."""
+        if not self._running:
+            return
+        self._signal = self._signal or signal.SIGTERM
+        self._stop_within_grace()
+        os.eventfd_write(self._wake, 1)
+
+    def end_serving(self) -> None:
+        """Nobody elsewhere is left to be served: end what serves once nothing else runs here, as done.
+
+        May be called from any thread, like :meth:`cancel`.
+        """
+        self._served = True
+        os.eventfd_write(self._wake, 1)
+
+    def _wait_once(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        by_fd = {running.pidfd: running for running in self._running}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        remaining_s = math.inf if self._deadline is None else self._deadline - time.monotonic()
+        ready = [fd for fd, _ in poll.poll(max(0.0, min(_TURN_S, remaining_s)) * 1000)]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        for fd in ready:
+            if fd in by_fd:
+                self._ended(by_fd[fd])
+        if self._served and self._running and all(running.serves for running in self._running):
+            self._stop_within_grace()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._kill_all()
+            self._deadline = None
+
+    def _ended(self, running: _Running) -> None:
+        code = self._reap(running)
+        if running.serves and self._served:
+            code = 0
+        stopped = self._stopping or self._signal is not None
+        name = "" if self._starter is None else self._starter.name
+        self._exits.append(Exit(running.rank, code, time.time(), stopped, name))
+        if code != 0 and code not in STOPPED:
+            self._stop_within_grace()
+        elif not running.serves and not self._serves_elsewhere:
+            self._served = all(other.serves for other in self._running)
+
+    def _stop_within_grace(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._deadline = time.monotonic() + self._grace_s
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        # To the workers alone: their data-loading children would die under them.
+        for running in tuple(self._running):
+            with suppress(OSError):
+                signal.pidfd_send_signal(running.pidfd, number)
+
+    def _kill_all(self) -> None:
+        for running in tuple(self._running):
+            # Open MPI's mpirun starts its ranks in groups of their own, and they outlive it.
+            below: list[psutil.Process] = []
+            with suppress(psutil.NoSuchProcess):  # a signal may come just as it is reaped
+                below = psutil.Process(running.popen.pid).children(recursive=True)
+            with suppress(ProcessLookupError):
+                os.killpg(running.popen.pid, signal.SIGKILL)
+            for process in below:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def _reap_all(self) -> None:
+        for running in list(self._running):
+            self._reap(running)
+        if self._orphanage is not None:
+            self._orphanage.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _reap(self, running: _Running) -> int:
+        # Not reaped yet, a dead leader still holds its group's number: no stranger can be hit.
+        os.waitid(os.P_PIDFD, running.pidfd, os.WEXITED | os.WNOWAIT)
+        with suppress(ProcessLookupError):
+            os.killpg(running.popen.pid, signal.SIGKILL)
+        code = running.popen.wait()
+        os.close(running.pidfd)
+        self._running.remove(running)
+        return code
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        match self._requests.hear(number):
+            case "first":
+                self._signal = number
+                told = None if self._starter is None else self._starter.stop_signal
+                self._send(told or passed_on(number))
+                if self._deaf and self._running:
+                    self._deadline = time.monotonic() + self._grace_s
+                    os.eventfd_write(self._wake, 1)  # what waits knows of no deadline yet
+            case "end" if self._says_why and self._deadline is None:
+                self._deadline = time.monotonic() + self._grace_s
+                self._send(signal.SIGINT)
+            case "end":
+                self._kill_all()
+
+    def _conclude(self) -> int:
+        exits = [under for end in self._exits for under in expand(end, self._directory)]
+        failed = any(end.code for end in exits)
+        asks = None if self._starter is None else self._starter.verdict
+        verdict = asks() if asks is not None and failed else ""
+        return conclude(self._directory, exits, self._signal, verdict, said_why=self._says_why)
+
+    @property
+    def _says_why(self) -> bool:
+        return self._starter is not None and self._starter.says_why
+
+
+# --- Jobs that end with the command that started them: mpirun, ssh, processes here ---
+
+
+EXIT_CODE = "exit-code"
+"""A file in a job's directory: written when the job has ended."""
+
+OUTPUT = "output.log"
+"""A file in a job's directory: what a detached job prints."""
+
+_ASKED = "asked-to-end"
+"""A file in a job's directory: it was cancelled once."""
+
+_POLL_S = 0.2
+
+
+class AttachedLauncher(Launcher):
+    """Starts its job here, under this process's supervision."""
+
+    attached = True
+
+    def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
+        """Find the process that started the job."""
+        return DetachedJob(reference)
+
+
+def start_commands(rendered: Rendered, starter: Starter) -> LocalJob:
+    """Start a rendered job's commands, under one supervision.
+
+    Args:
+        rendered: the job.
+        starter: what the commands are.
+
+    Raises:
+        LaunchError: one could not be started; none is left.
+    """
+    processes = tuple(
+        RenderedProcess(title=command.title, argv=command.argv, env=command.env)
+        for command in rendered.commands
+    )
+    local = LocalSpec(command=processes[0].argv, python="")
+    return SupervisedJob(RenderedProcesses(spec=local, processes=processes), starter=starter)
+
+
+class AttachedJob(JobHandle):
+    """A job that this process supervises."""
+
+    def __init__(self, job: LocalJob, directory: Path) -> None:
+        self._job = job
+        self._directory = directory
+        self._code: int | None = None
+        for name in (EXIT_CODE, _ASKED):
+            with suppress(OSError):  # of the run's last job, which other machines would take for this one's
+                (directory / name).unlink(missing_ok=True)
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """This process, which the job ends with."""
+        pid = os.getpid()
+        return {"id": str(pid), **process_reference(pid), "directory": str(self._directory)}
+
+    def status(self) -> JobStatus:
+        """Running, until :meth:`wait` has returned."""
+        return ended_status(self._code) if self._code is not None else JobStatus(state="running")
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Nothing: the job prints where this process does."""
+        return iter(())
+
+    def cancel(self) -> None:
+        """Ask the processes to stop, then kill them."""
+        self._job.cancel()
+
+    def wait(self) -> int:
+        """Supervise the job to its end."""
+        try:
+            code = self._job.wait()
+        except BaseException as error:  # of a script in this process, whose end it is
+            code = 130 if isinstance(error, KeyboardInterrupt) else 1
+            self.ended_with(error.exit_code if isinstance(error, PacelineError) else code)
+            raise
+        return self.ended_with(code)
+
+    def ended_with(self, code: int) -> int:
+        """Keep the exit code for others who ask."""
+        self._code = code
+        with suppress(OSError):
+            write_atomically(self._directory / EXIT_CODE, f"{self._code}\n".encode())
+        return self._code
+
+
+class DetachedJob(JobHandle):
+    """A job that another process supervises."""
+
+    def __init__(self, reference: Mapping[str, Any]) -> None:
+        self._reference = dict(reference)
+        self._directory = Path(reference["directory"])
+
+    @property
+    def reference(self) -> dict[str, Any]:
+        """As it was recorded."""
+        return self._reference
+
+    def status(self) -> JobStatus:
+        """Running while its process does; then what it has left."""
+        status = process_status(self._reference)
+        if status.state != "running":
+            with suppress(OSError, ValueError):
+                return ended_status(int((self._directory / EXIT_CODE).read_text()))
+        return status
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """What it printed, where it was detached."""
+        ended = (lambda: self.status().ended) if follow else None
+        yield from follow_files([self._directory / OUTPUT], ended=ended)
+
+    def cancel(self) -> None:
+        """Ask its process to end all that it has started; a second call has it kill what does not end.
+
+        Raises:
+            LaunchError: it is not one of this machine's.
+        """
+        process = process_to_end(self._reference, self.status())
+        asked = self._directory / _ASKED
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT if asked.exists() else signal.SIGTERM)
+            with suppress(OSError):
+                asked.touch()
+
+    def wait(self) -> int:
+        """Wait for the process to end.
+
+        Raises:
+            LaunchError: it is not one of this machine's.
+        """
+        while not (status := self.status()).ended:
+            if status.state == "unknown":
+                raise LaunchError(f"{status.detail}. Wait for it there.")
+            time.sleep(_POLL_S)
+        return 1 if status.exit_code is None else status.exit_code
+
+
+def process_reference(pid: int) -> dict[str, Any]:
+    """What a process of this machine is found by, also where its number means another or none.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    created = psutil.Process(pid).create_time()
+    return {"pid": pid, "created": created, "host": socket.gethostname(), **_process_table()}
+
+
+def _process_table() -> dict[str, str]:
+    """Where a process's number means the same process: under one kernel, in one container."""
+    return {
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "pid_namespace": os.readlink("/proc/self/ns/pid"),
+    }
+
+
+def process_status(reference: Mapping[str, Any]) -> JobStatus:
+    """What the process table says of a process; unknown, where it would have to be another machine's."""
+    if recorded_process(reference) is not None:
+        return JobStatus(state="running", detail=f"process {reference['pid']}")
+    here, host = _process_table(), reference.get("host")
+    if host is None:  # recorded before machines were
+        detail = f"there is no process {reference['pid']} here, but there may be on another machine"
+        return JobStatus(state="unknown", detail=detail)
+    if all(reference[name] == value for name, value in here.items()):
+        return JobStatus(state="failed", detail="its process is gone, and left no exit code")
+    if host != socket.gethostname():
+        return JobStatus(state="unknown", detail=f"it runs on {host}")
+    if reference["pid_namespace"] == here["pid_namespace"]:
+        return JobStatus(state="failed", detail=f"{host} was started anew, and it left no exit code")
+    return JobStatus(state="unknown", detail=f"it runs in another container of {host}")
+
+
+def recorded_process(reference: Mapping[str, Any]) -> psutil.Process | None:
+    """The process that a reference names, unless its number is another's: it has ended, or is elsewhere."""
+    if any(reference.get(name, value) != value for name, value in _process_table().items()):
+        return None
+    try:
+        process = psutil.Process(int(reference["pid"]))
+        same = abs(process.create_time() - float(reference["created"])) < 0.02
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def process_to_end(reference: Mapping[str, Any], status: JobStatus) -> psutil.Process | None:
+    """The process of a job that is to be cancelled; None where it has ended.
+
+    Raises:
+        LaunchError: it is not one of this machine's.
+    """
+    if status.state == "unknown":
+        raise LaunchError(f"{status.detail}. Cancel it there.")
+    return recorded_process(reference)
+
+
+def ended_status(code: int, restarts: int = 0) -> JobStatus:
+    """The status of a job that has ended with an exit code: stopped ones were cancelled."""
+    if code == 0:
+        return JobStatus(state="succeeded", exit_code=0, restarts=restarts)
+    stopped = code in (*STOPPED, 128 + signal.SIGTERM)
+    return JobStatus(
+        state="cancelled" if stopped else "failed",
+        detail=f"exit code {code}",
+        exit_code=code,
+        restarts=restarts,
+    )

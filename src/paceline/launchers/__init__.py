@@ -1,1 +1,0 @@
-"""How processes start, and where: a job is described, rendered as text, then submitted."""

@@ -1,1 +1,0 @@
-"""``--on kubernetes``: manifests, and the API server that they are submitted to."""

@@ -1,1 +1,0 @@
-"""Start processes on this machine, watch them, and leave none behind."""

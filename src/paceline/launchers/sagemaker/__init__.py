@@ -1,1 +1,0 @@
-"""``--on sagemaker``: training jobs on Amazon SageMaker."""

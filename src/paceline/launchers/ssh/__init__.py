@@ -1,1 +1,0 @@
-"""Jobs on machines that are reached by ssh."""

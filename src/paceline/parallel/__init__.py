@@ -1,0 +1,1 @@
+"""How a step is split over ranks: groups, the exact reduction, strategies."""

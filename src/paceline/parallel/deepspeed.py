@@ -1,0 +1,494 @@
+"""DeepSpeed's ZeRO as a strategy."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import _lru_cache_wrapper
+from importlib import import_module
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from paceline.core.config import RunConfig
+from paceline.core.environment import variables_set
+from paceline.core.errors import ConfigError
+from paceline.parallel.microbatches import SummedElsewhere
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import ReductionPlan
+from paceline.parallel.sharded_state import ShardedOptimizer, gathered
+from paceline.parallel.strategy import AMP_DTYPES, StrategyOptions, Whole
+from paceline.parallel.world import Mesh, World, lost_peers_reported
+
+# --- DeepSpeed itself: imported when it is used, kept quiet, and rid of what it remembers of a world ---
+
+
+_BUCKET_ELEMENTS = 50 * 2**20
+_for_the_world = ExitStack()
+
+
+def imported(device: torch.device) -> Any:
+    """The package ``deepspeed``, for this kind of device.
+
+    Raises:
+        ConfigError: it is not installed, or does not work here.
+    """
+    try:
+        # Told, it does not look for GPUs, nor warn that there is none.
+        with variables_set({"DS_ACCELERATOR": device.type}):
+            deepspeed = import_module("deepspeed")
+    except (ImportError, RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"--strategy deepspeed needs DeepSpeed ({str(error).splitlines()[0]}). "
+            "Install it: pip install 'paceline[deepspeed]'"
+        ) from error
+    # Its notes go to standard output, where results are.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # On the CPU it would build a reduction through shared memory, with a compiler; gloo does as well.
+    import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    # Defaults of its methods are the group that there was when it was imported; None is that of the call.
+    for method in vars(import_module("deepspeed.comm.torch").TorchBackend).values():
+        if isinstance(method, FunctionType) and method.__defaults__:
+            method.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value for value in method.__defaults__
+            )
+    return deepspeed
+
+
+def engine_of(
+    module: nn.Module, optimizer: Optimizer, world: World, *, stage: int, autocast: torch.dtype | None
+) -> Any:
+    """DeepSpeed's engine around a model and its optimizer; all ranks build it together.
+
+    Args:
+        module: the model, whole, on its device.
+        optimizer: the task's, of the model's parameters.
+        world: the ranks.
+        stage: of ZeRO, 1 to 3.
+        autocast: the type in which the task's loss is computed; None: that of the parameters.
+    """
+    deepspeed = imported(world.device)
+    forget_world()  # a run that was refused may have left one
+    config = {
+        # Required, and of no effect: whoever calls the engine says when a step ends.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # Its own default clips to 1; here only --clip-norm does.
+        "gradient_clipping": 0.0,
+        # Its own default takes 2 GB, however small the model.
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": min(sum(p.numel() for p in module.parameters()), _BUCKET_ELEMENTS),
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    # Its stage 3 looks there again whenever the order of modules changes.
+    _for_the_world.enter_context(variables_set({"LOCAL_RANK": str(world.local_rank)}))
+    with variables_set({"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}):
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    if autocast is not None:
+        # It turns off an autocast that it was not told of, and would scale the loss itself if told.
+        engine.torch_autocast_enabled = lambda: True
+        engine.torch_autocast_dtype = lambda: autocast
+    return engine
+
+
+def forget_world() -> None:
+    """Have DeepSpeed let go of the process group, and join the next one when it is asked to."""
+    _for_the_world.close()
+    comm: Any = import_module("deepspeed.comm.comm")
+    comm.cdb = None
+    groups = import_module("deepspeed.utils.groups")
+    for name in ("_WORLD_GROUP", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "mesh_device"):
+        setattr(groups, name, None)
+    # The modules, with the groups that their parameters know, would stay in a stack and in caches of methods.
+    import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+    for cache in gc.get_objects():
+        if type(cache) is _lru_cache_wrapper and cache.__module__.startswith("deepspeed.runtime.zero"):
+            cache.cache_clear()
+
+
+# --- The task's optimizer, whose steps DeepSpeed takes on this rank's flat part of the parameters ---
+
+
+ELEMENT_BY_ELEMENT = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Rprop, optim.Adadelta, optim.ASGD),
+)
+"""Optimizers that treat every element by itself: they may be given flat parts of parameters.
+
+Not Adagrad, which DeepSpeed builds anew, whereby schedulers lose it.
+"""
+
+
+def require_element_by_element(optimizers: Mapping[str, Optimizer]) -> Optimizer:
+    """The one optimizer, if DeepSpeed can shard it.
+
+    Raises:
+        ConfigError: there are several, or it cannot; says what can.
+    """
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"--strategy deepspeed works with one optimizer, but the task builds {len(optimizers)}: "
+            f"{', '.join(optimizers)}. Use --strategy zero1 or fsdp."
+        )
+    (optimizer,) = optimizers.values()
+    if not isinstance(optimizer, ELEMENT_BY_ELEMENT):
+        known = ", ".join(kind.__name__ for kind in ELEMENT_BY_ELEMENT)
+        raise ConfigError(
+            "--strategy deepspeed gives an optimizer flat parts of the parameters, and it is not known that "
+            f"{type(optimizer).__name__} treats each element by itself. Use one of {known}, or "
+            "--strategy zero1."
+        )
+    if not all(any(p.requires_grad for p in group["params"]) for group in optimizer.param_groups):
+        raise ConfigError(
+            "--strategy deepspeed cannot shard a parameter group in which nothing is trained. "
+            "Leave frozen parameters out of the optimizer, or use --strategy zero1."
+        )
+    return optimizer
+
+
+class ZeroOptimizer(ShardedOptimizer):
+    """Stands in the run's state for the task's optimizer.
+
+    Its groups are those of the task's, so that schedulers reach them. Its state is that of one process.
+
+    Args:
+        module: the model, whose attribute ``zero_optimizer`` this becomes.
+        base: the task's optimizer.
+        parameters: of its groups, as they were before DeepSpeed put its flat parts there.
+        engine: DeepSpeed's, which has the optimizer.
+        stage: of ZeRO.
+        world: the ranks.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        base: Optimizer,
+        parameters: list[list[torch.nn.Parameter]],
+        engine: Any,
+        stage: int,
+        world: World,
+    ) -> None:
+        super().__init__([parameter for group in parameters for parameter in group], {})
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.engine = engine
+        self.stage = stage
+        self._zero = engine.optimizer
+        self._parameters = parameters
+        self._world = world
+        object.__setattr__(module, "zero_optimizer", self)
+        self._api = import_module("deepspeed.utils")
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's parts of the sums over all ranks; there are some after a step's last backward."""
+        groups = self._zero.averaged_gradients.values()
+        return [part for group in groups if group is not None for part in group if part is not None]
+
+    def discard(self) -> None:
+        """Have no gradients, whatever became of those of the last step."""
+        if self.stage == 3:
+            # Its buffers stay, and a parameter that the next step does not use leaves its own as it is.
+            for part in self.gradients():
+                part.zero_()
+            self._zero.averaged_gradients = {}
+        else:
+            for kept in (self._zero.averaged_gradients, self._zero.all_grad_tensors):
+                for number in kept:
+                    kept[number] = None
+        self._zero.zero_grad(set_to_none=True)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step this rank's part, and gather those of the others."""
+        assert closure is None
+        self._world.activity.enter("all-gather")
+        with lost_peers_reported():
+            self._zero.step()
+        self._world.activity.leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups, numbered as in one process, without the state: see :meth:`whole_state`."""
+        numbers = iter(range(sum(len(group) for group in self._parameters)))
+        groups = []
+        for group, parameters in zip(self.param_groups, self._parameters, strict=True):
+            own = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**own, "params": [next(numbers) for _ in parameters]})
+        return {"state": {}, "param_groups": groups}
+
+    def whole_state(self, *, keep: bool) -> dict[int, dict[str, Any]]:
+        """Each parameter's state by its number, on the CPU; all ranks call this together.
+
+        Args:
+            keep: whether this rank needs it; else it holds one tensor at a time.
+        """
+        whole: dict[int, dict[str, Any]] = {}
+        self._link_states()
+        self._world.activity.enter("gather")
+        with lost_peers_reported():
+            for flat, members in self._flat_parts():
+                for number, parameter in members:
+                    values = {}
+                    for name, value in self.state[flat].items():
+                        if isinstance(value, torch.Tensor) and value.shape == flat.shape:
+                            value = self._api.safe_get_full_optimizer_state(parameter, name)
+                        if isinstance(value, torch.Tensor):
+                            value = value.detach().cpu().clone() if keep else None
+                        values[name] = value
+                    if keep and values:
+                        whole[number] = values
+        self._world.activity.leave()
+        return dict(sorted(whole.items()))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over a state as one process has it; the model has its parameters by now.
+
+        Raises:
+            ValueError: it is of other parameter groups.
+        """
+        self._zero.refresh_fp32_params()
+        saved_groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group) for group in self._parameters]:
+            raise ValueError("the saved optimizer's parameter groups differ from the task's")
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+        of_numbers = {int(number): values for number, values in state_dict["state"].items()}
+        for flat, members in self._flat_parts():
+            self.state.pop(flat, None)
+            having = [(p, of_numbers[number]) for number, p in members if of_numbers.get(number)]
+            if having:
+                self.state[flat] = self._laid_out(flat, *having[0])
+        self._link_states()
+        for flat, members in self._flat_parts():
+            for number, parameter in members:
+                for name, value in of_numbers.get(number, {}).items():
+                    if name in self.state[flat] and self.state[flat][name] is not value:
+                        self._set_part(parameter, flat, name, value)
+
+    def _link_states(self) -> None:
+        """Have DeepSpeed find each parameter's state.
+
+        It does so itself after the first group's first step, when the other groups have none yet.
+        """
+        if self.stage < 3:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    @staticmethod
+    def _laid_out(flat: torch.Tensor, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        """A flat part's state, with zeros for what each parameter has of its own."""
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        return {
+            name: torch.zeros_like(flat) if _is_of(value, shape) else value for name, value in values.items()
+        }
+
+    def _set_part(self, parameter: Any, flat: torch.Tensor, name: str, value: Any) -> None:
+        if not _is_of(value, getattr(parameter, "ds_shape", parameter.shape)):
+            return  # a number, which all parameters of a group have in common
+        value = value.to(flat.device, flat.dtype)
+        if self.stage < 3:
+            self._api.safe_set_full_optimizer_state(parameter, value, name)
+            return
+        # The function for whole tensors takes none whose size the ranks do not divide.
+        size = parameter.ds_tensor.numel()
+        part = torch.zeros(size, dtype=flat.dtype, device=flat.device)
+        mine = value.flatten()[size * self._world.rank : size * (self._world.rank + 1)]
+        part[: mine.numel()] = mine
+        self._api.safe_set_local_optimizer_state(parameter, part, name)
+
+    def _flat_parts(self) -> Iterator[tuple[torch.Tensor, list[tuple[int, torch.nn.Parameter]]]]:
+        """This rank's flat parts, and whose parts are in each: parameters with their numbers."""
+        zero = self._zero
+        flats, groups = (
+            (zero.fp32_partitioned_groups_flat, zero.fp16_groups)
+            if self.stage == 3
+            else (zero.single_partition_of_fp32_groups, zero.bit16_groups)
+        )
+        listed = [parameter for group in self._parameters for parameter in group]
+        numbers = {id(parameter): number for number, parameter in enumerate(listed)}
+        for flat, group in zip(flats, groups, strict=True):
+            yield flat, [(numbers[id(parameter)], parameter) for parameter in group]
+
+
+def optimizer_of(module: torch.nn.Module) -> ZeroOptimizer:
+    """The one that DeepSpeed made of the task's, for this model."""
+    optimizer = module.zero_optimizer
+    assert isinstance(optimizer, ZeroOptimizer)
+    return optimizer
+
+
+def _is_of(value: Any, shape: torch.Size) -> bool:
+    """Whether this is a state of each element of a parameter, and not a number of steps."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0
+
+
+# --- How a model lies on the ranks under DeepSpeed: whole in stages 1 and 2, in parts in stage 3 ---
+
+
+class Partitioned(Whole):
+    """DeepSpeed's engine around the model, made as soon as its optimizer is there.
+
+    Args:
+        mesh: the ranks.
+        config: the stage, and the precision.
+
+    Raises:
+        ConfigError: there is only one process, or DeepSpeed is not installed.
+    """
+
+    def __init__(self, mesh: Mesh, config: RunConfig) -> None:
+        if mesh.world.world_size == 1:
+            raise ConfigError(
+                "--strategy deepspeed shards states over processes, but there is one. Use --strategy single."
+            )
+        imported(mesh.world.device)
+        self._world = mesh.world
+        self._stage = config.zero_stage
+        self._autocast = AMP_DTYPES.get(config.precision)
+        self._optimizer: ZeroOptimizer | None = None
+        self._module: nn.Module | None = None
+        self.in_step = self._stage == 3
+
+    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    f"--strategy deepspeed cannot hold {name!r}, which has no dimensions. Give it the shape "
+                    "(1,), or use --strategy zero1."
+                )
+        module.to(device)
+        # A model may be built with randomness that no seed of torch's reaches.
+        self._world.broadcast_module(module)
+        self._module = module
+        return module
+
+    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+        assert self._stage < 3
+        return super().twin(build, like, device)
+
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        base = require_element_by_element(optimizers)
+        parameters = [list(group["params"]) for group in base.param_groups]
+        assert self._module is not None
+        with lost_peers_reported():
+            engine = engine_of(self._module, base, self._world, stage=self._stage, autocast=self._autocast)
+        if self._stage == 3:
+            _give_whole_parameters(self._module)
+        self._optimizer = ZeroOptimizer(self._module, base, parameters, engine, self._stage, self._world)
+        return dict.fromkeys(optimizers, self._optimizer)
+
+    def whole(self, state: Any, *, keep: bool) -> Any:
+        if isinstance(state, Mapping) and "optimizers" in state:
+            assert self._optimizer is not None
+            of_parameters = self._optimizer.whole_state(keep=keep)
+            optimizers = {
+                name: {**part, "state": of_parameters} for name, part in state["optimizers"].items()
+            }
+            state = {**state, "optimizers": optimizers}
+        return gathered(state, keep=keep) if self._stage == 3 else state
+
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
+        assert self._optimizer is not None
+        parts = self._optimizer.gradients()
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
+        square = norms.square().sum()
+        with lost_peers_reported():
+            dist.all_reduce(square, group=self._world.group)
+        factor = torch.clamp(max_norm / (square.sqrt() + 1e-6), max=1.0)
+        torch._foreach_mul_(parts, factor)
+
+
+def _give_whole_parameters(module: nn.Module) -> None:
+    """Have a model in parts give, and take, a state as if it were whole; all ranks do so together."""
+    zero = import_module("deepspeed").zero
+    loading = ExitStack()
+
+    def whole(parameter: nn.Parameter) -> torch.Tensor:
+        with lost_peers_reported(), zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def hold_parameters(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+        # In place of empty tensors: what is behind them can be gathered.
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = parameter
+
+    def gather(*_: object) -> None:
+        # As DeepSpeed's own loading does: rank 0's values are scattered at the end.
+        loading.enter_context(zero.GatheredParameters(list(module.parameters()), modifier_rank=0))
+
+    for parameter in module.parameters():
+        parameter.full_tensor = MethodType(whole, parameter)  # type: ignore[attr-defined]
+    module.register_state_dict_post_hook(hold_parameters)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(gather)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(lambda *_: loading.close())  # type: ignore[no-untyped-call]
+
+
+# --- Data parallelism by DeepSpeed (ZeRO 1 to 3): its engine sums, shards and steps ---
+#
+# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+
+
+class DeepSpeed(SummedElsewhere):
+    """DeepSpeed's engine runs forward and backward, and sums the gradients, each rank its part.
+
+    Args:
+        module: as :class:`~paceline.parallel.deepspeed.Partitioned` placed it.
+        mesh: the ranks.
+        options: the strategy's.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
+        plan = ReductionPlan(sum(options.shares), mesh.world.world_size, "fast", options.shares)
+        super().__init__(module, mesh, plan, options)
+        self._world = mesh.world
+        self._optimizer = optimizer_of(module)
+        self.model = self._optimizer.engine
+
+    def begin_step(self, present: Sequence[int]) -> None:
+        self._optimizer.discard()
+        super().begin_step(present)
+
+    def _count_rounds(self, present: Sequence[int]) -> int:
+        # Every backward, and in stage 3 every forward, is one of all ranks.
+        rounds = super()._count_rounds(present)
+        return int(max(of_rank[0] for of_rank in self._mesh.gather_rows([rounds])))
+
+    def _begin_shard(self) -> None:
+        super()._begin_shard()
+        self.model.set_gradient_accumulation_boundary(self._rounds_left == 0)  # type: ignore[operator]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._world.activity.enter("reduce-scatter")
+        with lost_peers_reported():
+            self.model.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
+        self._world.activity.leave()
+
+    def finish_step(self, row: Sequence[float]) -> StepSums:
+        sums = self.reducer.finish(row)
+        gradients = self._optimizer.gradients()
+        if sums.weight > 0:
+            # DeepSpeed divides by the number of ranks; what is wanted is the sum over the summed weights.
+            torch._foreach_mul_(gradients, self._world.world_size / sums.weight)
+            finite = sums.finite and all(bool(torch.isfinite(part.sum())) for part in gradients)
+            sums = replace(sums, finite=finite)
+        finite = all(told for (told,) in self._mesh.gather_rows([float(sums.finite)]))
+        return replace(sums, finite=finite)
+
+    def close(self) -> None:
+        super().close()
+        self.model.destroy()  # type: ignore[operator]
+        forget_world()
+        gc.collect()  # the engine refers to itself, and so to the process group, which must end first

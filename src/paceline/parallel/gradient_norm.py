@@ -1,0 +1,84 @@
+"""The norm of gradients of which each rank may hold a part, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from paceline.parallel.sharded_state import is_distributed, local_part
+from paceline.parallel.world import lost_peers_reported
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale the gradients so that the 2-norm of all of them, whoever holds them, is at most ``max_norm``.
+
+    Where no rank holds a part only, this is ``torch.nn.utils.clip_grad_norm_``; else all ranks call it
+    together. torch's takes no plain parameters beside distributed ones.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    having = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in having]
+    if not any(is_distributed(gradient) for gradient in gradients):
+        nn.utils.clip_grad_norm_(having, max_norm)
+        return
+    # Parts are added up along the dimensions of the mesh over which they are spread; others count once.
+    spread: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        spread.setdefault(_dimensions(gradient), []).append(local_part(gradient))
+    squares = [_square(parts, dimensions) for dimensions, parts in spread.items()]
+    norm = torch.stack(squares).sum().sqrt()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parts in spread.values():
+        torch._foreach_mul_(parts, factor.to(parts[0].dtype))
+
+
+@torch.no_grad()
+def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """The 2-norm of each gradient, whole, whoever holds its parts; these ranks call it together.
+
+    Raises:
+        PeerLostError: a rank is gone.
+    """
+    norms = [norm.item() for norm in torch._foreach_norm([local_part(gradient) for gradient in gradients])]
+    spread: dict[Any, list[int]] = {}
+    for number, gradient in enumerate(gradients):
+        dimensions = _dimensions(gradient)
+        if dimensions[1]:
+            spread.setdefault(dimensions, []).append(number)
+    for (mesh, along), numbers in spread.items():
+        squares = torch.tensor([norms[number] ** 2 for number in numbers], dtype=torch.float64)
+        for dim in along:
+            with lost_peers_reported():
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        for number, square in zip(numbers, squares.tolist(), strict=True):
+            norms[number] = math.sqrt(square)
+    return norms
+
+
+def _dimensions(gradient: Any) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a gradient, and those of its dimensions along which ranks hold different parts."""
+    if not is_distributed(gradient):
+        return None, ()
+    placements = gradient.placements
+    assert not any(placement.is_partial() for placement in placements), "a part is not yet a sum"
+    there = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    return (gradient.device_mesh, there) if there else (None, ())
+
+
+def _square(parts: list[torch.Tensor], dimensions: tuple[Any, tuple[int, ...]]) -> torch.Tensor:
+    """The square of the norm of all parts, float32."""
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
+    square = norms.square().sum()
+    mesh, along = dimensions
+    for dim in along:
+        with lost_peers_reported():
+            dist.all_reduce(square, group=mesh.get_group(dim))
+    return square

@@ -1,0 +1,94 @@
+"""Data parallelism by Horovod (``--strategy horovod``): its ``DistributedOptimizer`` sums the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError, PeerLostError
+from paceline.parallel.microbatches import SummedElsewhere
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import ReductionPlan
+from paceline.parallel.strategy import StrategyOptions
+from paceline.parallel.world import Mesh, World
+
+
+class Horovod(SummedElsewhere):
+    """Horovod sums the gradients while backward runs.
+
+    Horovod's optimizer never takes a step here: it is asked for its sums (``synchronize``), which are divided
+    by the sum of the losses' weights, and the task's own optimizers take the step.
+
+    Raises:
+        ConfigError: there is only one process, Horovod is not installed, or it does not know the processes.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
+        world = mesh.world
+        if world.world_size == 1:
+            raise ConfigError("--strategy horovod needs at least two processes; with one, leave it out.")
+        self._hvd = _initialised(world)
+        plan = ReductionPlan(sum(options.shares), world.world_size, "fast", options.shares)
+        super().__init__(module, mesh, plan, options)
+        self._activity = world.activity
+        named = [
+            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+        ]
+        self._optimizer = self._hvd.DistributedOptimizer(
+            torch.optim.SGD(self._parameters, lr=0.0), named_parameters=named, op=self._hvd.Sum
+        )
+
+    def begin_step(self, present: Sequence[int]) -> None:
+        super().begin_step(present)
+        # A rank without a shard runs one backward that weighs nothing.
+        self._optimizer.set_backward_passes_per_step(self._rounds_left)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with _lost_peers_reported():
+            super().backward(loss)
+
+    def finish_step(self, row: Sequence[float]) -> StepSums:
+        self._activity.enter("all-reduce")
+        with _lost_peers_reported():
+            self._optimizer.synchronize()
+        self._activity.leave()
+        return super().finish_step(row)
+
+    def close(self) -> None:
+        super().close()
+        self._hvd.shutdown()
+
+
+def _initialised(world: World) -> Any:
+    """Horovod's module for PyTorch, with the run's processes in it."""
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ConfigError(
+            f"--strategy horovod needs Horovod for this PyTorch ({error}). Build it: scripts/build-horovod, "
+            "as docs/launchers/horovod.md says."
+        ) from error
+    hvd.init()
+    found = (hvd.rank(), hvd.size())
+    if found != (world.rank, world.world_size):
+        hvd.shutdown()
+        raise ConfigError(
+            f"--strategy horovod: Horovod counts {found[1]} processes here, but there are "
+            f"{world.world_size}. Have horovodrun start them: --on horovod."
+        )
+    return hvd
+
+
+@contextmanager
+def _lost_peers_reported() -> Iterator[None]:
+    """Turn what Horovod raises when a peer is gone into a :class:`PeerLostError`."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        yield
+    except HorovodInternalError as error:
+        raise PeerLostError(f"another rank went away: {str(error).splitlines()[0]}") from error

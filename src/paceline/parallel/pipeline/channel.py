@@ -1,0 +1,390 @@
+"""Messages between neighbouring stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from paceline.core.errors import TaskError
+from paceline.parallel.world import World, lost_peers_reported
+
+# --- What a model returns, for the ranks that did not compute it: its tensors, and a description of the
+#     rest
+
+
+def pack(result: Any) -> list[Any]:
+    """A description, as bytes, and the tensors, numbers and None that it names.
+
+    Args:
+        result: of tensors, numbers, texts and None: tuples, lists, dicts, named tuples, dataclasses.
+
+    Raises:
+        TaskError: there is something else in it.
+    """
+    leaves: list[Any] = []
+    content = json.dumps(_describe(result, leaves)).encode()
+    return [torch.frombuffer(bytearray(content), dtype=torch.uint8), *leaves]
+
+
+def unpack(values: Iterator[Any]) -> Any:
+    """The result again.
+
+    Args:
+        values: what :func:`pack` gave; nothing that comes after it is taken.
+
+    Raises:
+        TaskError: a class that it names is not imported here.
+    """
+    return _rebuild(json.loads(bytes(next(values).cpu().numpy())), values)
+
+
+def _describe(value: Any, leaves: list[Any]) -> Any:
+    """None for a leaf, else what it is and its parts."""
+    if value is None or isinstance(value, torch.Tensor | bool | int | float):
+        leaves.append(value)
+        return None
+    if isinstance(value, str):
+        return ["text", value]
+    named = _fields(value)
+    if named is not None:
+        name = f"{type(value).__module__}:{type(value).__qualname__}"
+        if _imported(name) is not type(value):
+            raise _unknown(value)
+        return [name, [[key, _describe(part, leaves)] for key, part in named.items()]]
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return [kind, [_describe(part, leaves) for part in value]]
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        return ["dict", [[key, _describe(part, leaves)] for key, part in value.items()]]
+    raise _unknown(value)
+
+
+def _rebuild(shape: Any, leaves: Iterator[Any]) -> Any:
+    if shape is None:
+        return next(leaves)
+    kind, parts = shape
+    if kind == "text":
+        return parts
+    if kind in ("tuple", "list"):
+        values = [_rebuild(part, leaves) for part in parts]
+        return tuple(values) if kind == "tuple" else values
+    items = {key: _rebuild(part, leaves) for key, part in parts}
+    if kind == "dict":
+        return items
+    found = _imported(kind)
+    if found is None:
+        raise TaskError(
+            f"the model returns a {kind.replace(':', '.')}, and not every rank of the pipeline has imported "
+            "that. Import it at the top of the task's file."
+        )
+    return found(**items)
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The parts of a dataclass or named tuple, by name; None of anything else."""
+    if not _has_fields(type(value)):
+        return None
+    if isinstance(value, dict):
+        return dict(value)  # Hugging Face's ModelOutput: what is None is no item of it
+    if isinstance(value, tuple):
+        return dict(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+
+
+def _imported(name: str) -> Any:
+    """The class, if its module is imported and it is one that only holds values: nothing else is called."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and _has_fields(found) else None
+
+
+def _has_fields(kind: type) -> bool:
+    return dataclasses.is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def _unknown(value: Any) -> TaskError:
+    return TaskError(
+        f"the model returns a {type(value).__name__}, and a pipeline's last stage cannot give that to the "
+        "other ranks: only tensors, numbers, texts and None, in tuples, lists, dicts, and named tuples and "
+        "dataclasses that a module defines at its top. Have the model return those."
+    )
+
+
+# --- What goes from stage to stage: tensors and numbers, of shapes that the receiver does not know before ---
+#
+# A message is one frame: what it holds, and the tensors behind. Both ends know how long it is, as they
+# remember the longest one before it that went the same way; what does not fit follows in a frame of its own.
+# So there is nothing to ask first, and a receiver can make room before a message is sent, which then need not
+# wait.
+
+
+_HEADER = 256  # int64 numbers at the front of every message: room for some twenty tensors
+_HEADER_BYTES = 8 * _HEADER
+_ALIGNMENT = 64  # bytes, as of a tensor of its own: a kernel may choose by it, and give other bits
+_NONE, _TENSOR, _BOOL, _INT, _FLOAT, _TUPLE = range(6)
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+FORWARD, BACKWARD, EVALUATION = range(3)
+
+
+class Address(NamedTuple):
+    """What tells the messages between two ranks apart; those that differ in number only follow each other.
+
+    Attributes:
+        stage: that gets it.
+        kind: :data:`FORWARD`, :data:`BACKWARD` or :data:`EVALUATION`.
+        number: of the micro-batch.
+    """
+
+    stage: int
+    kind: int
+    number: int = 0
+
+    @property
+    def tag(self) -> int:
+        """The same in a number."""
+        return (self.number * 3 + self.kind) * 1024 + self.stage
+
+
+_Way = tuple[int, int, int]  # the other rank, the stage and the kind
+
+
+class Link:
+    """Messages between the ranks that hold one copy of the model, each by its stage's place in it.
+
+    Sending does not wait. On a GPU, tensors go through host memory.
+
+    Args:
+        world: those ranks, in the order of their stages.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
+        self._empty: dict[int, list[torch.Tensor]] = {}  # frames to send in again, by their bytes
+        self._sent: dict[_Way, int] = {}  # the longest message's bytes
+        self._received: dict[_Way, int] = {}
+        self._expected: dict[_Way, deque[Address]] = {}
+        self._posted: dict[tuple[int, Address], tuple[dist.Work, torch.Tensor]] = {}
+
+    def send(self, values: Sequence[Any], to: int, address: Address) -> None:
+        """Send tensors, numbers, None, or tuples of these.
+
+        Raises:
+            TaskError: a value is none of them.
+            PeerLostError: the other rank is gone.
+        """
+        numbers: list[int] = []
+        tensors: list[torch.Tensor] = []
+        for value in values:
+            _encode(value, numbers, tensors)
+        if len(numbers) + 2 > _HEADER:
+            raise TaskError(
+                f"a stage gives {len(values)} values to the next, more than a message can describe. Have the "
+                "model cut where fewer are needed: pipeline_blocks in the task, or --pp-split with numbers."
+            )
+        places, length = _layout(tensors)
+        way = (to, address.stage, address.kind)
+        room = self._sent.get(way, 0)
+        self._sent[way] = max(room, length)
+        with lost_peers_reported():
+            self._take_frames_back()
+        frames = [self._frame(_HEADER_BYTES + room)]
+        # Not torch.tensor, which looks at each of the numbers several times.
+        description = torch.frombuffer(array("q", [length, len(values), *numbers]), dtype=torch.int64)
+        _view(frames[0], torch.int64, 0, description.shape, (1,)).copy_(description)
+        first = _HEADER_BYTES
+        if length > room:
+            frames.append(self._frame(length))
+            self._empty.clear()  # from now on, they are to be longer
+            first = 0
+        for place, tensor in zip(places, tensors, strict=True):
+            _view(frames[-1], tensor.dtype, first + place, tensor.shape, tensor.stride()).copy_(tensor)
+        with lost_peers_reported():
+            for frame in frames:
+                work = dist.isend(frame, group=self.world.group, group_dst=to, tag=address.tag)
+                assert work is not None
+                self._on_the_way.append((work, frame))
+
+    def expect(self, messages: Sequence[tuple[int, Address]]) -> None:
+        """Make room for messages before they are sent: for one of those that go the same way.
+
+        Args:
+            messages: from whom, and their addresses, in the order in which :meth:`receive` will ask for them.
+        """
+        for source, address in messages:
+            self._expected.setdefault((source, address.stage, address.kind), deque()).append(address)
+        for way in self._expected:
+            self._post_next(way)
+
+    def receive(self, source: int, address: Address) -> list[Any]:
+        """Wait for a message; tensors that required a gradient are leaves that do.
+
+        Raises:
+            PeerLostError: the other rank is gone.
+        """
+        activity = self.world.activity
+        activity.enter("pipeline")
+        way = (source, address.stage, address.kind)
+        with lost_peers_reported():
+            if (source, address) not in self._posted:
+                self._posted[source, address] = self._post(source, address)
+            work, frame = self._posted.pop((source, address))
+            work.wait()
+            numbers = iter(_view(frame, torch.int64, 0, (_HEADER,), (1,)).tolist())
+            length, first = next(numbers), _HEADER_BYTES
+            if length > self._received.get(way, 0):
+                self._received[way] = length
+                frame, first = torch.empty(length, dtype=torch.uint8), 0
+                dist.recv(frame, group=self.world.group, group_src=source, tag=address.tag)
+            self._post_next(way)
+        # The ranks of a pipeline take part in one exchange, of which they go in and out.
+        activity.step_out()
+        return list(self._decode(numbers, next(numbers), _Reader(frame, first)))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived.
+
+        Raises:
+            PeerLostError: another rank is gone.
+        """
+        activity = self.world.activity
+        activity.enter("pipeline")
+        with lost_peers_reported():
+            for work, _ in self._on_the_way:
+                work.wait()
+            self._take_frames_back()
+        activity.leave()
+
+    def _frame(self, nbytes: int) -> torch.Tensor:
+        """Room for what is sent, which the kernel has given before if it can be."""
+        arrived = self._empty.get(nbytes)
+        return arrived.pop() if arrived else torch.empty(nbytes, dtype=torch.uint8)
+
+    def _take_frames_back(self) -> None:
+        waiting = []
+        for work, frame in self._on_the_way:
+            if work.is_completed():
+                self._empty.setdefault(frame.numel(), []).append(frame)
+            else:
+                waiting.append((work, frame))
+        self._on_the_way = waiting
+
+    def _post_next(self, way: _Way) -> None:
+        expected = self._expected.get(way)
+        if expected:
+            address = expected.popleft()
+            self._posted[way[0], address] = self._post(way[0], address)
+
+    def _post(self, source: int, address: Address) -> tuple[dist.Work, torch.Tensor]:
+        room = self._received.get((source, address.stage, address.kind), 0)
+        frame = torch.empty(_HEADER_BYTES + room, dtype=torch.uint8)
+        work = dist.irecv(frame, group=self.world.group, group_src=source, tag=address.tag)
+        assert work is not None
+        return work, frame
+
+    def _decode(self, numbers: Iterator[int], count: int, reader: _Reader) -> Iterator[Any]:
+        for _ in range(count):
+            kind = next(numbers)
+            if kind == _NONE:
+                yield None
+            elif kind == _BOOL:
+                yield bool(next(numbers))
+            elif kind == _INT:
+                yield next(numbers)
+            elif kind == _FLOAT:
+                yield struct.unpack("<d", struct.pack("<q", next(numbers)))[0]
+            elif kind == _TUPLE:
+                yield tuple(self._decode(numbers, next(numbers), reader))
+            else:
+                dtype, requires_grad, dimensions = _DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
+                shape = [next(numbers) for _ in range(dimensions)]
+                stride = [next(numbers) for _ in range(dimensions)]
+                tensor = reader.next(dtype, shape, stride).to(self.world.device)
+                yield tensor.requires_grad_(requires_grad)
+
+
+class _Reader:
+    """Gives the tensors of a frame, one after the other."""
+
+    def __init__(self, frame: torch.Tensor, first: int) -> None:
+        self._frame, self._first = frame, first
+        self._place = 0
+
+    def next(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        tensor = _view(self._frame, dtype, self._first + self._place, shape, stride)
+        self._place += _padded(tensor.numel() * tensor.element_size())
+        return tensor
+
+
+def _layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """At which byte each one begins, and where the last one ends."""
+    places, length = [], 0
+    for tensor in tensors:
+        places.append(length)
+        length += _padded(tensor.numel() * tensor.element_size())
+    return places, length
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(
+    frame: torch.Tensor, dtype: torch.dtype, at: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor in the frame's memory; no view of torch's: in-place changes of one are none of the others."""
+    return torch.empty(0, dtype=dtype).set_(
+        frame.untyped_storage(), at // dtype.itemsize, torch.Size(shape), tuple(stride)
+    )
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, where it is one that waits for a split layer's ranks on its first use."""
+    wait = getattr(tensor, "wait", None)
+    return tensor if wait is None else wait()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor)  # the latter takes 0.1 ms
+
+
+def _encode(value: Any, numbers: list[int], tensors: list[torch.Tensor]) -> None:
+    if value is None:
+        numbers.append(_NONE)
+    elif isinstance(value, torch.Tensor):
+        there = _arrived(value).detach()
+        # In its own order of memory, on which a kernel's choice, and so its bits, may depend.
+        dense = there if _is_dense(there) else there.contiguous()
+        numbers += [_TENSOR, _DTYPES.index(value.dtype), int(value.requires_grad), value.dim()]
+        numbers += [*value.shape, *dense.stride()]
+        tensors.append(dense)
+    elif isinstance(value, bool):
+        numbers += [_BOOL, int(value)]
+    elif isinstance(value, int):
+        numbers += [_INT, value]
+    elif isinstance(value, float):
+        numbers += [_FLOAT, struct.unpack("<q", struct.pack("<d", value))[0]]
+    elif isinstance(value, tuple):
+        numbers += [_TUPLE, len(value)]
+        for part in value:
+            _encode(part, numbers, tensors)
+    else:
+        raise TaskError(
+            f"a stage cannot give a {type(value).__name__} to the next: only tensors, numbers, None and "
+            "tuples of them. Name the parts of the model in the task: def pipeline_blocks(self, model)."
+        )

@@ -1,0 +1,624 @@
+"""Pipeline parallelism with the exact reduction."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from torch.optim import Optimizer
+
+from paceline.core.errors import ConfigError, TaskError
+from paceline.core.task import Loss
+from paceline.data.samples import MicroBatch
+from paceline.parallel.gradient_norm import norms_of_parts
+from paceline.parallel.microbatches import agreed
+from paceline.parallel.pipeline import schedules, stage_split
+from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, Address, Link
+from paceline.parallel.pipeline.schedules import CHUNKS, Action, Name, Timed, most_kept, orders
+from paceline.parallel.pipeline.stages import (
+    Blocks,
+    Splitting,
+    Stage,
+    StagedForward,
+    StageDone,
+    Turn,
+    absent_arguments,
+    closed,
+    cut,
+    find_blocks,
+    staged,
+)
+from paceline.parallel.reducer import GradientReducer, StepSums
+from paceline.parallel.reduction_tree import ReductionPlan
+from paceline.parallel.sharded_state import local_part, mixing_explained
+from paceline.parallel.strategy import Rehearsal, ShardWork, StrategyOptions
+from paceline.parallel.world import Mesh, World, lost_peers_reported
+
+# --- A backward in two halves: first the gradients of a stage's input, later those of its weights ---
+
+
+Groups = list[dict[str, Any]]
+"""What the first half leaves for the second."""
+
+
+def backward_of_inputs(
+    roots: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[nn.Parameter],
+    *,
+    check: bool,
+) -> Groups:
+    """Give ``inputs`` their gradients.
+
+    Args:
+        roots: where backward begins; they are detached afterwards.
+        gradients: of the roots.
+        inputs: leaves.
+        weights: those of the stage.
+        check: that the second half will reach every weight that a whole backward would.
+
+    Raises:
+        TaskError: it would not.
+    """
+    there = set()
+    if check:
+        reached = construct_reverse_graph([_node(root) for root in roots])
+        there = {_node(weight) for weight in weights} & reached.keys()
+    _, groups = stage_backward_input(roots, gradients, list(inputs), iter(weights))
+    if not there <= {node for group in groups for node in group["params"]}:
+        raise TaskError(
+            "--pp-schedule zero-bubble cannot split the backward of a stage that gives values which do not "
+            "depend on what it gets. Use --pp-schedule 1f1b, or --pp-split with other numbers."
+        )
+    return groups
+
+
+def backward_of_weights(weights: Sequence[nn.Parameter], groups: Groups) -> None:
+    """Add to the gradients of ``weights``, from what the first half has left."""
+    stage_backward_weight(iter(weights), groups)
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    return _get_grad_fn_or_grad_acc(tensor)
+
+
+# --- A state whose tensors lie on several stages' ranks, as one process would have it ---
+
+
+_Path = tuple[str | int, ...]
+
+
+def gathered(state: Any, part: World) -> Any:
+    """The whole state on the first rank of ``part``; its own on the others. All of them call it together.
+
+    What the first rank lacks (a tensor on the ``meta`` device, or an optimizer's state that is not there) it
+    gets from the first one that has it; one tensor at a time is on the way.
+
+    Args:
+        state: mappings, lists and tuples of tensors and other values.
+        part: the ranks that hold one copy of the model.
+    """
+    leaves = dict(_leaves(state, ()))
+    known = {_text(path) for path, leaf in leaves.items() if not _is_meta(leaf)} if part.rank == 0 else set()
+    known = set(part.broadcast_json(sorted(known)))
+    mine = (
+        {}
+        if part.rank == 0
+        else {p: v for p, v in leaves.items() if not _is_meta(v) and _text(p) not in known}
+    )
+    offers = part.all_gather_json([_offer(path, leaf) for path, leaf in mine.items()])
+    taken: dict[_Path, Any] = {}
+    for source in range(1, part.world_size):
+        for path_list, value, dtype, shape in offers[source]:
+            path = tuple(path_list)
+            if path in taken:
+                continue
+            taken[path] = value
+            if dtype is None:
+                continue
+            if part.rank == 0:
+                taken[path] = torch.empty(shape, dtype=getattr(torch, dtype))
+                _exchange(part, taken[path], source=source)
+            elif part.rank == source:
+                _exchange(part, leaves[path].detach().cpu().contiguous(), source=None)
+    return _with(state, _tree(taken)) if part.rank == 0 else state
+
+
+def _exchange(part: World, tensor: torch.Tensor, *, source: int | None) -> None:
+    if not tensor.numel():
+        return
+    with lost_peers_reported():
+        if source is None:
+            dist.send(tensor, group=part.group, group_dst=0)
+        else:
+            dist.recv(tensor, group=part.group, group_src=source)
+
+
+def _offer(path: _Path, leaf: Any) -> list[Any]:
+    if isinstance(leaf, torch.Tensor):
+        return [list(path), None, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+    return [list(path), leaf, None, None]
+
+
+def _leaves(state: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+    if isinstance(state, Mapping):
+        for name, value in state.items():
+            yield from _leaves(value, (*path, name))
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from _leaves(value, (*path, number))
+    else:
+        yield path, state
+
+
+def _with(state: Any, taken: Any) -> Any:
+    """The state with what was taken, a tree of the same form, in its places."""
+    if isinstance(state, Mapping):
+        names = [*state, *(name for name in taken if name not in state)]
+        if all(isinstance(name, int) for name in names):
+            names.sort()  # an optimizer's states are by the number of the parameter
+        return {name: _merged(state, taken, name) for name in names}
+    return type(state)(_merged(dict(enumerate(state)), taken, number) for number in range(len(state)))
+
+
+def _merged(state: Mapping[Any, Any], taken: Mapping[Any, Any], name: Any) -> Any:
+    if name not in taken:
+        return state[name]
+    if name in state and isinstance(state[name], Mapping | list | tuple):
+        return _with(state[name], taken[name])
+    return taken[name]
+
+
+def _tree(taken: Mapping[_Path, Any]) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for path, value in taken.items():
+        branch = tree
+        for name in path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[path[-1]] = value
+    return tree
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _text(path: _Path) -> str:
+    return repr(path)
+
+
+# --- A model cut into stages: each rank holds its own, and nothing of the others but names and shapes ---
+
+
+AXES = ("pp", "mp")
+_ROOM = 0.9  # of a device's memory, for what is counted here
+
+
+class Staged:
+    """Lays a model out in stages along a mesh's axis ``pp`` (or ``mp``).
+
+    Args:
+        mesh: the ranks.
+        name: the strategy's, for messages.
+        schedule: says how many stages a rank has, and how many micro-batches they keep.
+        how: "balanced", "equal" or a number of blocks for each stage.
+        microbatches: that a copy of the model computes in a step.
+        rehearsal: what may be tried of the task.
+        splitting: splits the layers of each stage over the mesh's innermost axis, where it has one.
+    """
+
+    in_step = True
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        schedule: Name,
+        how: str,
+        microbatches: int,
+        rehearsal: Rehearsal,
+        splitting: Splitting | None = None,
+    ) -> None:
+        if mesh.world.world_size == 1:
+            raise ConfigError(
+                f"--strategy {name} cuts a model over processes, but there is one. Use --strategy single."
+            )
+        self._mesh = mesh
+        self._part = mesh.part(AXES)
+        self._name, self._schedule, self._how = name, schedule, how
+        self._microbatches = microbatches
+        self._rehearsal = rehearsal
+        self._splitting = splitting
+        ranks = self._part.world_size
+        if name == "pp" and microbatches < ranks:
+            raise ConfigError(
+                f"--strategy pp: {microbatches} micro-batches for {ranks} stages leave some idle all the "
+                f"time. Use --shards {ranks * mesh.data.world_size} or more, or fewer stages."
+            )
+
+    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+        # A model may be built with randomness that no seed of torch's reaches.
+        self._mesh.world.broadcast_module(module)
+        parts = self._rehearsal.parts(module)
+        absent = absent_arguments(module, self._rehearsal.loss) if parts is None else frozenset()
+        found = find_blocks(module, parts, absent)
+        if self._splitting is not None:
+            found = closed(found, self._splitting.decide(module))
+        ranks = self._part.world_size
+        count = ranks * CHUNKS[self._schedule]
+        stage_split.require_blocks(found, count)
+        sizes = self._sizes(found, module, device, count)
+        stages = cut(found, sizes)
+        forward = StagedForward(found, stages, Link(self._part))
+        held = {name for stage in forward.own for name in stage.holds}
+        if self._part.rank == 0:  # and what no block uses
+            held |= _names(module) - {name for stage in stages for name in stage.holds}
+        _drop_others(module, held)
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+        if self._splitting is not None:
+            self._splitting.split(module)
+        object.__setattr__(module, "forward", forward)
+        return module
+
+    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+        return optimizers  # their state follows the parameters
+
+    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+        raise AssertionError("a model in stages has no moving average")
+
+    def whole(self, state: Any, *, keep: bool) -> Any:
+        # The first copy of the model is enough, and of each stage the first rank.
+        first = self._mesh.is_first_beside(AXES)
+        if self._splitting is not None:
+            state = self._splitting.whole(state, keep=keep or first)
+        return gathered(state, self._part) if first else state
+
+    def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
+        """As one process would: the norm of the norms of all gradients, in the order of the parameters."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        own = [(n, p.grad) for n, p in enumerate(parameters) if p.grad is not None]
+        norms = [0.0] * len(parameters)
+        for (number, _), norm in zip(own, norms_of_parts([g for _, g in own]), strict=True):
+            norms[number] = norm
+        # Each norm is on one rank, and zero on the others: their sum is itself.
+        rows = self._part.all_gather_json(norms)
+        total = torch.linalg.vector_norm(torch.tensor(rows, dtype=torch.float32).sum(dim=0))
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for _, gradient in own:
+            part = local_part(gradient)
+            part.mul_(factor.to(part.device))
+
+    def _sizes(self, found: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
+        if self._how != "balanced":
+            return stage_split.split_as_told(found, count, self._how)
+        world, sizes, problem = self._mesh.world, None, None
+        degree = 1 if self._splitting is None else self._splitting.degree
+        if world.rank == 0:
+            costs = stage_split.measure(found, module, device, self._rehearsal.loss)
+            kept = most_kept(orders(self._schedule, self._part.world_size, self._microbatches))
+            try:
+                sizes = stage_split.balanced_split(
+                    costs,
+                    count,
+                    in_flight=[kept[stage] for stage in range(count)],
+                    limit_bytes=degree * _limit_bytes(device, world.local_world_size),
+                )
+            except ConfigError as error:
+                problem = str(error)
+        sizes, problem = world.broadcast_json([sizes, problem])
+        if problem is not None:
+            raise ConfigError(problem)
+        return tuple(sizes)
+
+
+def _limit_bytes(device: torch.device, processes: int) -> float:
+    if device.type == "cuda":
+        return _ROOM * torch.cuda.get_device_properties(device).total_memory
+    return _ROOM * psutil.virtual_memory().total / max(1, processes)
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _drop_others(module: nn.Module, held: set[str]) -> None:
+    """Leave names and shapes of what is not held: such tensors are on the ``meta`` device."""
+    tensors: Mapping[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own = {id(tensor) for name, tensor in tensors.items() if name in held}
+    dropped: dict[int, torch.Tensor] = {}
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in own:
+                    if id(tensor) not in dropped:
+                        dropped[id(tensor)] = _shape_of(tensor)
+                    table[name] = dropped[id(tensor)]  # type: ignore[assignment]
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    shape = tensor.detach().to("meta")
+    if not isinstance(tensor, nn.Parameter):
+        return shape
+    parameter = nn.Parameter(shape, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)  # what the task may have noted there
+    return parameter
+
+
+# --- Runs the micro-batches of a step through the stages, in the order of a schedule ---
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Flight:
+    """What a stage keeps of a micro-batch between its forward and the end of its backward.
+
+    Attributes:
+        turn: what came in and went out.
+        loss: the last stage's.
+        buffers: what the forward has left in the stage's buffers.
+        weight, loss_sum: of the loss, once they are known.
+        roots, gradients: where backward begins.
+        groups: what :func:`backward_of_inputs` left for the weights; None where they are still to be
+            computed by a whole backward.
+    """
+
+    turn: Turn
+    loss: Loss | None
+    buffers: list[torch.Tensor]
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    roots: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    groups: Groups | None = None
+
+
+class Pipeline:
+    """A micro-batch is a shard, and its gradients are summed like any other's: the bits are one process's.
+
+    Attributes:
+        module, model: the model, laid out in stages.
+        plan: who computes which shard.
+        shards: of this rank's copy of the model.
+        timed: what this rank did in its last step, and when, by ``time.time()``.
+
+    Args:
+        module: laid out by :class:`~paceline.parallel.pipeline.pipeline.Staged`.
+        mesh: the ranks.
+        schedule: the order of the work.
+        options: the strategy's.
+    """
+
+    spare_rounds = 0
+    overlaps_steps = False
+
+    def __init__(self, module: nn.Module, mesh: Mesh, schedule: Name, options: StrategyOptions) -> None:
+        self.plan = ReductionPlan(sum(options.shares), mesh.data.world_size, options.kind, options.shares)
+        self.module = self.model = module
+        self.shards = self.plan.shards_of(mesh.data.rank)
+        self.timed: list[Timed] = []
+        self._mesh = mesh
+        self._schedule = schedule
+        self._forward = staged(module)
+        self._link = self._forward.link
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        in_stages = {name for stage in self._forward.stages for name in stage.holds}
+        self._reducers: dict[int, GradientReducer] = {}
+        self._weights: dict[int, list[nn.Parameter]] = {}
+        for number, stage in enumerate(self._forward.own):
+            unused = {name for name, t in tensors.items() if name not in in_stages and not t.is_meta}
+            names = stage.holds | (unused if number == 0 else set())
+            own = {id(tensors[name]) for name in names}
+            self._reducers[stage.number] = GradientReducer(
+                module,
+                self.plan,
+                mesh.data,
+                row_length=options.row_length if number == 0 else 0,
+                timeout_s=options.timeout_s,
+                holds=partial(_is_one_of, own),
+            )
+            self._weights[stage.number] = [
+                tensor
+                for name in sorted(stage.holds)
+                if isinstance(tensor := tensors[name], nn.Parameter) and tensor.requires_grad
+            ]
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._began = 0.0
+        self._steps = 0
+        self._trace = options.directory / schedules.FILE
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return {}
+
+    def go_on(self, following: Sequence[MicroBatch]) -> None:
+        raise AssertionError("steps do not overlap here")
+
+    def begin_step(self, present: Sequence[int]) -> None:
+        # A copy without shards sends here what others send in backward: their last stage's gradients first.
+        for _, reducer in sorted(self._reducers.items(), reverse=True):
+            reducer.begin(present)
+
+    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+        world = self._link.world
+        actions: dict[str, Callable[[Stage, int, MicroBatch, ShardWork], None]] = {
+            "F": self._run_forward,
+            "B": self._run_backward,
+            "I": self._run_input_backward,
+            "W": self._run_weight_backward,
+        }
+        self.timed = []
+        order = orders(self._schedule, world.world_size, len(microbatches))[world.rank]
+        # A stage whose layers are split waits for the ranks that hold the other parts, too.
+        with lost_peers_reported(), mixing_explained():
+            self._link.expect([message for action in order for message in self._awaited(action)])
+            for action in order:
+                kind, number, k = action
+                self._began = time.time()
+                actions[kind](self._forward.stages[number], k, microbatches[k], work)
+                self.timed.append(Timed(action, self._began, time.time()))
+        self._link.finish()
+
+    def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+        raise AssertionError("no rank waits for another one's backward here")
+
+    def finish_step(self, row: Sequence[float]) -> StepSums:
+        self._record()
+        first, *others = self._reducers.values()
+        sums = first.finish(row)
+        finite = all([sums.finite, *(reducer.finish(()).finite for reducer in others)])
+        return agreed(replace(sums, finite=finite), row, self._mesh)
+
+    def _record(self) -> None:
+        """Keep what was done in the 2nd, 4th, 8th, ... step for ``paceline runs pipeline``."""
+        self._steps += 1
+        if self._steps == 1 or self._steps & (self._steps - 1):
+            return
+        rows = [[*t.action, t.begin, t.end] for t in self.timed]
+        ranks = self._link.world.all_gather_json(rows)
+        if self._mesh.world.rank == 0:
+            try:
+                schedules.write(self._trace, self._schedule, self._steps, ranks)
+            except OSError as error:  # a picture is no reason to stop
+                _log.warning("%s cannot be written: %s", self._trace, error.strerror)
+
+    def abandon(self) -> None:
+        self._flights.clear()
+        for reducer in self._reducers.values():
+            reducer.abandon()
+
+    def close(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.close()
+
+    def _awaited(self, action: Action) -> list[tuple[int, Address]]:
+        """From whom, and as what, comes what the action begins with, if it does not come from here."""
+        kind, stage, k = action
+        if kind == "F" and stage > 0:
+            return [(self._forward.rank_of(stage - 1), Address(stage, FORWARD, k))]
+        if kind in ("B", "I") and stage < len(self._forward.stages) - 1:
+            return [(self._forward.rank_of(stage + 1), Address(stage, BACKWARD, k))]
+        return []
+
+    def _run_forward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+        entered = self._receive(stage.number - 1, Address(stage.number, FORWARD, k)) if stage.number else []
+        buffers = self._reducers[stage.number].buffers
+        turn = Turn(stage, entered)
+        loss: Loss | None = None
+        self._forward.turn = turn
+        buffers.lend()
+        try:
+            loss = work.forward(self.model, microbatch)
+        except StageDone:
+            pass
+        finally:
+            self._forward.turn = None
+            left_in_buffers = buffers.take_back()
+        if not turn.called:
+            raise TaskError("the loss does not call the model, so a pipeline has nothing to run.")
+        self._flights[stage.number, k] = _Flight(turn, loss, left_in_buffers)
+        if not self._forward.is_last(stage):
+            self._send(turn.left, Address(stage.number + 1, FORWARD, k))
+
+    def _run_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+        flight = self._flights[stage.number, k]
+        self._begin_backward(stage, k, flight, work)
+        reducer = self._reducers[stage.number]
+        reducer.begin_shard()
+        if flight.roots:
+            torch.autograd.backward(flight.roots, flight.gradients)
+        self._send_back(stage, k, flight)
+        self._end(stage, k, flight, microbatch, work)
+
+    def _run_input_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+        flight = self._flights[stage.number, k]
+        self._begin_backward(stage, k, flight, work)
+        inputs = [tensor for tensor in _tensors(flight.turn.entered) if _wants_gradient(tensor)]
+        if inputs and flight.roots:
+            weights = self._weights[stage.number]
+            # One step shows how the stage is built.
+            flight.groups = backward_of_inputs(
+                flight.roots, flight.gradients, inputs, weights, check=not self._steps
+            )
+        self._send_back(stage, k, flight)
+
+    def _run_weight_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+        flight = self._flights[stage.number, k]
+        self._reducers[stage.number].begin_shard()
+        if flight.groups is not None:
+            backward_of_weights(self._weights[stage.number], flight.groups)
+        elif flight.roots:
+            torch.autograd.backward(flight.roots, flight.gradients)
+        self._end(stage, k, flight, microbatch, work)
+
+    def _begin_backward(self, stage: Stage, k: int, flight: _Flight, work: ShardWork) -> None:
+        """Know the loss, and where backward begins with which gradients."""
+        if flight.loss is not None:
+            root = work.scaled(flight.loss.sum)
+            flight.weight, flight.loss_sum = float(flight.loss.weight), flight.loss.sum.item()
+            flight.roots, flight.gradients = [root], [torch.ones_like(root)]
+            flight.loss = None
+            return
+        answer = self._receive(stage.number + 1, Address(stage.number, BACKWARD, k))
+        flight.weight, flight.loss_sum, *gradients = answer
+        given = [tensor for tensor in _tensors(flight.turn.left) if tensor.requires_grad]
+        pairs = [(t, g) for t, g in zip(given, gradients, strict=True) if g is not None]
+        flight.roots, flight.gradients = [t for t, _ in pairs], [g for _, g in pairs]
+        flight.turn.left = []
+
+    def _send_back(self, stage: Stage, k: int, flight: _Flight) -> None:
+        if stage.number == 0:
+            return
+        entered = [tensor for tensor in _tensors(flight.turn.entered) if _wants_gradient(tensor)]
+        values = [flight.weight, flight.loss_sum, *(tensor.grad for tensor in entered)]
+        self._send(values, Address(stage.number - 1, BACKWARD, k))
+
+    def _end(self, stage: Stage, k: int, flight: _Flight, microbatch: MicroBatch, work: ShardWork) -> None:
+        reducer = self._reducers[stage.number]
+        reducer.buffers.give_back(flight.buffers)
+        loss_sum = torch.tensor(flight.loss_sum, dtype=torch.float64)
+        reducer.end_shard(microbatch.num_samples, flight.weight, loss_sum, microbatch.checksum)
+        del self._flights[stage.number, k]
+        work.done()
+
+    def _send(self, values: Sequence[Any], address: Address) -> None:
+        self._link.send(values, self._forward.rank_of(address.stage), address)
+
+    def _receive(self, stage: int, address: Address) -> list[Any]:
+        received = self._link.receive(self._forward.rank_of(stage), address)
+        self._began = time.time()  # waiting is no work
+        return received
+
+
+def _is_one_of(ids: set[int], tensor: torch.Tensor) -> bool:
+    return id(tensor) in ids
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += _tensors(value)
+    return found

@@ -1,0 +1,275 @@
+"""Which blocks make a stage: by measured time and memory, by number, or as told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paceline.core.errors import ConfigError
+from paceline.core.task import Loss
+from paceline.parallel.pipeline.stages import Blocks, Values, forward_replaced
+
+Trial = Callable[[nn.Module], Loss]
+"""The task's loss on a micro-batch of the training data; it calls the model once."""
+
+_REPEATS = range(4, 20)  # at least, and at most; more while they take less than _MEASURE_S
+_MEASURE_S = 1.0
+STATES = 4
+"""Bytes that training holds for each byte of a parameter: itself, its gradient, and two moments of Adam's."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a block takes for one micro-batch.
+
+    Attributes:
+        forward_s: of its forward.
+        backward_s: of its backward.
+        parameter_bytes: of its parameters.
+        activation_bytes: what its backward needs, beside the parameters.
+    """
+
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    activation_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial) -> list[Cost]:
+    """Time each block's forward and backward on a real micro-batch, on this rank.
+
+    Parameters, buffers, gradients and torch's random numbers are afterwards what they were.
+
+    Args:
+        found: the model's blocks.
+        module: the model.
+        device: where it is to be trained; each block is taken there only while it is measured.
+        trial: calls the model.
+    """
+    costs: list[list[Cost]] = []
+    held = _owners(found, module)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    output: Any = None
+    returned_at = 0.0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        costs.append([])
+        values = found.bind(*args, **kwargs)
+        for number in range(len(found.blocks)):
+            costs[-1].append(_measure_block(found, number, held[number], values, device))
+        nonlocal output, returned_at
+        output = tree_map_only(torch.Tensor, _leaf, found.result(values))
+        returned_at = time.perf_counter()
+        return output
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), forward_replaced(module, forward):
+        started = time.perf_counter()
+        while len(costs) < _REPEATS.start or (
+            len(costs) < _REPEATS.stop and time.perf_counter() - started < _MEASURE_S
+        ):
+            loss = trial(module)
+            _synchronize(device)
+            costs[-1][-1] = _with_loss(costs[-1][-1], time.perf_counter() - returned_at, loss, device)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return [
+        Cost(
+            min(c.forward_s for c in of_block),
+            min(c.backward_s for c in of_block),
+            of_block[0].parameter_bytes,
+            of_block[0].activation_bytes,
+        )
+        for of_block in zip(*costs[1:], strict=True)  # the first round warms up
+    ]
+
+
+def _with_loss(cost: Cost, forward_s: float, loss: Loss, device: torch.device) -> Cost:
+    """The last block's cost, with the loss's: they are computed together."""
+    began = time.perf_counter()
+    if loss.sum.requires_grad:
+        loss.sum.backward()  # type: ignore[no-untyped-call]
+    _synchronize(device)
+    backward_s = time.perf_counter() - began
+    return replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
+
+
+def _owners(found: Blocks, module: nn.Module) -> list[list[torch.Tensor]]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return [[tensors[name] for name in sorted(block.holds)] for block in found.blocks]
+
+
+def _measure_block(
+    found: Blocks, number: int, held: Sequence[torch.Tensor], values: Values, device: torch.device
+) -> Cost:
+    block = found.blocks[number]
+    homes = [tensor.data for tensor in held]
+    for tensor in held:
+        tensor.data = tensor.data.to(device)
+    # Leaves of their own, so that backward ends where the block begins.
+    computed = {name for earlier in found.blocks[:number] for name in earlier.gives}
+    for name in block.needs & computed:
+        values[name] = tree_map_only(torch.Tensor, _leaf, values[name])
+    parameters = {tensor.untyped_storage().data_ptr() for tensor in held}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    _synchronize(device)
+    began = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        block.run(values)
+    _synchronize(device)
+    forward_s = time.perf_counter() - began
+    after = found.crossing(number + 1)
+    outputs = [
+        leaf
+        for name in block.gives
+        if name in after or name in found.result_needs
+        for leaf in tree_leaves(values[name])
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    backward_s = 0.0
+    if outputs:
+        ones = [torch.ones_like(output) for output in outputs]
+        began = time.perf_counter()
+        torch.autograd.backward(outputs, ones)
+        _synchronize(device)
+        backward_s = time.perf_counter() - began
+    for tensor, home in zip(held, homes, strict=True):
+        tensor.grad = None
+        tensor.data = home
+    for name in block.gives:
+        values[name] = tree_map_only(torch.Tensor, torch.Tensor.detach, values[name])
+    nbytes = sum(t.numel() * t.element_size() for t in held if isinstance(t, nn.Parameter))
+    return Cost(forward_s, backward_s, nbytes, sum(saved.values()))
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def split_as_told(found: Blocks, stages: int, how: str) -> tuple[int, ...]:
+    """How many blocks each stage has, for ``--pp-split equal`` or ``N,N,...``.
+
+    Raises:
+        ConfigError: the numbers are not for so many stages, or do not add up; names what would.
+    """
+    number = len(found.blocks)
+    equal = equal_split(number, stages)
+    if how == "equal":
+        return equal
+    counts = tuple(int(part) for part in how.split(","))
+    if len(counts) == stages and sum(counts) == number and min(counts) > 0:
+        return counts
+    raise ConfigError(
+        f"--pp-split {how} is not for this model: its {number} blocks are to be cut into {stages} stages. "
+        f"Give {stages} numbers that add up to {number}, such as {','.join(map(str, equal))}, or balanced."
+    )
+
+
+def require_blocks(found: Blocks, stages: int) -> None:
+    """Refuse more stages than blocks.
+
+    Raises:
+        ConfigError: says how many there can be, and what keeps blocks together.
+    """
+    number = len(found.blocks)
+    if number >= stages:
+        return
+    why = (
+        f" Blocks that share a parameter cannot be parted: {'; '.join(found.shared[:3])}."
+        if found.shared
+        else ""
+    )
+    if found.closed:
+        why += f" Layers that tp splits as a pair cannot be parted: {'; '.join(found.closed[:3])}."
+    advice = (
+        f"Use {number} stages at most, or a model with more blocks."
+        if number > 1
+        else "Use --strategy ddp or fsdp."
+    )
+    raise ConfigError(f"the model has {number} block(s), too few for {stages} stages.{why} {advice}")
+
+
+def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
+    """Equal numbers of blocks, as far as they go."""
+    bounds = [stage * blocks // stages for stage in range(stages + 1)]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+
+def balanced_split(
+    costs: Sequence[Cost],
+    stages: int,
+    *,
+    in_flight: Sequence[int] = (),
+    limit_bytes: float = math.inf,
+) -> tuple[int, ...]:
+    """The split whose slowest stage is fastest, among those whose stages fit into memory.
+
+    By dynamic programming over (stages, blocks): O(stages * blocks^2). Ties go to the smaller sum of squared
+    times, so that the other stages are even too.
+
+    Args:
+        costs: of each block.
+        stages: how many to make.
+        in_flight: for each stage, how many micro-batches it holds activations of at once; by default one.
+        limit_bytes: what a stage may take: :data:`STATES` times its parameters, and its activations.
+
+    Raises:
+        ConfigError: no split fits; says what the best one would need.
+    """
+    number = len(costs)
+    held = list(in_flight) or [1] * stages
+    times = [0.0, *itertools.accumulate(cost.seconds for cost in costs)]
+    states = [0, *itertools.accumulate(STATES * cost.parameter_bytes for cost in costs)]
+    kept = [0, *itertools.accumulate(cost.activation_bytes for cost in costs)]
+    Best = tuple[float, float, float, tuple[int, ...]]  # memory too much, slowest, squares, sizes
+
+    def add(best: Best, stage: int, start: int, stop: int) -> Best:
+        seconds = times[stop] - times[start]
+        needed = states[stop] - states[start] + held[stage] * (kept[stop] - kept[start])
+        too_much = max(best[0], needed - limit_bytes, 0.0)
+        return (too_much, max(best[1], seconds), best[2] + seconds**2, (*best[3], stop - start))
+
+    row: dict[int, Best] = {0: (0.0, 0.0, 0.0, ())}
+    for stage in range(stages):
+        following: dict[int, Best] = {}
+        for stop in range(stage + 1, number - (stages - stage - 1) + 1):
+            following[stop] = min(
+                (add(best, stage, start, stop) for start, best in row.items() if start < stop),
+                key=lambda best: best[:3],
+            )
+        row = following
+    too_much, _, _, sizes = row[number]
+    if too_much > 0:
+        raise ConfigError(
+            f"no split of the model into {stages} stages fits: the largest stage needs "
+            f"{(limit_bytes + too_much) / 2**30:.1f} GiB of {limit_bytes / 2**30:.1f} GiB. Use more stages, "
+            "smaller micro-batches (more --shards), or --pp-split with numbers of your own."
+        )
+    return sizes

@@ -1,0 +1,132 @@
+"""``--strategy auto``: ddp where it fits, else what the plan recommends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError
+from paceline.core.task import Task
+
+_CLEARLY = 16
+"""Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
+optimizer holds, and activations as large as all of these."""
+
+_FLOPS_PER_S = {"cpu": 5e10, "cuda": 1e14}
+_BANDWIDTH = {"cpu": 1e9, "cuda": 25e9}
+
+
+def memory_of_process(device: torch.device, processes: int) -> int:
+    """Bytes that a process may take: a GPU's, or its part of the machine's.
+
+    Args:
+        device: the process's.
+        processes: how many share the machine.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total // max(1, processes)
+
+
+def settle_strategy(
+    config: RunConfig, task: Task, *, world_size: int, memory: int, device: str
+) -> tuple[RunConfig, str | None]:
+    """Options with the strategy that ``auto`` means for so many processes, and what to say about it.
+
+    A model that is small against the memory is not measured. All ranks must give the same arguments.
+
+    Args:
+        config: resolved but for the strategy.
+        task: what is trained.
+        world_size: processes.
+        memory: bytes that the process with least of it may take.
+        device: "cpu" or "cuda".
+    """
+    if config.strategy != "auto" or config.mesh is not None or world_size == 1 or config.reduction == "torch":
+        return config, None
+    parameters = _parameter_bytes(task)
+    if parameters is None or _CLEARLY * parameters <= memory:
+        return config, None
+    from paceline.parallel.planning.recommend import Machines, Row, choose, make_plan
+
+    assert isinstance(config.shards, int)
+    plan = make_plan(
+        task,
+        config.task,
+        Machines(
+            gpus=world_size,
+            nodes=1,
+            memory=memory,
+            bandwidth=_BANDWIDTH[device],
+            flops_per_s=_FLOPS_PER_S[device],
+            device="cuda" if device == "cuda" else "cpu",
+        ),
+        assignments={},
+        global_batch_size=config.global_batch_size,
+        shards=config.shards,
+    )
+    precision = "fp32" if config.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
+    again = config.checkpoint_activations != "none"
+
+    def possible() -> Iterator[Row]:
+        for row in plan.rows:
+            alike = (row.reduction, row.precision) == (config.reduction, precision)
+            if alike and row.layout.world_size == world_size and row.layout.checkpointing == again:
+                yield row
+
+    of_ddp = next(row for row in possible() if row.layout.family == "ddp")
+    rows = [row for row in possible() if row is of_ddp or _with(config, row) is not None]
+    chosen = choose(rows)
+    needs = f"ddp needs {of_ddp.memory.total / 2**30:.3g} GiB a process, and there are {memory / 2**30:.3g}"
+    if chosen is None:
+        return config, f"strategy: ddp. {needs}; paceline plan finds no other that fits"
+    if chosen is of_ddp:
+        return config, None
+    settled = _with(config, chosen)
+    assert settled is not None
+    return settled, (
+        f"strategy: {chosen.layout.name}. {needs}; {chosen.layout.name} needs "
+        f"{chosen.memory.total / 2**30:.3g} (paceline plan shows all)"
+    )
+
+
+def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
+    """Refuse a strategy that ``auto`` has come to mean where lost processes are to be replaced in place.
+
+    Raises:
+        ConfigError: names the option to give.
+    """
+    if config.rigid and not asked.rigid and config.recover != "restart":
+        option = f"--mesh {config.mesh}" if config.mesh is not None else f"--strategy {config.strategy}"
+        raise ConfigError(
+            "the model does not fit a process under ddp, and only ddp can replace a lost process in place. "
+            f"Give {option}, which is what --strategy auto recommends; the run then recovers by restart."
+        )
+
+
+def _with(config: RunConfig, row: object) -> RunConfig | None:
+    """The options with the row's layout; None where they do not work with it."""
+    from paceline.parallel.planning.recommend import Row
+
+    assert isinstance(row, Row)
+    layout = row.layout
+    changes: dict[str, Any] = {"mesh": layout.name} if len(layout.axes) > 1 else {"strategy": layout.family}
+    try:
+        return dataclasses.replace(config, **changes)
+    except ConfigError:
+        return None
+
+
+def _parameter_bytes(task: Task) -> int | None:
+    """Of the task's model, which gets neither memory nor random numbers; None where it cannot be built so."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = task.build_model()
+        return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    except Exception:  # it will be said when the model is built for real
+        return None

@@ -1,0 +1,493 @@
+"""Measures one step of a model, or of half of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paceline.core.errors import ConfigError, DataError, TaskError, UserError
+from paceline.core.task import Loss, Task
+from paceline.data.stream import as_stream
+from paceline.parallel.fsdp import AUTO_WRAP
+from paceline.parallel.planning.model_partition import (
+    Anatomy,
+    LiveBytes,
+    Part,
+    Piece,
+    Precision,
+    Trace,
+    Watched,
+    activations,
+    find_pieces,
+    nbytes,
+)
+from paceline.parallel.tp_autoplan import found_plan
+from paceline.parallel.wrap_units import blocks, untied
+
+# --- One rank's part of a tensor-parallel model: layers cut in two, as a plan of torch's styles says ---
+
+
+_HALF = 2
+_DEGREES = (2, 4, 8)
+"""Ranks that layers are split over: beyond one machine's, their all-reduces are the step."""
+
+
+@dataclass
+class Splitting:
+    """How a model's layers are split over two ranks.
+
+    Attributes:
+        styles: module's name -> its style; only those that split a layer.
+        degrees: the numbers of ranks that can share all of them equally.
+        reduced_bytes: of tensors that the ranks add up, in forward and in backward.
+    """
+
+    styles: Mapping[str, ParallelStyle]
+    degrees: tuple[int, ...]
+    reduced_bytes: int = field(default=0, init=False)
+
+    @contextmanager
+    def applied(self, module: nn.Module) -> Iterator[None]:
+        """While it is entered, ``module`` is one rank's; its parameters stay cut."""
+        cut: dict[int, nn.Parameter] = {}
+        with ExitStack() as hooks:
+            for name, style in self.styles.items():
+                layer = module.get_submodule(name)
+                columns = isinstance(style, ColwiseParallel)
+                for own, dimension in _dimensions(layer, columns).items():
+                    parameter = getattr(layer, own)
+                    if parameter is None:
+                        continue
+                    if id(parameter) not in cut:
+                        half = parameter.detach().chunk(_HALF, dimension)[0].clone()
+                        cut[id(parameter)] = nn.Parameter(half, requires_grad=parameter.requires_grad)
+                    setattr(layer, own, cut[id(parameter)])
+                if not columns and isinstance(layer, nn.Linear) and _is_whole(style, "input_layouts"):
+                    hooks.callback(layer.register_forward_pre_hook(_own_input).remove)
+                hooks.callback(layer.register_forward_hook(self._communicates(style, columns)).remove)
+            yield
+
+    def _communicates(self, style: ParallelStyle, columns: bool) -> Any:
+        gathers = columns and _is_whole(style, "output_layouts")
+
+        def hook(_layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
+            if not columns:
+                self.reduced_bytes += nbytes([output])
+                return None
+            if inputs[0].requires_grad:
+                self.reduced_bytes += nbytes([inputs[0]])
+            if not gathers:
+                return None
+            self.reduced_bytes += nbytes([output])
+            return torch.cat([output] * _HALF, dim=-1)
+
+        return hook
+
+
+def splitting(task: Task, module: nn.Module) -> Splitting | None:
+    """How ``--strategy tp`` splits the task's model over two ranks; None where it does not."""
+    # Who can be shared by more can be shared by two.
+    for degree in reversed(_DEGREES):
+        plan = _plan(task, module, degree)
+        styles = {
+            name: style
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear | nn.Embedding)
+            for pattern, style in plan.items()
+            if fnmatchcase(name, pattern) and isinstance(style, ColwiseParallel | RowwiseParallel)
+        }
+        if styles and _is_shared_equally(module, styles, degree):
+            return Splitting(styles, tuple(d for d in _DEGREES if d <= degree))
+    return None
+
+
+def _is_shared_equally(module: nn.Module, styles: Mapping[str, ParallelStyle], degree: int) -> bool:
+    return all(
+        getattr(layer, own).shape[dimension] % degree == 0
+        for name, style in styles.items()
+        for layer in (module.get_submodule(name),)
+        for own, dimension in _dimensions(layer, isinstance(style, ColwiseParallel)).items()
+        if getattr(layer, own) is not None
+    )
+
+
+def _plan(task: Task, module: nn.Module, degree: int) -> Mapping[str, ParallelStyle]:
+    given = task.tensor_parallel_plan(module)
+    if given is not None:
+        return given
+    try:
+        return found_plan(module, degree)
+    except ConfigError:  # nothing to split, or not into so many parts
+        return {}
+
+
+def _own_input(_layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (inputs[0].chunk(_HALF, dim=-1)[0], *inputs[1:])
+
+
+def _is_whole(style: ParallelStyle, which: str) -> bool:
+    return any(isinstance(layout, Replicate) for layout in getattr(style, which, ()))
+
+
+def _dimensions(layer: nn.Module, columns: bool) -> dict[str, int]:
+    """The dimension that each of the layer's own parameters is cut along."""
+    if isinstance(layer, nn.Embedding):
+        return {"weight": 1 if columns else 0}
+    return {"weight": 0, "bias": 0} if columns else {"weight": 1}
+
+
+# --- What a task's model, optimizer and step take, found out on fake tensors: no memory, no arithmetic ---
+
+
+Device = Literal["cpu", "cuda"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A task's model and one micro-batch; sizes in bytes.
+
+    Attributes:
+        microbatch: samples.
+        parameters: how many numbers.
+        batch_bytes: of the micro-batch itself.
+        modules: parameter bytes below each of the model's children.
+        frozen: whether parameters are not trained.
+        anatomy: of the model.
+        halved: of one of two ranks that share its tensors; None where nobody knows how to split them.
+        degrees: the numbers of ranks that may share them.
+        built_for_real: why fake tensors did not do; None where they did.
+    """
+
+    microbatch: int
+    parameters: int
+    batch_bytes: int
+    modules: Mapping[str, int]
+    frozen: bool
+    anatomy: Anatomy
+    halved: Anatomy | None = field(default=None)
+    degrees: tuple[int, ...] = ()
+    built_for_real: str | None = field(default=None)
+
+    @property
+    def whole(self) -> Part:
+        """The whole model, on one rank."""
+        return self.anatomy.whole
+
+    def as_json(self) -> dict[str, Any]:
+        """What people may want to know of it."""
+        return {
+            "microbatch": self.microbatch,
+            "parameters": self.parameters,
+            "batch_bytes": self.batch_bytes,
+            "modules": dict(self.modules),
+            "frozen": self.frozen,
+            "tensor_parallel_degrees": list(self.degrees),
+            "stages_at_most": self.anatomy.most_stages,
+            "built_for_real": self.built_for_real,
+            **self.whole.as_json(),
+        }
+
+
+def measure(task: Task, microbatch: int, device: Device = "cuda") -> Measurement:
+    """Build the task's model and run a step of it, on fake tensors where that works.
+
+    Args:
+        task: what is trained.
+        microbatch: samples that a process computes at once.
+        device: where it will be trained: optimizers step several parameters at once on a GPU.
+
+    Raises:
+        UserError: the task cannot be built; or it needs real tensors, and is too large for this machine.
+    """
+    batch = _batch(task, microbatch)
+    fake = FakeTensorMode()
+    try:
+        return _measure(task, batch, microbatch, device, fake)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the task's code does that fake tensors cannot
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    _require_room(task, fake, reason)
+    return _measure(task, batch, microbatch, device, None, reason)
+
+
+def _measure(
+    task: Task,
+    batch: Any,
+    microbatch: int,
+    device: Device,
+    fake: FakeTensorMode | None,
+    reason: str | None = None,
+) -> Measurement:
+    within: AbstractContextManager[Any] = nullcontext() if fake is None else fake
+    with within:
+        module = _model(task)
+        if fake is not None:
+            batch = tree_map_only(torch.Tensor, fake.from_tensor, batch)
+        parameters = list(module.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            raise TaskError(
+                f"{type(task).__name__}.build_model returned a model without a trainable parameter."
+            )
+        anatomy = _dissect(task, module, batch, microbatch, device)
+        measured = Measurement(
+            microbatch=microbatch,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            batch_bytes=nbytes(_tensors(batch)),
+            modules={name: nbytes(child.parameters()) for name, child in module.named_children()},
+            frozen=len(trained) < len(parameters),
+            anatomy=anatomy,
+            built_for_real=reason,
+        )
+        found = splitting(task, module)
+        if found is None:
+            return measured
+        # Of the whole: fsdp counts what layers have on all ranks.
+        inner = untied(module, blocks(module, AUTO_WRAP))
+        try:
+            with found.applied(module):
+                halved = _halved(task, module, batch, microbatch, anatomy, found, inner)
+        except Exception:  # its code counts on the whole width; then it cannot be split
+            return measured
+        return dataclasses.replace(measured, halved=halved, degrees=found.degrees)
+
+
+def _model(task: Task) -> nn.Module:
+    module = task.build_model()
+    if not isinstance(module, nn.Module):
+        raise TaskError(
+            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a "
+            "torch.nn.Module."
+        )
+    return module
+
+
+def _dissect(
+    task: Task,
+    module: nn.Module,
+    batch: Any,
+    microbatch: int,
+    device: Device,
+) -> Anatomy:
+    """Run a step of the model as it is."""
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    candidates = find_pieces(module)
+    traces: dict[Precision, Trace] = {}
+    order: list[int] = []
+    for precision in PRECISIONS:
+        traces[precision], order = _run(task, module, batch, microbatch, precision, candidates)
+    optimizers = _optimizers(task, module)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True  # torch's default there
+    live = LiveBytes([*parameters, *(p.grad for p in trained if p.grad is not None)])
+    with live:
+        for optimizer in optimizers:
+            optimizer.step()
+    state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
+    root, block_bytes = _gathered(module, untied(module, blocks(module, AUTO_WRAP)))
+    whole = Part(
+        parameter_bytes=nbytes(parameters),
+        gradient_bytes=nbytes(trained),
+        largest_gradient=max(nbytes([parameter]) for parameter in trained),
+        buffer_bytes=nbytes(module.buffers()),
+        optimizer_bytes=nbytes(state),
+        optimizer_temporary=max(0, live.peak - live.now),
+        flops=sum(traces["fp32"].flops),
+        root_bytes=root,
+        block_bytes=block_bytes,
+        activations={name: activations(trace, 0, len(candidates)) for name, trace in traces.items()},
+    )
+    pieces = _pieces(module, [candidates[index] for index in order])
+    return Anatomy(whole=whole, pieces=pieces, traces=traces, steps_at_once=device == "cuda")
+
+
+def _halved(
+    task: Task,
+    module: nn.Module,
+    batch: Any,
+    microbatch: int,
+    before: Anatomy,
+    split: Splitting,
+    inner: list[nn.Module],
+) -> Anatomy:
+    """One rank's part of the model, whose layers have been cut in two.
+
+    It is run in fp32 only: a large model's step takes seconds even without data. The optimizer's state goes
+    with the gradients, and so do half-precision copies with the weights.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    candidates = find_pieces(module)
+    trace, order = _run(task, module, batch, microbatch, "fp32", candidates)
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    root, block_bytes = _gathered(module, inner)
+    was = before.whole
+    share = nbytes(trained) / was.gradient_bytes
+    whole = Part(
+        parameter_bytes=nbytes(parameters),
+        gradient_bytes=nbytes(trained),
+        largest_gradient=max(nbytes([parameter]) for parameter in trained),
+        buffer_bytes=nbytes(module.buffers()),
+        optimizer_bytes=round(was.optimizer_bytes * share),
+        optimizer_temporary=round(was.optimizer_temporary * share),
+        flops=sum(trace.flops),
+        reduced_bytes=split.reduced_bytes,
+        root_bytes=root,
+        block_bytes=block_bytes,
+        activations={"fp32": activations(trace, 0, len(candidates))},
+    )
+    pieces = _pieces(module, [candidates[index] for index in order])
+    return Anatomy(
+        whole=whole,
+        pieces=pieces,
+        traces={"fp32": trace},
+        cut_by=before.costs,
+        steps_at_once=before.steps_at_once,
+    )
+
+
+def _run(
+    task: Task,
+    module: nn.Module,
+    batch: Any,
+    microbatch: int,
+    precision: Precision,
+    candidates: Sequence[tuple[str, nn.Module]],
+) -> tuple[Trace, list[int]]:
+    """One forward and backward, and the order in which the candidates were called first."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    live = LiveBytes([*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)])
+    watched = Watched([child for _, child in candidates], live)
+    with live, watched.hooked():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = task.loss(module, batch)
+        total = loss.sum if isinstance(loss, Loss) else loss * microbatch
+        forward_events = len(live.events)
+        total.backward()  # type: ignore[no-untyped-call]
+        del loss, total
+    # What forward never called comes last, with nothing to do.
+    order = [*watched.order, *(i for i in range(len(candidates)) if i not in watched.output_bytes)]
+    place = {index: number for number, index in enumerate(order)}
+    # What is made before the first piece is called is the first one's.
+    first = order[0]
+    events = tuple(
+        (place.get(owner, 0) if owner >= 0 else place[first], delta) for owner, delta in live.events
+    )
+    trace = Trace(
+        events=events,
+        forward_events=forward_events,
+        flops=tuple(live.flops.get(index, 0) for index in order),
+        output_bytes=tuple(watched.output_bytes.get(index, 0) for index in order),
+    )
+    return trace, order
+
+
+def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple[Piece, ...]:
+    taken: dict[int, int] = {}
+    outside = {id(p): p for p in module.parameters()}
+    pieces = []
+    for number, (name, child) in enumerate(called):
+        own = [p for p in child.parameters() if id(p) not in taken]
+        shared = [taken[id(p)] for p in child.parameters() if id(p) in taken]
+        for parameter in own:
+            taken[id(parameter)] = number
+            outside.pop(id(parameter), None)
+        if number == len(called) - 1:
+            own += outside.values()  # what no piece holds
+        trained = [p for p in own if p.requires_grad]
+        pieces.append(
+            Piece(
+                name=name,
+                parameter_bytes=nbytes(own),
+                gradient_bytes=nbytes(trained),
+                largest_gradient=max((nbytes([p]) for p in trained), default=0),
+                buffer_bytes=nbytes(child.buffers()),
+                shares=min(shared, default=None),
+            )
+        )
+    return tuple(pieces)
+
+
+def _batch(task: Task, microbatch: int) -> Any:
+    """The first samples of the training data; a smaller dataset gives some of them again."""
+    data = task.build_dataset("train")
+    if data is None:
+        raise DataError(
+            f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to plan.'
+        )
+    stream = as_stream(data)
+    if stream is None:
+        return task.collate([data[index % len(data)] for index in range(microbatch)])
+    reader = stream.open(0, 1, 0, 0)
+    samples = []
+    for _ in range(microbatch):
+        try:
+            samples.append(next(reader))
+        except StopIteration:
+            break
+    if not samples:
+        raise DataError("the training stream has no sample.")
+    return task.collate([samples[index % len(samples)] for index in range(microbatch)])
+
+
+def _optimizers(task: Task, module: nn.Module) -> list[Optimizer]:
+    built = task.build_optimizer(module)
+    return list(built.values()) if isinstance(built, Mapping) else [built]
+
+
+def _require_room(task: Task, fake: FakeTensorMode, reason: str) -> None:
+    """Refuse to build a model for real that this machine has no memory for."""
+    try:
+        with fake:
+            needed = 4 * nbytes(task.build_model().parameters())
+    except Exception:  # then nobody knows its size before it is built
+        return
+    there = psutil.virtual_memory().available // 2
+    if needed > there:
+        raise TaskError(
+            f"{type(task).__name__} cannot run on fake tensors ({reason}), and it is too large to be run for "
+            f"real here: parameters, gradients and optimizer take about {needed / 2**30:.1f} GiB. "
+            "Plan a smaller one with --set, or take what reads a tensor's values out of loss and build_model."
+        )
+
+
+def _gathered(module: nn.Module, inner: list[nn.Module]) -> tuple[int, tuple[int, ...]]:
+    """Bytes that fsdp gathers with the root, and with each block, in the model's order."""
+    taken: set[int] = set()
+    sizes: dict[int, int] = {}
+    for block in inner:  # inner ones first
+        own = {id(p): p for p in block.parameters() if id(p) not in taken}
+        taken |= own.keys()
+        sizes[id(block)] = nbytes(own.values())
+    root = nbytes(p for p in module.parameters() if id(p) not in taken)
+    return root, tuple(sizes[id(child)] for child in module.modules() if id(child) in sizes)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+        return
+    yield from (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,423 @@
+"""What a model is made of, and what of it lives at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+# --- How many bytes of tensors live at once, on fake tensors as on real ones, and whose they are ---
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, counts the storages that operators make, until nobody holds them.
+
+    A storage counts once, however many views it has.
+
+    Attributes:
+        now: bytes of the storages that live.
+        peak: the most that ``now`` has been.
+        owner: whoever computes; what is made and counted is theirs.
+        events: (owner, bytes more or less), in order.
+        flops: by owner: of matrix products, convolutions and attention.
+
+    Args:
+        known: tensors that were there before, and do not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self.owner = 0
+        self.events: list[tuple[int, int]] = []
+        self.flops: dict[int, int] = {}
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._living: set[weakref.ref[Any]] = set()
+        for tensor in known:
+            self._seen.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        counted = _FLOPS.get(func._overloadpacket)
+        if counted is not None:
+            flops = int(counted(*args, **kwargs, out_val=result))
+            self.flops[self.owner] = self.flops.get(self.owner, 0) + flops
+        if isinstance(result, torch.Tensor):  # nearly always: and models have many operators
+            self._count(result.untyped_storage())
+            return result
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        self._change(self.owner, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        gone = partial(self._gone, self.owner, storage.nbytes())
+        self._living.add(weakref.ref(storage, gone))
+
+    def _gone(self, owner: int, nbytes: int, reference: weakref.ref[Any]) -> None:
+        self._living.discard(reference)
+        self._change(owner, -nbytes)
+
+    def _change(self, owner: int, nbytes: int) -> None:
+        self.now += nbytes
+        self.events.append((owner, nbytes))
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    return int(flops)
+
+
+# What attention is on the CPU; torch counts only what it is on a GPU.
+_FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+# --- What a part of a model takes: the pieces that its forward runs one after the other, and stages of them
+
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch takes beside parameters, gradients and the optimizer's state, in bytes.
+
+    Attributes:
+        saved: kept for backward when forward is done; weights that autocast has converted are among it.
+        peak: the most at any time of forward and backward, new gradients included.
+        kept: what is saved where the inside of each piece is computed again in backward.
+        again_peak: the peak then.
+    """
+
+    saved: int
+    peak: int
+    kept: int
+    again_peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank holds and computes of a micro-batch: the whole model, a stage, a split of either.
+
+    Sizes in bytes.
+
+    Attributes:
+        parameter_bytes: of its parameters, each once.
+        gradient_bytes: of those that are trained.
+        largest_gradient: of one parameter.
+        buffer_bytes: of its buffers.
+        optimizer_bytes: the optimizers' state after a step.
+        optimizer_temporary: what they need more, while they step.
+        flops: of forward and backward.
+        received_bytes: of a micro-batch, from the stage before; as much goes back.
+        sent_bytes: to the stage after; as much comes back.
+        reduced_bytes: of tensors that all ranks of a tensor-parallel group add up.
+        root_bytes: what fsdp gathers with the whole model.
+        block_bytes: the other modules that it gathers, in the model's order.
+        activations: by precision.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    largest_gradient: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    optimizer_temporary: int
+    flops: int
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    reduced_bytes: int = 0
+    root_bytes: int = 0
+    block_bytes: tuple[int, ...] = ()
+    activations: Mapping[Precision, Activations]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A module that forward calls between two others.
+
+    Attributes:
+        name: in the model.
+        parameter_bytes, gradient_bytes, largest_gradient, buffer_bytes: as of a :class:`Part`; a shared
+            parameter is the first piece's.
+        shares: an earlier piece with the same parameter; None where there is none.
+    """
+
+    name: str
+    parameter_bytes: int
+    gradient_bytes: int
+    largest_gradient: int
+    buffer_bytes: int
+    shares: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One forward and backward.
+
+    Attributes:
+        events: (piece, bytes more or less), in order; the loss is the last piece's.
+        forward_events: how many of them are forward's.
+        flops: by piece.
+        output_bytes: by piece.
+    """
+
+    events: tuple[tuple[int, int], ...]
+    forward_events: int
+    flops: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+
+
+def find_pieces(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that are no mere containers, and are in none that is not: candidates for pieces."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            # A container's children are called one by one; other modules know what they do with theirs.
+            if isinstance(child, nn.ModuleList | nn.Sequential):
+                visit(f"{prefix}{name}.", child)
+            else:
+                found.append((prefix + name, child))
+
+    visit("", module)
+    return found or [("", module)]
+
+
+class Watched:
+    """Watches which piece computes, in forward and in backward.
+
+    Attributes:
+        order: indices of the pieces, as forward called them first.
+    """
+
+    def __init__(self, pieces: Sequence[nn.Module], live: LiveBytes) -> None:
+        self.order: list[int] = []
+        self.output_bytes: dict[int, int] = {}
+        self._pieces = pieces
+        self._live = live
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """While it is entered, ``live.owner`` is the piece that computes."""
+        handles: list[Any] = []
+        for index, piece in enumerate(self._pieces):
+            handles.append(piece.register_forward_pre_hook(partial(self._begins, index)))
+            handles.append(piece.register_forward_hook(partial(self._ends, index)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begins(self, index: int, *_: Any) -> None:
+        if index not in self.output_bytes:
+            self.order.append(index)
+        self._live.owner = index
+
+    def _ends(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.output_bytes[index] = nbytes(tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._goes_back, index))  # type: ignore[no-untyped-call]
+
+    def _goes_back(self, index: int, _gradient: torch.Tensor) -> None:
+        self._live.owner = index
+
+
+def activations(trace: Trace, first: int, last: int) -> Activations:
+    """Of the pieces from ``first`` up to ``last``, which is not among them."""
+    now = saved = peak = again = 0
+    within = [0] * (last - first)
+    at_end = [0] * (last - first)
+    highest = [0] * (last - first)
+    for number, (piece, delta) in enumerate(trace.events):
+        if number == trace.forward_events:
+            saved, at_end = now, list(within)
+        if not first <= piece < last:
+            continue
+        now += delta
+        peak = max(peak, now)
+        within[piece - first] += delta
+        highest[piece - first] = max(highest[piece - first], within[piece - first])
+    kept = [min(held, trace.output_bytes[first + k]) for k, held in enumerate(at_end)]
+    again = sum(kept) + max((high - held for high, held in zip(highest, kept, strict=True)), default=0)
+    return Activations(saved=saved, peak=peak, kept=sum(kept), again_peak=min(peak, again))
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of all of them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# --- A model as pieces: the stages that it can be cut into, and what a rank holds of it ---
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Anatomy:
+    """What the model is made of.
+
+    Attributes:
+        whole: all of it.
+        pieces: in the order of forward.
+        traces: of a micro-batch, by precision.
+        cut_by: what stages are to have equal parts of, by piece; empty for the operations.
+        steps_at_once: the optimizer steps all parameters at once, and needs more the more there are.
+    """
+
+    whole: Part
+    pieces: tuple[Piece, ...]
+    traces: Mapping[Precision, Trace]
+    cut_by: tuple[float, ...] = ()
+    steps_at_once: bool = True
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """The pieces' parts of the time."""
+        return self.cut_by or tuple(map(float, self.traces["fp32"].flops))
+
+    @property
+    def most_stages(self) -> int:
+        """The most stages that each have something to compute; 1 where pieces share parameters."""
+        if any(piece.shares is not None for piece in self.pieces):
+            return 1  # the parameter's gradient would have to be summed over two stages
+        return max(1, sum(cost > 0 for cost in self.costs))
+
+    def stages(self, number: int) -> tuple[Part, ...]:
+        """The model cut into so many, balanced by operations."""
+        return _stages(self, number)
+
+
+@cache
+def _stages(anatomy: Anatomy, number: int) -> tuple[Part, ...]:
+    if number == 1:
+        return (anatomy.whole,)
+    cuts = balanced_cuts(anatomy.costs, number)
+    return tuple(_stage(anatomy, first, last) for first, last in pairwise(cuts))
+
+
+def _stage(anatomy: Anatomy, first: int, last: int) -> Part:
+    whole, trace = anatomy.whole, anatomy.traces["fp32"]
+    pieces = anatomy.pieces[first:last]
+    trained = sum(piece.gradient_bytes for piece in pieces)
+    share = trained / whole.gradient_bytes
+    parameters = sum(piece.parameter_bytes for piece in pieces)
+    return Part(
+        parameter_bytes=parameters,
+        gradient_bytes=trained,
+        largest_gradient=max(piece.largest_gradient for piece in pieces),
+        buffer_bytes=sum(piece.buffer_bytes for piece in pieces),
+        optimizer_bytes=round(whole.optimizer_bytes * share),
+        optimizer_temporary=round(whole.optimizer_temporary * (share if anatomy.steps_at_once else 1.0)),
+        flops=sum(trace.flops[first:last]),
+        received_bytes=_handed_on(trace, first),
+        sent_bytes=_handed_on(trace, last),
+        reduced_bytes=round(whole.reduced_bytes * sum(trace.flops[first:last]) / max(1, whole.flops)),
+        root_bytes=parameters,
+        activations={name: activations(of, first, last) for name, of in anatomy.traces.items()},
+    )
+
+
+def _handed_on(trace: Trace, border: int) -> int:
+    """Bytes of activations that go over the border before a piece."""
+    return trace.output_bytes[border - 1] if 0 < border < len(trace.output_bytes) else 0
+
+
+def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Where to cut the pieces so that the slowest stage is as fast as can be: by dynamic programming.
+
+    Args:
+        costs: of each piece; at least as many as stages.
+        stages: how many.
+
+    Returns:
+        The stages' first pieces, and the number of pieces.
+    """
+    until = [0.0]
+    for cost in costs:
+        until.append(until[-1] + cost)
+    n = len(costs)
+    best = [until[i] for i in range(n + 1)]
+    cut = [[0] * (n + 1)]
+    for stage in range(2, stages + 1):
+        now, where = [0.0] * (n + 1), [0] * (n + 1)
+        for end in range(stage, n + 1):
+            now[end], where[end] = min(
+                (max(best[k], until[end] - until[k]), k) for k in range(stage - 1, end)
+            )
+        best = now
+        cut.append(where)
+    cuts = [n]
+    for where in reversed(cut[1:]):
+        cuts.append(where[cuts[-1]])
+    return (0, *reversed(cuts))
+
+
+def split_further(one: Part, half: Part, degree: int) -> Part:
+    """What a rank of ``degree`` holds, from one rank's and from one of two: what is not split stays."""
+
+    def of(a: Any, b: Any) -> Any:
+        if isinstance(a, Mapping):
+            return {key: of(a[key], b[key]) for key in a}
+        if isinstance(a, tuple):
+            return tuple(of(x, y) for x, y in zip(a, b, strict=True))
+        if isinstance(a, Activations):
+            return Activations(**{f.name: of(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)})
+        return max(0, round(2 * b - a + 2 * (a - b) / degree))
+
+    activations_of_half = {
+        precision: half.activations.get(precision) or _estimated(one, half, precision)
+        for precision in one.activations
+    }
+    half = replace(half, activations=activations_of_half)
+    values = {f.name: of(getattr(one, f.name), getattr(half, f.name)) for f in fields(one)}
+    return Part(**{**values, "reduced_bytes": half.reduced_bytes})
+
+
+def _estimated(one: Part, half: Part, precision: Precision) -> Activations:
+    """Half of a part's activations in half precision: weights' copies as the weights, all else as in fp32."""
+    was, now, own = one.activations["fp32"], half.activations["fp32"], one.activations[precision]
+    weights = half.parameter_bytes / max(1, one.parameter_bytes)
+
+    def of(before: int, after: int, value: int, copies: int) -> int:
+        held = min(value, copies)
+        return round(held * weights + (value - held) * after / max(1, before))
+
+    copies = one.parameter_bytes // 2
+    return Activations(
+        saved=of(was.saved, now.saved, own.saved, copies),
+        peak=of(was.peak, now.peak, own.peak, copies),
+        kept=of(was.kept, now.kept, own.kept, 0),
+        again_peak=of(was.again_peak, now.again_peak, own.again_peak, 0),
+    )

@@ -1,0 +1,456 @@
+"""Predicts memory and time of a step under a layout of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from paceline.core.config import config_from_mapping, to_flags
+from paceline.core.errors import ConfigError
+from paceline.parallel.planning.measurement import Measurement
+from paceline.parallel.planning.model_partition import Part, Precision, split_further
+from paceline.parallel.reduction_tree import ReductionPlan
+
+# --- How ranks are laid out: sizes of a mesh's axes, and what goes with them ---
+
+
+Schedule = Literal["gpipe", "1f1b"]
+AXES = ("pp", "dp", "fsdp", "tp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A grid of ranks.
+
+    Attributes:
+        pp: stages of the pipeline.
+        dp: copies of the model.
+        fsdp: ranks that a copy's parameters are sharded over.
+        tp: ranks that its tensors are split over.
+        zero1: copies share the optimizer's state.
+        zero_stage: what copies share under DeepSpeed, 1 to 3; 0: it is not used.
+        schedule: of the pipeline.
+        checkpointing: a block's activations are computed again in backward.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    zero1: bool = False
+    zero_stage: int = 0
+    schedule: Schedule = "1f1b"
+    checkpointing: bool = False
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes with several ranks, outermost first."""
+        return {axis: size for axis in AXES if (size := getattr(self, axis)) > 1}
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.axes.values())
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with data of their own."""
+        return self.dp * self.fsdp
+
+    @property
+    def family(self) -> str:
+        """The strategy's name, or the axes' with a cross between: "fsdp", "dp x tp"."""
+        if len(self.axes) > 1:
+            return " x ".join(self.axes)
+        (axis,) = self.axes or ("single",)
+        if self.zero_stage:
+            return "deepspeed"
+        return "zero1" if self.zero1 else "ddp" if axis == "dp" else axis
+
+    @property
+    def name(self) -> str:
+        """The family, with its stage, or its sizes where there are several: "dp=2,tp=4"."""
+        if self.zero_stage:
+            return f"deepspeed {self.zero_stage}"
+        return ",".join(f"{a}={n}" for a, n in self.axes.items()) if len(self.axes) > 1 else self.family
+
+    @property
+    def options(self) -> list[str]:
+        """Words of a command that ask for it; ``ddp`` and ``single`` are what nobody needs to ask for."""
+        return to_flags(self._asked)
+
+    @property
+    def _asked(self) -> dict[str, object]:
+        options: dict[str, object] = {} if self.family in ("single", "ddp") else {"strategy": self.family}
+        if len(self.axes) > 1:
+            options = {"mesh": self.name}
+        if self.zero_stage > 1:
+            options["zero_stage"] = self.zero_stage
+        if self.checkpointing:
+            options["checkpoint_activations"] = "block"
+        return options
+
+    @property
+    def in_paceline(self) -> bool:
+        """Whether this version can train so."""
+        try:
+            config = config_from_mapping(self._asked, "the plan")
+        except ConfigError:
+            return False
+        return len(self.axes) <= 1 or config.axes(self.world_size) == self.axes
+
+
+def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> Iterator[Layout]:
+    """The grids that so many ranks may form, without activation checkpointing.
+
+    Args:
+        world_size: ranks.
+        most_stages: the most that the model can be cut into.
+        splits: the numbers of ranks that can share its tensors.
+    """
+    if world_size == 1:
+        yield Layout()
+        return
+    for pp in _divisors(world_size):
+        if pp > most_stages:
+            break
+        for tp in _divisors(world_size // pp):
+            if tp > 1 and tp not in splits:
+                continue
+            rest = world_size // pp // tp
+            yield Layout(pp=pp, dp=rest, tp=tp)
+            if pp == tp == 1:
+                yield Layout(dp=rest, zero1=True)
+                yield from (Layout(dp=rest, zero_stage=stage) for stage in (1, 2, 3))
+            if pp == 1:
+                for fsdp in _divisors(rest):
+                    # All axes at once is more than anybody has asked for.
+                    if fsdp > 1 and (tp == 1 or fsdp == rest):
+                        yield Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+# --- Memory of a rank under each strategy: pure functions of sizes and degrees, in bytes ---
+
+
+Reduction = Literal["exact", "fast"]
+
+DEEPSPEED_BUCKET_BYTES = 200 * 2**20
+"""Of fp32 gradients that DeepSpeed sums at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What the rank that needs most holds, in bytes.
+
+    Attributes:
+        parameters: and buffers.
+        gradients: all buffers that gradients are summed in.
+        optimizer: its state.
+        activations: of the micro-batches on their way, at the fullest moment of forward and backward. Under
+            fsdp, those that are left when as many have gone as gradients have come.
+        temporary: what is there for a moment only: gathered blocks, messages, the optimizer's own.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+def classic_mixed_precision(parameters: int) -> int:
+    """Bytes of a model's states under Adam in half precision, as the ZeRO paper counts them.
+
+    Weights and gradients take 2 bytes each; fp32 weights, momentum and variance 4 each: 16 a parameter
+    (Rajbhandari et al., 2020, section 3.1). Paceline's mixed precision is autocast: fp32 weights and
+    gradients, and half-precision copies of the weights from forward to backward.
+    """
+    return parameters * (2 + 2 + 4 + 4 + 4)
+
+
+def parts(m: Measurement, layout: Layout) -> tuple[Part, ...]:
+    """What the ranks of one copy of the model hold of it: a part for each stage.
+
+    The copy is still whole along ``fsdp``.
+    """
+    stages = m.anatomy.stages(layout.pp)
+    if layout.tp == 1:
+        return stages
+    assert m.halved is not None, "nobody knows how to split it"
+    halves = m.halved.stages(layout.pp)
+    return tuple(split_further(one, half, layout.tp) for one, half in zip(stages, halves, strict=True))
+
+
+def predict_memory(
+    m: Measurement,
+    layout: Layout,
+    reduction: Reduction,
+    precision: Precision,
+    *,
+    num_shards: int,
+    shared_memory: bool,
+) -> Memory:
+    """The memory of the rank that needs most.
+
+    Args:
+        m: the task's.
+        layout: of the ranks.
+        reduction: how gradients are summed.
+        precision: of the arithmetic.
+        num_shards: S.
+        shared_memory: the ranks are CPU processes of one host, and read each other's gradients.
+    """
+    of_stages = [
+        _of_rank(
+            m,
+            part,
+            layout,
+            reduction,
+            precision,
+            num_shards=num_shards,
+            in_flight=in_flight(layout, stage, num_shards),
+            shared_memory=shared_memory,
+        )
+        for stage, part in enumerate(parts(m, layout))
+    ]
+    return max(of_stages, key=lambda memory: memory.total)
+
+
+def in_flight(layout: Layout, stage: int, num_shards: int) -> int:
+    """Micro-batches that a stage has forwarded and not yet gone back through, at most.
+
+    GPipe forwards all of them first; under 1F1B, as many as there are stages from this one on (Narayanan et
+    al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2).
+    """
+    micro_batches = -(-num_shards // layout.data_ranks)
+    return (
+        min(micro_batches, layout.pp - stage if layout.schedule == "1f1b" else micro_batches)
+        if layout.pp > 1
+        else 1
+    )
+
+
+def _of_rank(
+    m: Measurement,
+    part: Part,
+    layout: Layout,
+    reduction: Reduction,
+    precision: Precision,
+    *,
+    num_shards: int,
+    in_flight: int,
+    shared_memory: bool,
+) -> Memory:
+    measured = part.activations[precision]
+    saved, peak = measured.saved, measured.peak
+    if layout.checkpointing:
+        saved, peak = measured.kept, measured.again_peak
+    # What came in and what went out stay with each micro-batch until its backward.
+    others = (in_flight - 1) * saved + in_flight * part.received_bytes
+    if layout.fsdp > 1:
+        return _fsdp(m, part, saved + others, peak + others, layout, reduction, num_shards)
+    if layout.zero_stage:
+        return _deepspeed(m, part, peak, layout)
+    ranks = layout.data_ranks
+    plan = ReductionPlan(num_shards, ranks, kind=reduction)
+    # The others' parts of the chunk that this rank sums, a part for each subtree of theirs.
+    subtrees = sum(map(len, plan.nodes)) - min(map(len, plan.nodes)) if reduction == "exact" else 0
+    # Parts of tensors live in a group of their own, whose ranks send each other messages.
+    flat = layout.pp == layout.tp == 1
+    received = 0 if shared_memory and flat else subtrees * part.gradient_bytes // ranks
+    slot = part.gradient_bytes + part.buffer_bytes
+    optimizer = part.optimizer_bytes if not layout.zero1 else -(-part.optimizer_bytes // ranks)
+    # The optimizer steps when the activations are gone.
+    return Memory(
+        parameters=part.parameter_bytes + part.buffer_bytes,
+        gradients=max(plan.slots) * slot,
+        optimizer=optimizer,
+        activations=peak + others + m.batch_bytes,
+        temporary=part.buffer_bytes + max(received, part.optimizer_temporary - peak - others),
+    )
+
+
+def _fsdp(
+    m: Measurement,
+    part: Part,
+    saved: int,
+    peak: int,
+    layout: Layout,
+    reduction: Reduction,
+    num_shards: int,
+) -> Memory:
+    """Everything is cut into parts; what is gathered comes on top.
+
+    While a block's backward runs, there are: its gathered parameters and new gradients, the gathered
+    parameters of the block before it, which are fetched in advance, and the gradients of the block after it,
+    which are on their way. The root's parameters and gradients are there all the time.
+    """
+    ranks = layout.fsdp
+    piece = -(-part.parameter_bytes // ranks)
+    plan = ReductionPlan(num_shards, 1)
+    # Each of several copies sums a part of its chunk.
+    kept = plan.kept_between_rounds(layout.data_ranks) if reduction == "exact" else 0
+    open_sums = kept * -(-piece // layout.dp)
+    around = (0, *part.block_bytes, 0)
+    blocks = max((before + 2 * own + after for before, own, after in _triples(around)), default=0)
+    # New gradients are among what was measured; here they are counted with their blocks.
+    without_gradients = max(saved, peak - part.largest_gradient)
+    # In a step's first backward, gradients come as activations go; before any later one they are all there.
+    overlap = piece if num_shards <= layout.data_ranks else 0
+    activations = max(0, without_gradients - overlap)
+    optimizer_temporary = -(-part.optimizer_temporary // ranks)
+    gathered = 2 * part.root_bytes + blocks
+    return Memory(
+        parameters=piece + part.buffer_bytes,
+        gradients=piece + open_sums + part.buffer_bytes,
+        optimizer=-(-part.optimizer_bytes // ranks),
+        activations=activations + m.batch_bytes,
+        temporary=part.buffer_bytes + max(gathered, optimizer_temporary - activations),
+    )
+
+
+def _deepspeed(m: Measurement, part: Part, peak: int, layout: Layout) -> Memory:
+    """What DeepSpeed 0.19 keeps: beside the parameters, this rank's part of them to be stepped, flat.
+
+    Gradients pass through a bucket, in which they are added up over the ranks. From stage 2 on only this
+    rank's part of them is kept; in stage 3 so it is with the parameters, and whole ones are gathered for
+    the modules at work.
+    """
+    ranks, stage = layout.dp, layout.zero_stage
+    piece = -(-part.parameter_bytes // ranks)
+    own_gradients = -(-part.gradient_bytes // ranks)
+    bucket = min(part.gradient_bytes, DEEPSPEED_BUCKET_BYTES)
+    blocks = max(part.block_bytes, default=0)
+    gathered = part.root_bytes + 2 * blocks if stage == 3 else 0
+    return Memory(
+        parameters=(piece if stage == 3 else part.parameter_bytes) + piece + part.buffer_bytes,
+        gradients=(part.gradient_bytes if stage == 1 else own_gradients) + part.buffer_bytes,
+        optimizer=-(-part.optimizer_bytes // ranks),
+        activations=peak + m.batch_bytes,
+        # The step, for which the part's gradients are made flat, comes when the activations are gone.
+        temporary=part.buffer_bytes + max(bucket + gathered, own_gradients - peak),
+    )
+
+
+def _triples(sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    return [(a, b, c) for (a, b), (_, c) in pairwise(pairwise(sizes))]
+
+
+# --- Communication and time of a step under each strategy: pure functions of sizes and degrees ---
+
+
+_AGAIN = 4 / 3
+"""A step's operations with checkpointing, against without: forward is one third, and is made twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A step of the rank that has most to do.
+
+    Attributes:
+        sent_bytes: what it sends.
+        compute_s: arithmetic, at the given speed.
+        bubble_s: waiting for the other stages of the pipeline.
+        communication_s: sending, at the given speed.
+        step_s: all of it; of arithmetic and sending the longer one where they overlap.
+        limited_by: "compute", "bubble" or "communication", whichever is longest.
+    """
+
+    sent_bytes: int
+    compute_s: float
+    bubble_s: float
+    communication_s: float
+    step_s: float
+    limited_by: str
+
+
+def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int) -> int:
+    """What the rank that sends most sends in a step to ranks with other data.
+
+    ``ddp``, as a ring does: all but its own 1/W of the gradients, and again of the sums; with ``exact``, of
+    each subtree that the rank sums by itself. ``zero1`` sends parameters in place of the sums. ``fsdp``, for
+    every micro-batch: its part of the parameters to all others for forward and again for backward (the root's
+    once), and the gradients: with ``exact`` to the ranks of all copies, which each sum a part and send it to
+    the other copies; with ``fast`` once a step within a copy, and copies then add up their parts.
+    DeepSpeed's stage 1 is as ``zero1``; stages 2 and 3 scatter every micro-batch's gradients.
+    """
+    ranks = layout.data_ranks
+    if ranks == 1:
+        return 0
+    if layout.fsdp > 1:
+        rounds = -(-num_shards // ranks)
+        blocks = part.parameter_bytes - part.root_bytes
+        gathered = rounds * (2 * blocks + part.root_bytes) * (layout.fsdp - 1) // layout.fsdp
+        over_copies = (part.gradient_bytes // layout.fsdp) * (layout.dp - 1) // layout.dp
+        if reduction == "exact":
+            return gathered + rounds * part.gradient_bytes * (ranks - 1) // ranks + over_copies
+        return gathered + part.gradient_bytes * (layout.fsdp - 1) // layout.fsdp + 2 * over_copies
+    if layout.zero_stage > 1:
+        # Gradients are scattered after every micro-batch, and parameters gathered: once a step, or for
+        # every forward and backward.
+        rounds = -(-num_shards // ranks)
+        gathers = 2 * rounds if layout.zero_stage == 3 else 1
+        return (rounds * part.gradient_bytes + gathers * part.parameter_bytes) * (ranks - 1) // ranks
+    plan = ReductionPlan(num_shards, ranks, kind=reduction)
+    nodes = max(len(of_rank) for of_rank in plan.nodes)
+    return (nodes + 1) * part.gradient_bytes * (ranks - 1) // ranks
+
+
+def predict_timing(
+    m: Measurement,
+    layout: Layout,
+    reduction: Reduction,
+    *,
+    num_shards: int,
+    flops_per_s: float,
+    bandwidth: float,
+) -> Timing:
+    """The time of a step.
+
+    Args:
+        m: the task's.
+        layout: of the ranks.
+        reduction: how gradients are summed.
+        num_shards: S.
+        flops_per_s: operations a second that a process really makes.
+        bandwidth: bytes a second that a process sends.
+    """
+    micro_batches = -(-num_shards // layout.data_ranks)
+    stages = parts(m, layout)
+    again = _AGAIN if layout.checkpointing else 1.0
+    of_one = [again * part.flops / flops_per_s for part in stages]
+    # In a ring, all but its own part, twice.
+    within = [2 * part.reduced_bytes * (layout.tp - 1) // layout.tp * micro_batches for part in stages]
+    between = [(part.received_bytes + part.sent_bytes) * micro_batches for part in stages]
+    over_data = [data_bytes(part, layout, reduction, num_shards) for part in stages]
+    busiest = max(range(len(stages)), key=lambda s: within[s] + between[s] + over_data[s])
+    compute_s = micro_batches * max(of_one)
+    # The first micro-batch passes all other stages before the last one, and goes back through them.
+    bubble_s = sum(of_one) - max(of_one)
+    # What a tensor-parallel group adds up, its ranks wait for.
+    waited_s = within[busiest] / bandwidth
+    aside_s = (between[busiest] + over_data[busiest]) / bandwidth
+    # fsdp's exact sums are made while backward waits; the others are sent while it goes on.
+    apart = layout.fsdp > 1 and reduction == "exact"
+    step_s = waited_s + bubble_s + (compute_s + aside_s if apart else max(compute_s, aside_s))
+    takes = {"compute": compute_s, "bubble": bubble_s, "communication": waited_s + aside_s}
+    return Timing(
+        sent_bytes=within[busiest] + between[busiest] + over_data[busiest],
+        compute_s=compute_s,
+        bubble_s=bubble_s,
+        communication_s=takes["communication"],
+        step_s=step_s,
+        limited_by=max(takes, key=lambda what: takes[what]),
+    )

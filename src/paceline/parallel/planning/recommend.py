@@ -1,0 +1,383 @@
+"""Which strategies fit, and the command for the one to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.task import Task
+from paceline.parallel.planning.measurement import PRECISIONS, Device, Measurement, measure
+from paceline.parallel.planning.model_partition import Precision
+from paceline.parallel.planning.predict import (
+    Layout,
+    Memory,
+    Reduction,
+    Timing,
+    layouts,
+    predict_memory,
+    predict_timing,
+)
+
+SHARDING_PAYS = 100_000_000
+"""Parameters below which gathering blocks costs more than the memory it saves is worth."""
+
+_HEADROOM = 0.92
+"""The part of a GPU's memory that tensors get: the rest is the context's, the libraries' and gaps."""
+
+_REDUCTIONS: tuple[Reduction, ...] = ("exact", "fast")
+
+_AS_FAST = 1.1
+"""Steps that take up to so many times the shortest count as equally fast: predictions are no better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What is there to train on.
+
+    Attributes:
+        gpus: processes, over all machines.
+        nodes: machines.
+        memory: bytes of each GPU.
+        bandwidth: bytes a second that one process sends.
+        flops_per_s: operations a second that one process really makes.
+        device: "cpu" for processes without a GPU.
+    """
+
+    gpus: int
+    nodes: int
+    memory: int
+    bandwidth: float
+    flops_per_s: float
+    device: Device = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, but is {getattr(self, name)}.")
+        if self.gpus % self.nodes:
+            nearest = max(1, round(self.gpus / self.nodes)) * self.nodes
+            raise ConfigError(
+                f"--gpus {self.gpus} is the number over all machines, and --nodes {self.nodes} does not "
+                f"divide it. The nearest that does: --gpus {nearest}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to train, and what it takes of the rank that needs most.
+
+    Attributes:
+        layout, reduction, precision: the way.
+        memory: of the rank that needs most.
+        timing: of a step.
+        fits: whether the memory suffices.
+        in_paceline: False for what is only predicted.
+    """
+
+    layout: Layout
+    reduction: Reduction
+    precision: Precision
+    memory: Memory
+    timing: Timing
+    fits: bool
+    in_paceline: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes and seconds."""
+        return {
+            "strategy": self.layout.family,
+            "mesh": self.layout.axes,
+            "reduction": self.reduction,
+            "precision": self.precision,
+            "checkpoint_activations": "block" if self.layout.checkpointing else "none",
+            "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
+            "timing": dataclasses.asdict(self.timing),
+            "fits": self.fits,
+            "in_paceline": self.in_paceline,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The table, and the recommendation.
+
+    Attributes:
+        task: its name.
+        measurement: of the model and a micro-batch.
+        machines: what it was planned for.
+        global_batch_size, shards: of the run.
+        rows: the ways to train, one for each family of layouts, reduction and precision; within a family, the
+            one that is preferred is in front.
+        chosen: the one that is recommended; None where nothing fits.
+        command: what to start; None where nothing fits.
+        reasons: why, a sentence each.
+    """
+
+    task: str
+    measurement: Measurement
+    machines: Machines
+    global_batch_size: int
+    shards: int
+    rows: tuple[Row, ...]
+    chosen: Row | None
+    command: str | None
+    reasons: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``; bytes and seconds."""
+        return {
+            "task": self.task,
+            "measurement": self.measurement.as_json(),
+            "machines": dataclasses.asdict(self.machines),
+            "global_batch_size": self.global_batch_size,
+            "shards": self.shards,
+            "rows": [row.as_json() for row in self.rows],
+            "command": self.command,
+            "reasons": list(self.reasons),
+        }
+
+
+def make_plan(
+    task: Task,
+    name: str,
+    machines: Machines,
+    *,
+    assignments: Mapping[str, str],
+    global_batch_size: int | None = None,
+    shards: int | None = None,
+) -> Plan:
+    """Measure the task, predict every strategy, and choose.
+
+    Args:
+        task: what is to be trained.
+        name: how the command names it.
+        machines: where.
+        assignments: the task's fields, as the command is to give them.
+        global_batch_size: samples a step; default: the task's, or one a shard where that is fewer.
+        shards: S; default: the task's where it suffices, else one a process.
+
+    Raises:
+        UserError: the numbers do not fit together, or the task cannot be built.
+    """
+    world = machines.gpus
+    default = task.defaults.shards or world
+    num_shards = shards or (default if default >= world else world)
+    if num_shards < world:
+        raise ConfigError(
+            f"{world} processes cannot share {num_shards} shards: each needs at least one. "
+            f"Use --shards {world}."
+        )
+    least = num_shards * task.min_shard
+    recommended = task.defaults.global_batch_size or task.recommended_batch_size()
+    batch = global_batch_size or max(recommended, least)
+    if batch < least:
+        raise ConfigError(
+            f"--global-batch-size {batch} is too small for {num_shards} shards of at least {task.min_shard}: "
+            f"use {least} or more."
+        )
+    m = measure(task, -(-batch // num_shards), machines.device)
+    rows = tuple(_rows(m, machines, num_shards))
+    chosen = choose([row for row in rows if row.layout.world_size == world])
+    options = _options(task, machines, chosen, num_shards, batch) if chosen is not None else []
+    sets = [word for field, value in assignments.items() for word in ("--set", f"{field}={value}")]
+    return Plan(
+        task=name,
+        measurement=m,
+        machines=machines,
+        global_batch_size=batch,
+        shards=num_shards,
+        rows=rows,
+        chosen=chosen,
+        command=None if chosen is None else shlex.join(["paceline", "train", name, *sets, *options]),
+        reasons=tuple(_reasons(m, machines, rows, chosen)),
+    )
+
+
+def _rows(m: Measurement, machines: Machines, num_shards: int) -> list[Row]:
+    """The best layout of each family, for each reduction and precision, with and without checkpointing."""
+    world = machines.gpus
+    most_stages = min(m.anatomy.most_stages, num_shards)
+    found = [Layout()] if world > 1 else []
+    found += layouts(world, most_stages=most_stages, splits=m.degrees)
+    best: dict[tuple[Any, ...], Row] = {}
+    for layout in found:
+        if layout.pp * layout.data_ranks > num_shards:
+            continue  # a stage would have nothing to do
+        for row in _variants(m, machines, layout, num_shards):
+            key = (row.layout.family, row.reduction, row.precision, row.layout.checkpointing)
+            if key not in best or _rank(row) < _rank(best[key]):
+                best[key] = row
+    families = list(dict.fromkeys(row.layout.family for row in best.values()))
+    return sorted(best.values(), key=lambda row: (families.index(row.layout.family), _preference(row, m)))
+
+
+def _rank(row: Row) -> tuple[bool, float, int]:
+    """Of two layouts of a family: what fits, then the faster one; of equally fast ones the smaller."""
+    return (not row.fits, float(f"{row.timing.step_s:.2g}") if row.fits else 0.0, row.memory.total)
+
+
+def _preference(row: Row, m: Measurement) -> tuple[bool, bool, bool, int]:
+    """Of the ways of a family: what fits, nothing computed twice, sums in a fixed order, a precision."""
+    # Many parameters make the arithmetic the step, and half precision is what GPUs are fast at.
+    precisions = PRECISIONS if m.parameters < SHARDING_PAYS else tuple(reversed(PRECISIONS))
+    fast = row.reduction == "fast"
+    return (not row.fits, row.layout.checkpointing, fast, precisions.index(row.precision))
+
+
+def _variants(m: Measurement, machines: Machines, layout: Layout, num_shards: int) -> Iterator[Row]:
+    shared_memory = machines.device == "cpu" and machines.nodes == 1
+    for checkpointing, reduction, precision in itertools.product((False, True), _REDUCTIONS, PRECISIONS):
+        if layout.zero_stage and (checkpointing or reduction == "exact"):
+            continue  # DeepSpeed sums by itself
+        one = dataclasses.replace(layout, checkpointing=checkpointing)
+        memory = predict_memory(
+            m, one, reduction, precision, num_shards=num_shards, shared_memory=shared_memory
+        )
+        timing = predict_timing(
+            m,
+            one,
+            reduction,
+            num_shards=num_shards,
+            flops_per_s=machines.flops_per_s,
+            bandwidth=machines.bandwidth,
+        )
+        yield Row(
+            layout=one,
+            reduction=reduction,
+            precision=precision,
+            memory=memory,
+            timing=timing,
+            fits=memory.total <= _HEADROOM * machines.memory,
+            in_paceline=one.in_paceline,
+        )
+
+
+def choose(rows: Sequence[Row]) -> Row | None:
+    """The row to recommend: ddp where it fits; else of the fastest the one with fewest axes, if any fits."""
+    # An optional engine is for who asks for it: fsdp shards as much.
+    there = [row for row in rows if row.in_paceline and row.fits and not row.layout.zero_stage]
+    plain = next((row for row in there if row.layout.family in ("single", "ddp")), None)
+    if plain is not None and not plain.layout.checkpointing:
+        return plain
+    if not there:
+        return None
+    # The first of each family is the one that is preferred.
+    of_family = {row.layout.family: row for row in reversed(there)}
+    shortest = min(row.timing.step_s for row in of_family.values())
+    near = [row for row in of_family.values() if row.timing.step_s <= _AS_FAST * shortest]
+    return min(near, key=lambda row: (len(row.layout.axes), "tp" in row.layout.axes, row.memory.total))
+
+
+def _options(task: Task, machines: Machines, row: Row, num_shards: int, batch: int) -> list[str]:
+    """The options that the command needs beside the defaults."""
+    words: list[str] = []
+    if machines.nodes > 1:
+        words += ["--nodes", str(machines.nodes), "--rdzv-endpoint", "HOST:29400"]
+    if machines.gpus > 1:
+        words += ["--nproc", str(machines.gpus // machines.nodes)]
+    words += row.layout.options
+    if row.reduction != "exact":
+        words += ["--reduction", row.reduction]
+    if row.precision != "fp32":
+        words += ["--precision", row.precision]
+    if num_shards != task.defaults.shards:
+        words += ["--shards", str(num_shards)]
+    if batch != (task.defaults.global_batch_size or task.recommended_batch_size()):
+        words += ["--global-batch-size", str(batch)]
+    if machines.device == "cpu":
+        words += ["--device", "cpu"]
+    return words
+
+
+def _reasons(m: Measurement, machines: Machines, rows: tuple[Row, ...], chosen: Row | None) -> list[str]:
+    said = []
+    family = None if chosen is None else chosen.layout.family
+    if chosen is None:
+        least = min((row for row in rows if row.in_paceline), key=lambda row: row.memory.total)
+        said.append(
+            f"Nothing fits: {least.layout.name} {least.reduction} in {least.precision} needs least, "
+            f"{least.memory.total / 2**20:,.0f} MiB. Use more GPUs, larger ones, or a smaller micro-batch "
+            "(more --shards)."
+        )
+    elif family == "single":
+        said.append("One process: there is nothing to share.")
+    elif family == "ddp" and not chosen.layout.checkpointing:
+        said.append(
+            "The whole model fits each GPU: ddp sends least and its survivors go on without a lost one."
+        )
+        if m.parameters < SHARDING_PAYS:
+            said.append(
+                f"fsdp is advised against: below {SHARDING_PAYS // 10**6} million parameters (there are "
+                f"{m.parameters / 1e6:.3g}), gathering blocks costs more than it saves."
+            )
+    else:
+        said.append("The whole model does not fit a GPU beside its gradients and optimizer.")
+        said += _why(m, rows, chosen)
+    if chosen is not None and chosen.reduction == "fast":
+        said.append(
+            "exact sums would not fit beside it: fast keeps one gradient buffer, and gives up equal bits."
+        )
+    if chosen is not None and chosen.precision == "bf16":
+        said.append(
+            "bf16 before fp16: the same memory and speed, its range is fp32's, so no scaler is needed."
+        )
+    if machines.gpus > 1 and not m.degrees:
+        said.append("tp is left out: nobody says how the model's layers are split.")
+    if machines.gpus > 1 and m.anatomy.most_stages == 1:
+        said.append("pp is left out: the model cannot be cut, or its pieces share parameters.")
+    if m.built_for_real is not None:
+        said.append(
+            f"The task cannot run on fake tensors ({m.built_for_real}); it was built and run for real."
+        )
+    return said
+
+
+_WHAT_IT_DOES = {
+    "dp": "copies of it share the data",
+    "fsdp": "parameters, gradients and optimizer state are sharded",
+    "tp": "matrices are split",
+    "pp": "its blocks are stages of a pipeline",
+    "zero1": "the optimizer's state is shared out",
+    "ddp": "every rank has all of it",
+}
+
+
+def _why(m: Measurement, rows: tuple[Row, ...], chosen: Row) -> list[str]:
+    """Why this one, where the whole model does not fit."""
+    layout = chosen.layout
+    names = list(layout.axes) if len(layout.axes) > 1 else [layout.family]
+    does = "; ".join(f"{name}: {_WHAT_IT_DOES[name]}" for name in names)
+    others = {row.layout.family: row for row in reversed(rows) if row.in_paceline and row.fits} | {
+        layout.family: chosen
+    }
+    said = [f"{layout.name} ({does}) takes {chosen.timing.step_s:.3g} s a step, as predicted; "]
+    slower = sorted(
+        (row for row in others.values() if row.layout.family != layout.family),
+        key=lambda row: row.timing.step_s,
+    )
+    said[0] += (
+        "nothing else fits."
+        if not slower
+        else "what else fits: "
+        + ", ".join(f"{row.layout.name} {row.timing.step_s:.3g} s" for row in slower[:4])
+        + "."
+    )
+    if "tp" in layout.axes:
+        said.append("Under tp results are equal within a tolerance, not in their bits.")
+    if m.parameters < SHARDING_PAYS:
+        said.append(
+            "So small a model is split only for want of memory: a smaller micro-batch may do for ddp."
+        )
+    same = [row for row in rows if row.layout == layout and row.reduction == chosen.reduction]
+    if chosen.precision == "fp32" and not all(row.fits for row in same):
+        said.append("bf16 does not fit: autocast keeps a copy of every weight from forward to backward.")
+    if layout.checkpointing:
+        said.append(
+            "Activations do not fit, so a block's are computed again in backward: a third more to do."
+        )
+    return said

@@ -1,0 +1,590 @@
+"""The exact reduction: gradients, losses and counts are added in the order of one tree."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.core.errors import DataError, TaskError
+from paceline.parallel.grad_buffers import FlatLayout, ShardedBuffers
+from paceline.parallel.reduction_tree import Accumulate, ReductionPlan
+from paceline.parallel.sharded_state import distributed_part, local_part
+from paceline.parallel.transports import (
+    Bucket,
+    GroupTransport,
+    LocalTransport,
+    SharedMemoryTransport,
+    Slot,
+    Transport,
+    add_slot,
+    supported,
+)
+from paceline.parallel.world import World
+
+# --- What each rank tells all others in a step: its first bad shard, its row of numbers, its nodes' sums ---
+
+
+_NODE_FIELDS = 4  # samples, weight, loss sum, checksum
+_NO_SHARD = -1.0
+
+
+@dataclass(frozen=True)
+class ShardSums:
+    """One shard's sums; the loss stays on its device until the step's end, to wait only once."""
+
+    shard: int
+    samples: int
+    weight: torch.Tensor | float
+    loss_sum: torch.Tensor
+    checksum: int
+
+
+class StepHeader:
+    """A rank's header: float64 numbers, equally many on every rank.
+
+    Args:
+        plan: who sums what.
+        rank: this one.
+        row_length: numbers that each rank adds of its own.
+
+    Attributes:
+        length: of a header.
+    """
+
+    def __init__(self, plan: ReductionPlan, rank: int, row_length: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._row_length = row_length
+        self.length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.nodes)
+
+    def pack(self, row: Sequence[float], shards_sums: Sequence[ShardSums]) -> list[float]:
+        """The header of this rank, which has computed these shards, in order."""
+        assert len(row) == self._row_length
+        nodes = self._plan.nodes[self._rank]
+        shards = [sums.shard for sums in shards_sums]
+        weights = _to_host([sums.weight for sums in shards_sums])
+        losses = _to_host([sums.loss_sum for sums in shards_sums])
+        bad_shard = _NO_SHARD
+        slots = [[0.0] * _NODE_FIELDS for _ in range(self._plan.slots[self._rank])]
+        # The same additions in the same order as for the gradients, in float64.
+        for step, sums, weight, loss in zip(
+            self._plan.accumulation(self._rank, shards), shards_sums, weights, losses, strict=True
+        ):
+            values = [sums.samples, weight, loss, sums.checksum]
+            slots[step.slot] = values if step.fresh else add_fields(slots[step.slot], values)
+            for into, other in step.merges:
+                slots[into] = add_fields(slots[into], slots[other])
+            if bad_shard == _NO_SHARD and not (math.isfinite(loss) and math.isfinite(weight)):
+                bad_shard = sums.shard
+        header = [bad_shard, *row]
+        for node, fields in zip(nodes, slots, strict=False):
+            holds_any = any(node.start <= shard < node.stop for shard in shards)
+            header += fields if holds_any else [0.0] * _NODE_FIELDS
+        return header + [0.0] * (self.length - len(header))
+
+    def rows(self, headers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+        """Each rank's row."""
+        return [header[1 : 1 + self._row_length] for header in headers]
+
+    def node_sums(self, headers: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Samples, weight, loss and checksum of each node, in the order of the plan's."""
+        first = 1 + self._row_length
+        return [
+            list(headers[rank][first + _NODE_FIELDS * i :][:_NODE_FIELDS])
+            for rank, nodes in enumerate(self._plan.nodes)
+            for i in range(len(nodes))
+        ]
+
+    def bad_shard(self, headers: Sequence[Sequence[float]]) -> int | None:
+        """The lowest shard whose loss was NaN or infinite."""
+        return min((int(header[0]) for header in headers if header[0] != _NO_SHARD), default=None)
+
+
+def add_fields(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """Two nodes' sums, added."""
+    return [a + b for a, b in zip(left, right, strict=True)]
+
+
+def _to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Numbers of zero-dimensional tensors, waiting once for a GPU instead of once for each."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) == len(values) and any(tensor.is_cuda for tensor in tensors):
+        return [float(number) for number in torch.stack(tensors).tolist()]
+    return [float(value) for value in values]
+
+
+# --- A few bits that stand for many: whether two machines computed the same gradient ---
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**18  # elements: bounds the memory, and stays in a cache
+_BYTES = 6  # of the result: a float64 holds it exactly, as rows of a step are float64
+_MASK = 2**64 - 1
+
+
+def fingerprint(lanes: Iterable[torch.Tensor], *numbers: float) -> int:
+    """A number in [1, 2**48] of the bits of some tensors and numbers.
+
+    Of each tensor's elements x_i, taken as integers, the sums of x_i and of (2 i + 1) x_i are formed modulo
+    2**64, where the tensor lives; a single wrong element always changes the first. Integers have
+    no rounding, so neither device nor threads matter.
+
+    Args:
+        lanes: 1-d, contiguous.
+        numbers: what else counts.
+    """
+    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}d", *numbers), digest_size=_BYTES)
+    for lane in lanes:
+        bits = lane.view(_INTEGERS[lane.element_size()])
+        odd = torch.arange(min(_CHUNK, bits.numel()), device=bits.device).mul_(2).add_(1)
+        sums = []
+        for chunk in torch.tensor_split(bits, list(range(_CHUNK, bits.numel(), _CHUNK))):
+            wide = chunk.to(torch.int64)  # float64's bits are not copied: only read what is there
+            sums += [wide.sum(), (wide * odd[: wide.numel()]).sum()]
+        plain = weighted = 0
+        for number, value in enumerate(torch.stack(sums).tolist()):
+            if number % 2 == 0:
+                plain += value
+                weighted += 2 * _CHUNK * (number // 2) * value
+            else:
+                weighted += value
+        digest.update(struct.pack("<QQ", plain & _MASK, weighted & _MASK))
+    return int.from_bytes(digest.digest(), "little") + 1
+
+
+# --- One shard's gradient by itself, so that it can be compared with what another rank computes ---
+
+
+class Aside:
+    """A buffer for one shard's gradient, beside the slots that sum several; made when it is first wanted.
+
+    Args:
+        layout: where each gradient lies.
+        like: a slot, on whose device it is made.
+    """
+
+    def __init__(self, layout: FlatLayout, like: Slot) -> None:
+        self._layout, self._like = layout, like
+        self._lanes: Slot = {}
+
+    def views(self) -> list[torch.Tensor]:
+        """Make the buffer; one view for each parameter's gradient."""
+        self._lanes = {
+            dtype: torch.empty_like(self._like[dtype][:numel])
+            for dtype, numel in self._layout.gradients.items()
+        }
+        return self._layout.gradient_views(self._lanes)
+
+    def zero(self) -> None:
+        """Begin a gradient."""
+        for lane in self._lanes.values():
+            lane.zero_()
+
+    def add_to(self, slot: Slot) -> None:
+        """Add the gradient to a slot's."""
+        for dtype, lane in self._lanes.items():
+            slot[dtype][: lane.numel()].add_(lane)
+
+    def fingerprint(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, checksum: int) -> int:
+        """Of the gradient, the sums of the losses and of their weights, and the sample numbers' checksum."""
+        return fingerprint(self._lanes.values(), float(loss_sum.detach()), float(weight), float(checksum))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._lanes.clear()
+        self._like = {}
+
+
+# --- One reducer: gradients, buffers, losses and the control word of a step, summed over all shards ---
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What a step's shards add up to, the same on every rank.
+
+    Attributes:
+        samples: number of samples.
+        weight: sum of the losses' weights; what gradients and loss were divided by.
+        loss: sum of losses over ``weight``.
+        checksum: sum of the shards' checksums of the sample numbers they fetched.
+        rows: each rank's own numbers, by rank.
+        bad_shard: the lowest shard whose loss was NaN or infinite, if any was.
+        finite: whether loss, weight and gradients hold no NaN and no infinity.
+    """
+
+    samples: int
+    weight: float
+    loss: float
+    checksum: int
+    rows: list[Sequence[float]]
+    bad_shard: int | None
+    finite: bool
+
+
+class GradientReducer:
+    """Sums what the shards of a step contribute, in the plan's order.
+
+    Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. Where the
+    transport can overlap, hooks send a bucket as soon as the last shard's backward has filled it.
+    A parameter that no shard uses gets a gradient of zero, not ``None``, on every rank alike.
+
+    Buffers are summed beside them, as :class:`~paceline.parallel.grad_buffers.ShardedBuffers` says.
+
+    Attributes:
+        watched: the fingerprint of the shard that :meth:`watch` named; 0 where this rank has not computed it.
+        buffers: for whoever runs several shards' forwards before the first one's backward.
+
+    Args:
+        module: whose parameters and buffers are summed.
+        plan: who sums what.
+        world: the ranks; all of them construct the reducer together.
+        row_length: float64 numbers that each rank gives every other rank in a step.
+        timeout_s: how long a rank may keep the others waiting.
+        with_gradients: False where somebody else sums the gradients.
+        holds: says of a parameter or buffer whether it is summed here; by default whether it is on this rank.
+        transport: makes what brings the sums together; by default what fits the ranks. One that leaves
+            the total to some ranks only has to be asked by these whether it is finite.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ReductionPlan,
+        world: World,
+        *,
+        row_length: int,
+        timeout_s: float,
+        with_gradients: bool = True,
+        holds: Callable[[torch.Tensor], bool] = lambda tensor: not tensor.is_meta,
+        transport: Callable[[FlatLayout], Transport] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._rank = world.rank
+        self._activity = world.activity
+        there = [(n, p) for n, p in module.named_parameters() if holds(p)]
+        named = [(n, p) for n, p in there if p.requires_grad] if with_gradients else []
+        self._parameters = [parameter for _, parameter in named]
+        self._frozen = [(n, p) for n, p in there if not p.requires_grad]
+        self.buffers = ShardedBuffers(module, holds)
+        # Of a distributed parameter each rank sums the part that it holds.
+        parts = [(n, local_part(p)) for n, p in named]
+        layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
+        self._header = StepHeader(plan, world.rank, row_length)
+        self._transport = (
+            make_transport(world, plan, layout.lanes, layout.buckets, self._header.length, timeout_s)
+            if transport is None
+            else transport(layout)
+        )
+        slots = self._transport.slots
+        self._gradients = [self._as_parameters(layout.gradient_views(slot)) for slot in slots]
+        self._aside = Aside(layout, slots[0])
+        self._watch: int | None = None
+        self._check: Callable[[list[Sequence[float]]], None] | None = None
+        self.watched = 0
+        self._float_sums = [layout.float_buffer_views(slot) for slot in slots]
+        self._integer_sums = [layout.integer_buffer_views(slot) for slot in slots]
+        self._counts = [layout.counts_view(slot) for slot in slots]
+        self._gradient_lanes = [slots[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
+        self._buckets = layout.buckets
+        self._bucket_of = layout.bucket_of
+        self._bucket_sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
+        self._gradient_buckets = 1 + max(layout.bucket_of, default=-1)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+            if self._transport.overlaps
+        ]
+        self._guards = [
+            parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._accumulated: set[int] | None = None  # parameters with a gradient of the shard under way
+        self._shards: list[int] = []  # still to come in this step, the next one last
+        self._steps: list[Accumulate] = []
+        self._sums: list[ShardSums] = []
+        self._slot = -1  # where the gradients point
+        self._missing: list[int] = []  # gradients each bucket waits for; empty before the last shard
+        self._next_bucket = 0
+
+    def begin(self, present: Sequence[int]) -> None:
+        """Start a step in which this rank computes the shards ``present``, in that order."""
+        self._shards = list(reversed(present))
+        self._steps = list(reversed(self.plan.accumulation(self._rank, present)))
+        self._sums = []
+        self._slot = -1  # somebody may have set gradients to None since
+        self._missing = []
+        self._next_bucket = 0
+        self._watch, self._check, self.watched = None, None, 0
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TaskError(
+                    f"parameter {name!r} requires a gradient now, but did not when training began. "
+                    "Build the model with it trainable, and give it a learning rate of 0 until then."
+                )
+        self.buffers.begin()
+        if not present:
+            for slot in self._transport.slots:
+                _zero(slot)
+            if self._transport.overlaps:
+                # Before the exchange, as on the ranks that have shards: collectives must come in one order.
+                for bucket in range(len(self._buckets)):
+                    self._transport.launch(bucket)
+
+    def watch(self, shard: int, check: Callable[[list[Sequence[float]]], None]) -> None:
+        """In the step that was begun, take the fingerprint of one shard, whoever computes it.
+
+        Args:
+            shard: computed aside and then added, to the same bits: in an IEEE sum that began with +0,
+                ``a + (0 + g)`` is ``a + g``.
+            check: called with each rank's row before anything is made of the sums; all ranks give one.
+        """
+        self._watch, self._check = shard, check
+
+    def recompute(
+        self, forward_backward: Callable[[], tuple[torch.Tensor, torch.Tensor | float]], checksum: int
+    ) -> int:
+        """The fingerprint of a shard that is not this rank's, within a step and between shards.
+
+        What the step has summed so far, and the buffers, stay as they are.
+
+        Args:
+            forward_backward: leaves the shard's gradient in the parameters; returns the sums of its
+                losses and of their weights.
+            checksum: of the sample numbers.
+        """
+        self._point_gradients_aside()
+        loss_sum, weight = forward_backward()
+        for index in range(len(self._parameters)):
+            self._collect_replaced_gradient(index, self._slot)
+        self.buffers.reset()
+        self._slot = -1
+        return self._aside.fingerprint(loss_sum, weight, checksum)
+
+    def begin_shard(self) -> None:
+        """Get ready for the next shard's forward and backward."""
+        step = self._steps[-1]
+        if step.fresh:
+            _zero(self._transport.slots[step.slot])
+        if self._shards[-1] == self._watch:
+            self._point_gradients_aside()
+        else:
+            if step.slot != self._slot:
+                self._point_gradients_at(step.slot)
+            if len(self._steps) == 1 and self._transport.overlaps:
+                self._missing = self._bucket_sizes.copy()
+        self._accumulated = set()
+
+    def end_shard(
+        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
+    ) -> None:
+        """Take in what the shard left in the gradients and buffers, and its sums."""
+        step = self._steps[-1]
+        self._accumulated = None
+        shard = self._shards.pop()
+        self._sums.append(ShardSums(shard, samples, weight, loss_sum.detach(), checksum))
+        for index in range(len(self._parameters)):
+            self._collect_replaced_gradient(index, self._slot)
+        if shard == self._watch:
+            self.watched = self._aside.fingerprint(loss_sum, weight, checksum)
+            self._aside.add_to(self._transport.slots[step.slot])
+            self._slot = -1
+            if len(self._steps) == 1 and self._transport.overlaps:
+                self._missing = self._bucket_sizes.copy()
+        self.buffers.add_to(
+            self._float_sums[step.slot],
+            self._integer_sums[step.slot],
+            self._counts[step.slot],
+            samples,
+            reset=len(self._steps) > 1,
+        )
+        if self._missing:
+            while self._next_bucket < len(self._buckets):
+                self._send_next_bucket()
+            self._missing = []
+        else:
+            for into, other in step.merges:
+                add_slot(self._transport.slots[into], self._transport.slots[other])
+        self._steps.pop()
+
+    def finish(self, row: Sequence[float]) -> StepSums:
+        """Sum over all ranks; afterwards gradients and buffers hold the step's means.
+
+        Args:
+            row: this rank's numbers, which every rank gets to see.
+
+        Raises:
+            PeerLostError: a rank went away; gradients and buffers are undefined.
+        """
+        assert not self._steps, "a shard has not been ended"
+        header = self._header.pack(row, self._sums)
+        self._activity.enter("all-reduce")
+        headers = self._transport.exchange(header)
+        rows = self._header.rows(headers)
+        if self._check is not None:
+            # It may have the ranks compute, and exchange what comes out: then that is what they wait for.
+            self._activity.leave()
+            self._check(rows)
+            self._activity.enter("all-reduce")
+        sums = self._header.node_sums(headers)
+        present = tuple(fields[0] > 0 for fields in sums)
+        if not any(present):
+            raise DataError(
+                "the training stream has no sample for this step, on any rank. "
+                'Check what build_dataset("train") returns: an epoch must not be empty.'
+            )
+        combine = self.plan.combination(present)
+        self._transport.reduce(combine)
+        self._activity.leave()
+        for into, other in combine.additions:
+            sums[into] = add_fields(sums[into], sums[other])
+        samples, weight, loss_sum, checksum = sums[combine.root]
+        if self._slot != 0:
+            self._point_gradients_at(0)
+        self.buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
+        # One step shows how the model is built; from then on the check would only cost.
+        while self._guards:
+            self._guards.pop().remove()
+        return StepSums(
+            samples=int(samples),
+            weight=weight,
+            loss=loss_sum / weight if weight else math.nan,
+            checksum=int(checksum),
+            rows=rows,
+            bad_shard=self._header.bad_shard(headers),
+            finite=self._divide(weight) and math.isfinite(loss_sum),
+        )
+
+    def abandon(self) -> None:
+        """Drop a step that cannot be finished: the buffers are again what they were before it."""
+        self.buffers.abandon()
+
+    def close(self) -> None:
+        """Let go of the gradients and of the transport's memory."""
+        for hook in (*self._hooks, *self._guards):
+            hook.remove()
+        for parameter in self._parameters:
+            parameter.grad = None
+        for views in (
+            self._gradients,
+            self._float_sums,
+            self._integer_sums,
+            self._counts,
+            self._gradient_lanes,
+        ):
+            views.clear()
+        self._aside.close()
+        self._transport.close()
+
+    def _divide(self, weight: float) -> bool:
+        """Divide the summed gradients, once; return whether they are finite."""
+        if not (math.isfinite(weight) and weight > 0):
+            return False
+        finite = True
+        for gradients in self._gradient_lanes:
+            gradients.div_(weight)
+            # A sum is finite only if all its terms are; in float16 it would overflow too soon.
+            wide = torch.promote_types(gradients.dtype, torch.float32)
+            finite = finite and math.isfinite(gradients.sum(dtype=wide).item())
+        return finite
+
+    def _point_gradients_at(self, slot: int) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients[slot], strict=True):
+            parameter.grad = gradient
+        self._slot = slot
+
+    def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [distributed_part(part, p) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def _point_gradients_aside(self) -> None:
+        slot = len(self._transport.slots)
+        if len(self._gradients) == slot:
+            self._gradients.append(self._as_parameters(self._aside.views()))
+        self._aside.zero()
+        self._point_gradients_at(slot)
+
+    def _collect_replaced_gradient(self, index: int, slot: int) -> None:
+        """Autograd adds out of place under ``create_graph``: put such a gradient back into the slot."""
+        parameter, gradient = self._parameters[index], self._gradients[slot][index]
+        if parameter.grad is not gradient:
+            if parameter.grad is not None:
+                gradient.copy_(parameter.grad.detach())
+            parameter.grad = gradient
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        bucket = self._bucket_of[index]
+
+        def hook(parameter: torch.Tensor) -> None:
+            if not self._missing:
+                return  # not the rank's last shard of the step
+            self._collect_replaced_gradient(index, self._steps[-1].slot)
+            self._missing[bucket] -= 1
+            while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
+                self._send_next_bucket()
+
+        return hook
+
+    def _make_guard(self, index: int) -> Callable[[torch.Tensor], None]:
+        def guard(parameter: torch.Tensor) -> None:
+            if self._accumulated is None:
+                return
+            if index in self._accumulated:
+                # The two parts would be added at other places of the tree for other numbers of ranks.
+                raise TaskError(
+                    "a parameter received its gradient in two parts within one backward. "
+                    "With activation checkpointing, pass use_reentrant=False; do not call backward()."
+                )
+            self._accumulated.add(index)
+
+        return guard
+
+    def _send_next_bucket(self) -> None:
+        bucket = self._buckets[self._next_bucket]
+        stretch = slice(bucket.start, bucket.stop)
+        for into, other in self._steps[-1].merges:
+            slots = self._transport.slots
+            slots[into][bucket.dtype][stretch].add_(slots[other][bucket.dtype][stretch])
+        self._transport.launch(self._next_bucket)
+        self._next_bucket += 1
+
+
+def _zero(slot: Slot) -> None:
+    for lane in slot.values():
+        lane.zero_()
+
+
+def make_transport(
+    world: World,
+    plan: ReductionPlan,
+    lanes: Mapping[torch.dtype, int],
+    buckets: Sequence[Bucket],
+    header_length: int,
+    timeout_s: float,
+) -> Transport:
+    """The fastest transport for these ranks; all of them make it together.
+
+    Args:
+        world: the ranks.
+        plan: who sums what.
+        lanes: elements of each dtype's lane.
+        buckets: stretches of the lanes, which together cover them.
+        header_length: numbers that a rank gives every other rank in an exchange.
+        timeout_s: how long a rank may keep the others waiting.
+    """
+    if world.world_size == 1:
+        return LocalTransport(plan.slots[0], lanes, world.device)
+    if supported(world):
+        try:
+            return SharedMemoryTransport(world, plan, lanes, header_length, timeout_s)
+        except OSError as error:
+            if world.rank == 0:
+                _log.warning("no %s; gradients go through %s instead", error, world.backend)
+    return GroupTransport(world, plan, lanes, buckets)

@@ -1,0 +1,333 @@
+"""How the processes of a job find rank 0's store, and count each other there.
+
+On one machine every socket listens on loopback only. ``TCPStore("127.0.0.1", ...)`` would listen on
+every interface, so the socket is bound here and handed to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, DistNetworkError, DistStoreError
+
+from paceline.core.environment import Environment, is_loopback, parse_endpoint
+from paceline.core.errors import ConfigError, PeerLostError
+from paceline.core.files import write_atomically
+from paceline.core.sockets import LOOPBACK, bound_socket, inherited_socket, job_port, meeting_address
+
+_TOKEN = "paceline/job"
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all ranks of a world know once they have met.
+
+    Attributes:
+        store: a store in which nothing is left of earlier worlds.
+        generation: rank 0's.
+        members: what each rank said about itself, by rank.
+    """
+
+    store: Store
+    generation: int
+    members: tuple[Mapping[str, Any], ...]
+
+
+@contextmanager
+def met(
+    environment: Environment,
+    member: Mapping[str, Any],
+    *,
+    generation: int,
+    interface: str | None,
+    timeout_s: float,
+) -> Iterator[Meeting]:
+    """Find the store, wait for all ranks, and leave nothing behind at exit.
+
+    Raises:
+        PeerLostError: some ranks did not appear in time; the message names them.
+        ConfigError: nothing says where rank 0 is, or its port cannot be had.
+    """
+    deadline = time.monotonic() + timeout_s
+    if environment.rank == 0 and not environment.uses_agent_store:
+        with _served_store(environment, interface, timeout_s) as store:
+            yield _meet(store, environment, member, generation, deadline, timeout_s)
+        return
+    while True:
+        store = _found_store(environment, deadline, timeout_s)
+        try:
+            meeting = _meet(store, environment, member, generation, deadline, timeout_s)
+            break
+        except DistNetworkError:
+            # That was the store of an earlier world of this job, about to close.
+            _pause(environment, deadline, timeout_s)
+    yield meeting
+
+
+def _meet(
+    store: Store,
+    environment: Environment,
+    member: Mapping[str, Any],
+    generation: int,
+    deadline: float,
+    timeout_s: float,
+) -> Meeting:
+    """Agree on a term that no earlier incarnation of any rank has used, and exchange ``member``.
+
+    torchrun's agent keeps one store while it restarts its workers, and counts restarts for each machine
+    alone. So dead workers' keys are still there, and a new worker must not believe them (stock
+    init_process_group does, and hangs). Here a rank says hello with a fresh nonce; rank 0, whose term
+    comes from an atomic counter, acknowledges nonces until each rank has confirmed this very term.
+    """
+    rank, world_size = environment.rank, environment.world_size
+    nonce = secrets.token_hex(8)
+    hello = json.dumps({"nonce": nonce, "member": dict(member)})
+    store.set(f"hello/{rank}", hello)
+    if rank == 0:
+        term = store.add("term", 1)
+        hellos = [hello, *_confirmed_hellos(store, world_size, term, deadline, timeout_s)]
+        members = [json.loads(text)["member"] for text in hellos]
+        roster = json.dumps({"generation": generation, "members": members})
+        store.set(f"roster/{term}", roster)
+    else:
+        term = int(_wait_for(store, f"ack/{rank}/{nonce}", world_size, "hello", deadline, timeout_s))
+        store.set(f"confirm/{term}/{rank}", hello)
+        roster = _wait_for(store, f"roster/{term}", world_size, f"confirm/{term}", deadline, timeout_s)
+    document = json.loads(roster)
+    return Meeting(PrefixStore(f"gen{term}", store), document["generation"], tuple(document["members"]))
+
+
+def _confirmed_hellos(
+    store: Store, world_size: int, term: int, deadline: float, timeout_s: float
+) -> list[str]:
+    acknowledged: dict[int, bytes] = {}
+    confirmed: dict[int, str] = {}
+    while len(confirmed) < world_size - 1:
+        waiting = [r for r in range(1, world_size) if r not in confirmed]
+        for rank in waiting:
+            if rank in acknowledged and store.check([f"confirm/{term}/{rank}"]):
+                confirmed[rank] = store.get(f"confirm/{term}/{rank}").decode()
+            elif store.check([f"hello/{rank}"]):
+                hello = store.get(f"hello/{rank}")
+                if acknowledged.get(rank) != hello:
+                    store.set(f"ack/{rank}/{json.loads(hello)['nonce']}", str(term))
+                    acknowledged[rank] = hello
+        if len(confirmed) < world_size - 1:
+            if time.monotonic() > deadline:
+                raise _absent([r for r in waiting if r not in confirmed], world_size, timeout_s)
+            time.sleep(_RETRY_S / 4)
+    return [confirmed[rank] for rank in range(1, world_size)]
+
+
+def _wait_for(
+    store: Store, key: str, world_size: int, arrivals: str, deadline: float, timeout_s: float
+) -> str:
+    try:
+        # A little longer than rank 0 waits, so that it is the one to say who is missing.
+        store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic()) + 1))
+    except DistStoreError:
+        missing = [r for r in range(1, world_size) if not store.check([f"{arrivals}/{r}"])]
+        raise _absent(missing or [0], world_size, timeout_s) from None
+    value: bytes = store.get(key)
+    return value.decode()
+
+
+def _absent(ranks: list[int], world_size: int, timeout_s: float) -> PeerLostError:
+    named = ", ".join(str(r) for r in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
+    return PeerLostError(
+        f"{len(ranks)} of {world_size} ranks did not appear within {timeout_s:g} s: rank {named}. "
+        "See their logs for why; if they only start slowly, raise --init-timeout.",
+        rank=ranks[0],
+    )
+
+
+_SERVED: dict[tuple[str | None, int | None, str | None], tuple[TCPStore, str]] = {}
+"""Stores that this process serves, with their tokens: a second world of a job meets in the same store."""
+
+
+@contextmanager
+def _served_store(environment: Environment, interface: str | None, timeout_s: float) -> Iterator[Store]:
+    """Rank 0: listen, serve the store, and tell the others where."""
+    key = (environment.master_addr, environment.master_port, environment.job_id)
+    if key not in _SERVED:
+        with _bound_listener(environment, interface) as listener:
+            host, port = listener.getsockname()[:2]
+            store = TCPStore(
+                LOOPBACK if host == "0.0.0.0" else host,
+                port,
+                environment.world_size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=os.dup(listener.fileno()),
+            )
+        token = secrets.token_hex(16) if _meets_by_file(environment) else environment.job_id or ""
+        store.set(_TOKEN, token)
+        _SERVED[key] = store, token
+    store, token = _SERVED[key]
+    if not _meets_by_file(environment):
+        yield store
+        return
+    place = _meeting_file(environment)
+    write_atomically(place, json.dumps({"port": store.port, "token": token}).encode())
+    try:
+        yield store
+    finally:
+        place.unlink(missing_ok=True)
+
+
+def _meets_by_file(environment: Environment) -> bool:
+    return environment.one_machine and (environment.master_addr is None or environment.master_port is None)
+
+
+def _bound_listener(environment: Environment, interface: str | None) -> socket.socket:
+    if environment.listen_fd is not None:
+        return inherited_socket(environment.listen_fd)
+    if _meets_by_file(environment):
+        return bound_socket(LOOPBACK, 0)
+    if environment.master_addr is not None and environment.master_port is not None:
+        host, ports = environment.master_addr, [environment.master_port]
+    else:
+        host, ports = "", _agreed_ports(environment)
+    if environment.one_machine or is_loopback(host):
+        host = LOOPBACK
+    else:
+        host = meeting_address(host, interface)
+    failure = None
+    for port in ports:
+        try:
+            return bound_socket(host, port)
+        except OSError as error:
+            failure = error.strerror
+    raise ConfigError(
+        f"rank 0 cannot listen on {host or 'any address'}, port {' or '.join(map(str, ports))}: {failure}. "
+        "Choose another port (MASTER_PORT or --rdzv-endpoint), or end the process that has it."
+    )
+
+
+def _found_store(environment: Environment, deadline: float, timeout_s: float) -> Store:
+    """Ranks above 0, and all ranks of torchrun: connect to the store once it is there."""
+    while True:
+        for host, port, token in _candidates(environment):
+            try:
+                # The plain probe keeps c10d from logging a warning for each refused connection.
+                with socket.create_connection((host, port), timeout=5) as probe:
+                    address = probe.getpeername()[0]
+                store = TCPStore(
+                    address,
+                    port,
+                    environment.world_size,
+                    is_master=False,
+                    timeout=timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic()))),
+                )
+                if environment.uses_agent_store or (
+                    store.check([_TOKEN]) and store.get(_TOKEN).decode() == token
+                ):
+                    store.set_timeout(timedelta(seconds=timeout_s))
+                    return store
+            except (OSError, DistError):
+                continue
+        _pause(environment, deadline, timeout_s)
+
+
+def settled(
+    environment: Environment,
+    key: str,
+    decide: Callable[[], str],
+    *,
+    rdzv_endpoint: str | None,
+    timeout_s: float,
+) -> str:
+    """What the first start of a job decided, also after torchrun has restarted the workers.
+
+    An agent of torchrun keeps its store as long as the job lasts, over all restarts; under other
+    launchers nothing is kept, nor needs to be. One rank asks. What ``decide`` raises is not kept.
+
+    Args:
+        environment: who we are.
+        key: names the decision.
+        decide: decides, where the job has not done so yet.
+        rdzv_endpoint: HOST:PORT, where torchrun's agents meet on several machines.
+        timeout_s: how long to wait for the store.
+
+    Raises:
+        PeerLostError: the store does not answer.
+    """
+    if environment.source != "torchrun":
+        return decide()
+    if not environment.uses_agent_store:
+        if rdzv_endpoint is None:
+            return decide()
+        host, port = parse_endpoint(rdzv_endpoint, "--rdzv-endpoint")
+        environment = replace(environment, master_addr=host, master_port=port, uses_agent_store=True)
+    store = _found_store(environment, time.monotonic() + timeout_s, timeout_s)
+    if not store.check([key]):
+        store.set(key, decide())
+    value: bytes = store.get(key)
+    return value.decode()
+
+
+def _candidates(environment: Environment) -> list[tuple[str, int, str]]:
+    """Where rank 0's store may be: host, port, and what it must hold to be ours."""
+    token = environment.job_id or ""
+    if environment.master_addr is not None and environment.master_port is not None:
+        local = environment.one_machine and not environment.uses_agent_store
+        return [(LOOPBACK if local else environment.master_addr, environment.master_port, token)]
+    if _meets_by_file(environment):
+        try:
+            place = json.loads(_meeting_file(environment).read_bytes())
+            return [(LOOPBACK, int(place["port"]), str(place["token"]))]
+        except FileNotFoundError:
+            return []
+    ports = _agreed_ports(environment)
+    return [(environment.first_host or "", port, token) for port in ports]
+
+
+def _pause(environment: Environment, deadline: float, timeout_s: float) -> None:
+    if time.monotonic() > deadline:
+        if environment.uses_agent_store:
+            where = f"{environment.master_addr}:{environment.master_port}"
+            raise PeerLostError(f"torchrun's store at {where} did not answer within {timeout_s:g} s.")
+        raise _absent([0], environment.world_size, timeout_s)
+    time.sleep(_RETRY_S)
+
+
+def _agreed_ports(environment: Environment) -> list[int]:
+    """Ports that all processes of a Slurm step compute alike; some may be taken."""
+    if environment.source != "slurm" or environment.first_host is None or environment.job_id is None:
+        raise ConfigError(
+            f"{environment.source} started {environment.world_size} processes on several machines, and "
+            "nothing says where they meet. Give --rdzv-endpoint HOST:PORT with rank 0's host, or export "
+            "MASTER_ADDR and MASTER_PORT."
+        )
+    return [job_port(environment.job_id, attempt) for attempt in range(8)]
+
+
+def _meeting_file(environment: Environment) -> Path:
+    """The file that names rank 0's port, in a directory that only this user can enter."""
+    directory = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be a directory that only you can enter (mode 700), or others could pose as "
+            "rank 0. Remove it, or set TMPDIR."
+        )
+    # Without a job id, the processes of a job on one machine still share their parent.
+    key = f"{environment.source}/{environment.job_id or os.getppid()}"
+    return directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -1,1 +1,0 @@
-"""Tasks that come with Paceline, by name: see ``paceline.task.RECIPES``."""

@@ -1,0 +1,1 @@
+"""What a run keeps on disk: its directory, checkpoints, metrics, logs, and packages made from it."""

@@ -1,0 +1,465 @@
+"""What a checkpoint must hold: its manifest, and the checks of its files against it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.core.errors import CheckpointError, PacelineError
+from paceline.core.files import fail_if_armed
+
+# --- Files that a manifest lists: opened, and compared with what it says of them ---
+
+
+def open_listed(
+    manifest: str, failure: type[PacelineError], directory: int, name: str, size: int | None = None
+) -> io.BufferedReader:
+    """Open a regular file of a directory, whoever wrote it.
+
+    Args:
+        manifest: the file that lists it.
+        failure: raised with what is wrong.
+        directory: a descriptor.
+        name: of the file in it.
+        size: what the manifest says, in bytes; None for the manifest itself.
+    """
+    try:
+        # A symbolic link would lead out of the directory, and a FIFO would block for ever.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.fdopen(os.open(name, flags, dir_fd=directory), "rb")
+    except FileNotFoundError:
+        raise failure(f"{name} is missing") from None
+    except OSError as error:
+        raise failure(f"{name} cannot be opened: {error.strerror}") from error
+    status = os.fstat(file.fileno())
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = f"{name} is not a regular file"
+    elif size is not None and status.st_size != size:
+        problem = f"{name} has {status.st_size} bytes, but its {manifest} says {size}"
+    if problem is not None:
+        file.close()
+        raise failure(problem)
+    return file
+
+
+def require_equal(manifest: str, failure: type[PacelineError], name: str, expected: str, sha256: str) -> None:
+    """Raise ``failure`` if a file's SHA-256 is not the one that the manifest says."""
+    if sha256 != expected:
+        raise failure(f"{name} is damaged: its SHA-256 is {sha256}, but its {manifest} says {expected}")
+
+
+# --- ``manifest.json``: what a checkpoint is of, and the size and SHA-256 of each of its files ---
+#
+# Its text is canonical and holds its own checksum, so a change of any byte shows.
+
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_MANIFEST_BYTES = 4 * 2**20
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_PIECE_BYTES = 2**20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_open = partial(open_listed, MANIFEST, CheckpointError)
+_compare = partial(require_equal, MANIFEST, CheckpointError)
+
+Pin = str | int | float | bool | None | list[str | int | float | bool | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint is of.
+
+    Attributes:
+        task: the task's name.
+        run: the run's id, which no other run has.
+        step: optimizer steps done.
+        state_version: transitions of the state done; it orders checkpoints.
+        epoch: epochs done.
+        generation: how often the run had been restarted.
+        shards: the run's number of logical shards, S.
+        pins: what the bits depend on (torch version, threads, ...): JSON scalars or lists of them.
+        best_version: the state_version of the best model so far, whose checkpoint is kept for as
+            long as this one is.
+
+    Raises:
+        CheckpointError: a value has the wrong type or range.
+    """
+
+    task: str
+    step: int
+    state_version: int
+    epoch: int
+    generation: int
+    shards: int
+    pins: Mapping[str, Pin]
+    best_version: int | None = None
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("task", "run"):
+            value = getattr(self, name)
+            if type(value) is not str or len(value) > 4096:
+                raise CheckpointError(
+                    f"{name} must be a string of at most 4,096 characters, but is {value!r:.80}"
+                )
+        for name in ("step", "state_version", "epoch", "generation", "shards"):
+            _check_count(name, getattr(self, name))
+        if self.best_version is not None:
+            _check_count("best_version", self.best_version)
+        if not isinstance(self.pins, Mapping):
+            raise CheckpointError(f"pins must be a mapping, but is {self.pins!r:.80}")
+        for name, pin in self.pins.items():
+            values = pin if type(pin) is list else [pin]
+            if type(name) is not str or not all(
+                value is None or type(value) in (str, int, float, bool) for value in values
+            ):
+                raise CheckpointError(
+                    f"pin {name!r:.80} must be a JSON scalar or a list of them: {pin!r:.80}"
+                )
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size in bytes and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check_count("size", self.size)
+        if type(self.sha256) is not str or not _SHA256.fullmatch(self.sha256):
+            raise CheckpointError(f"sha256 must be 64 hexadecimal digits, but is {self.sha256!r:.80}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's description and its files by name.
+
+    Raises:
+        CheckpointError: a file's name is not plain: a path, hidden, or the manifest's own.
+    """
+
+    info: CheckpointInfo
+    files: Mapping[str, FileRecord]
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+                raise CheckpointError(f"{name!r:.200} is no plain file name")
+
+    def to_bytes(self) -> bytes:
+        """The one text that this manifest has."""
+        document = {
+            "format": FORMAT,
+            **asdict(self.info),
+            "files": {name: asdict(record) for name, record in self.files.items()},
+        }
+        document["manifest_sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
+        return _canonical(document)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Parse ``content``.
+
+        Raises:
+            CheckpointError: it is not exactly what :meth:`to_bytes` of some manifest gives.
+        """
+        try:
+            document = parse_json(content)
+            if type(document) is not dict:
+                raise CheckpointError("it is not a JSON object")
+            if document.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"its format is {document.get('format')!r:.80}; this version reads {FORMAT}"
+                )
+            files = document["files"]
+            info = {k: v for k, v in document.items() if k not in ("format", "files", "manifest_sha256")}
+            manifest = cls(CheckpointInfo(**info), {name: FileRecord(**files[name]) for name in files})
+            if manifest.to_bytes() != content:
+                raise CheckpointError("it does not match its own checksum")
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
+        return manifest
+
+
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise CheckpointError(f"{name} must be an integer from 0 to 2**63 - 1, but is {value!r:.80}")
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON strictly: no NaN, no duplicate keys, no nesting beyond Python's stack.
+
+    Raises:
+        CheckpointError: it is not such JSON.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise CheckpointError(f"it holds {constant}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) != len(pairs):
+            raise CheckpointError("it holds a key twice")
+        return mapping
+
+    try:
+        return json.loads(content, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is not JSON: {error}") from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in ``path``; the other files are not looked at.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    with _untrusted(path) as directory:
+        return _read_manifest(directory)
+
+
+def verify(path: Path) -> Manifest:
+    """Check every byte of the checkpoint in ``path``.
+
+    Raises:
+        CheckpointError: the message names the file that is damaged, missing, extra or of another size.
+    """
+    with _untrusted(path) as directory:
+        manifest = _read_manifest(directory)
+        for name, record in _listed(directory, manifest):
+            with _open(directory, name, record.size) as file:
+                _compare(name, record.sha256, hashlib.file_digest(file, "sha256").hexdigest())
+        return manifest
+
+
+def read_verified(path: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """The checkpoint in ``path`` and its files' contents: the very bytes that were checked.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
+    with _untrusted(path) as directory:
+        manifest = _read_manifest(directory)
+        contents = {}
+        for name, record in _listed(directory, manifest):
+            with _open(directory, name, record.size) as file:
+                contents[name] = file.read(record.size + 1)
+            _compare(name, record.sha256, hashlib.sha256(contents[name]).hexdigest())
+        return manifest, contents
+
+
+@contextmanager
+def open_verified(path: Path) -> Iterator[tuple[Manifest, list[tuple[str, io.BufferedReader]]]]:
+    """The checkpoint in ``path`` and its files, open and checked: they can be read also once it is deleted.
+
+    Raises:
+        CheckpointError: as :func:`verify`.
+    """
+    with ExitStack() as stack:
+        with _untrusted(path) as directory:
+            manifest = _read_manifest(directory)
+            files = [
+                (name, stack.enter_context(_open(directory, name, record.size)))
+                for name, record in _listed(directory, manifest)
+            ]
+            for name, file in files:
+                _compare(name, manifest.files[name].sha256, hashlib.file_digest(file, "sha256").hexdigest())
+        yield manifest, files
+
+
+def problems(path: Path, on_read: Callable[[int], None] = lambda size: None) -> list[str]:
+    """All that is wrong with the checkpoint in ``path``, a line for each file; nothing where it verifies.
+
+    Args:
+        path: its directory.
+        on_read: called after each piece that was read, with its number of bytes.
+    """
+    found: list[str] = []
+    try:
+        with _untrusted(path) as directory:
+            manifest = _read_manifest(directory)
+            extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
+            found += [f"{name!r} is not in its {MANIFEST}" for name in sorted(extra)]
+            for name, record in manifest.files.items():
+                try:
+                    with _open(directory, name, record.size) as file:
+                        digest = hashlib.sha256()
+                        while piece := file.read(_PIECE_BYTES):
+                            digest.update(piece)
+                            on_read(len(piece))
+                    _compare(name, record.sha256, digest.hexdigest())
+                except CheckpointError as error:
+                    found.append(str(error))
+                except OSError as error:
+                    found.append(f"{name} cannot be read: {error.strerror}")
+    except CheckpointError as error:
+        found.append(str(error.__cause__ or error))
+    return found
+
+
+@contextmanager
+def _untrusted(path: Path) -> Iterator[int]:
+    """The directory's descriptor; whatever is wrong inside becomes one error that names ``path``.
+
+    All is read through the descriptor, so that nobody can exchange the directory meanwhile.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+    except (CheckpointError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"checkpoint {path} cannot be used: {reason}. "
+            "Resume from another checkpoint, or restore this one from a copy."
+        ) from error
+
+
+def _read_manifest(directory: int) -> Manifest:
+    with _open(directory, MANIFEST) as file:
+        content = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
+    return Manifest.from_bytes(content)
+
+
+def _listed(directory: int, manifest: Manifest) -> Iterator[tuple[str, FileRecord]]:
+    """The files to read, after checking that these and no others are there, in the right sizes."""
+    extra = set(os.listdir(directory)) - manifest.files.keys() - {MANIFEST}
+    if extra:
+        raise CheckpointError(f"{min(extra)!r} is not in its {MANIFEST}")
+    for name, record in manifest.files.items():
+        _open(directory, name, record.size).close()
+    yield from manifest.files.items()
+
+
+# --- New files and directories beside the checkpoints, until they get their names ---
+
+
+TEMPORARY = ".tmp-"
+"""How the names begin of what is not committed yet, or not any more."""
+
+_CHUNK_BYTES = 4 * 2**20  # hashed while it is still in the cache, then written
+
+Buffer = bytes | memoryview
+
+
+@contextmanager
+def temporary_directory(parent: Path) -> Iterator[Path]:
+    """A new directory, locked while in use and gone afterwards, unless it was renamed."""
+    while True:
+        path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        path.mkdir()
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # a clean-up took it for a dead writer's before it was locked
+        except OSError:
+            remove(path)
+            raise
+        with suppress(OSError):  # some network file systems have no locks; clean-up then leaves it alone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink > 0 and path.exists():
+            break
+        os.close(descriptor)
+    try:
+        yield path
+    finally:
+        remove(path)
+        os.close(descriptor)
+
+
+def write_file(path: Path, buffers: Iterable[Buffer]) -> FileRecord:
+    """Write a new file through to the disk; its hash is of what was handed to the system."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("xb", buffering=0) as file:
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), _CHUNK_BYTES):
+                fail_if_armed(path)
+                chunk = view[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                size += len(chunk)
+                while chunk:
+                    chunk = chunk[os.write(file.fileno(), chunk) :]
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+def chunks(file: io.BufferedReader) -> Iterator[bytes]:
+    """A file's content from its start, in pieces."""
+    file.seek(0)
+    while chunk := file.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory, as far as the disk allows."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+# --- Whether a checkpoint is one of this run, and in what this process differs from the one that wrote it ---
+
+
+def differences(recorded: Mapping[str, Pin], current: Mapping[str, Pin]) -> list[str]:
+    """One line for each pin that differs: ``threads: 1 in the checkpoint, 2 now``."""
+    missing = object()
+    lines = []
+    for name in sorted(recorded.keys() | current.keys()):
+        before, now = recorded.get(name, missing), current.get(name, missing)
+        # 1, 1.0 and True are equal in Python, but not the same setting.
+        if before is missing or now is missing or json.dumps(before) != json.dumps(now):
+            was = "not recorded" if before is missing else f"{before}"
+            lines.append(f"{name}: {was} in the checkpoint, {'not set' if now is missing else now} now")
+    return lines
+
+
+def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointInfo) -> None:
+    """Refuse a checkpoint of another task or run, or with another number of shards.
+
+    Raises:
+        CheckpointError: says which of them differs, and what to do.
+    """
+    if recorded.task != current.task:
+        raise CheckpointError(
+            f"checkpoint {path} is of the task {recorded.task!r}, not {current.task!r}. "
+            "Choose another --run DIR."
+        )
+    if recorded.shards != current.shards:
+        raise CheckpointError(
+            f"checkpoint {path} was made with --shards {recorded.shards}, not {current.shards}; a run keeps "
+            f"its number of shards. Resume with --shards {recorded.shards}, or choose another --run DIR."
+        )
+    if recorded.run != current.run:
+        raise CheckpointError(
+            f"checkpoint {path} was written by another run of {recorded.task!r}. Remove it from this run's "
+            "directory, or continue the run that it belongs to."
+        )

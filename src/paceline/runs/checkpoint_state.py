@@ -1,0 +1,379 @@
+"""Nested state as named tensors and JSON, and back; the tensors as safetensors files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from paceline.core.errors import CheckpointError
+
+# --- Tensors in the safetensors format, with one copy between the model and the file ---
+#
+# ``safetensors.torch.save_file`` would copy the tensors a second time, or hold them while training
+# changes them. Here the snapshot's buffer *is* the file's data section, so that it can be hashed and
+# written as it lies. The format: https://huggingface.co/docs/safetensors/index#format
+
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""The format's name of each dtype that can be saved."""
+
+_FILE_ALIGNMENT = 64  # bytes; each file's data starts on a cache line of the shared buffer
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where one tensor lies in the buffer; the data is row-major."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class Snapshot:
+    """A copy of named tensors in one CPU buffer, which is kept and filled again by the next capture."""
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[str, str, torch.dtype, torch.Size, str]] = []
+        self._files: dict[str, tuple[bytes, int, int]] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._views: list[Tensor] = []
+
+    def capture(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy the tensors of each file (file name -> tensor name -> tensor); done when it returns.
+
+        Raises:
+            CheckpointError: there is not enough memory for the copy.
+        """
+        layout = [
+            (file, name, tensor.dtype, tensor.shape, tensor.device.type)
+            for file, tensors in files.items()
+            for name, tensor in tensors.items()
+        ]
+        if layout != self._layout:
+            self._allocate(files)
+            self._layout = layout
+        sources = [tensor for tensors in files.values() for tensor in tensors.values()]
+        if not sources:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, sources, non_blocking=True)
+        for device in {tensor.device for tensor in sources if tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+
+    def contents(self) -> Iterator[tuple[str, tuple[bytes, memoryview]]]:
+        """Each file's name, and its header and data; they are valid until the next capture."""
+        data = self._buffer.numpy().data
+        for file, (header, start, stop) in self._files.items():
+            yield file, (header, data[start:stop])
+
+    def _allocate(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        # The old buffer goes first: two would be a second copy of the model.
+        self._layout, self._views, self._files = [], [], {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        slots: list[_Slot] = []
+        offset = 0
+        for file, tensors in files.items():
+            file_slots = _arrange(tensors, offset)
+            stop = max((slot.stop for slot in file_slots.values()), default=offset)
+            self._files[file] = (_header(file_slots, offset), offset, stop)
+            slots.extend(file_slots[name] for name in tensors)
+            offset = -(-stop // _FILE_ALIGNMENT) * _FILE_ALIGNMENT
+        devices = {tensor.device.type for tensor in chain(*(tensors.values() for tensors in files.values()))}
+        try:
+            # Only copies into page-locked memory are asynchronous, and so overlap one another.
+            self._buffer = torch.empty(offset, dtype=torch.uint8, pin_memory="cuda" in devices)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"no memory for a snapshot of {offset / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
+            ) from error
+        self._views = [
+            self._buffer[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots
+        ]
+
+
+def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _Slot]:
+    """Give each tensor its place: widest dtypes first, so that each is aligned without holes."""
+    slots = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        stop = start + tensor.numel() * tensor.element_size()
+        slots[name] = _Slot(start, stop, tensor.dtype, tensor.shape)
+        start = stop
+    return slots
+
+
+def _header(slots: Mapping[str, _Slot], base: int) -> bytes:
+    entries = {
+        name: {
+            "dtype": SAFETENSORS_DTYPES[slot.dtype],
+            "shape": list(slot.shape),
+            "data_offsets": [slot.start - base, slot.stop - base],
+        }
+        for name, slot in slots.items()
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_tensors(content: bytes) -> dict[str, Tensor]:
+    """The tensors in the content of a safetensors file, on the CPU, in memory of their own.
+
+    Raises:
+        CheckpointError: the content is not safetensors.
+    """
+    try:
+        return safetensors.torch.load(content)
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"not a safetensors file: {error}") from error
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's values as bytes, row-major, whatever its device and memory format."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+# --- State as safetensors and JSON can hold it: named tensors, and a skeleton of everything around them ---
+
+
+MAX_DEPTH = 100
+"""The deepest nesting that is saved or loaded; real states have fewer than ten levels."""
+
+_MAX_INT_BITS = 4096  # Python refuses to parse integers of more than 4,300 digits.
+
+
+def flatten(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split a nested state into its tensors and a JSON skeleton that says where each belongs.
+
+    Dicts with str or int keys (and ``OrderedDict``, ``Counter``), lists, tuples, None, bool, int,
+    float (infinities and NaN too), str and strided tensors are kept. Subclasses of float, such as
+    ``numpy.float64``, become float, and ``Parameter`` becomes ``Tensor``. Tensors that are the same
+    memory seen in the same way are named once. No tensor is copied; no container is shared with
+    ``state``, so the skeleton does not change when ``state`` does.
+
+    Returns:
+        The tensors by name (the path of keys, joined by ``/``), and the skeleton.
+
+    Raises:
+        CheckpointError: something else is in the state; the message gives its path.
+    """
+    flattener = _Flattener()
+    skeleton = flattener.encode(state, ())
+    return flattener.tensors, skeleton
+
+
+def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
+    """Rebuild what :func:`flatten` took apart; tied places get the same tensor object.
+
+    Raises:
+        CheckpointError: the skeleton is malformed, or does not use each tensor exactly once.
+    """
+    unflattener = _Unflattener(tensors)
+    state = unflattener.decode(skeleton, 0)
+    unused = tensors.keys() - unflattener.used
+    if unused:
+        raise CheckpointError(f"the state has no place for the tensor {min(unused)!r}")
+    return state
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._name_of: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        if kind is int:
+            if value.bit_length() > _MAX_INT_BITS:
+                raise _unsupported(path, f"an integer of {value.bit_length()} bits")
+            return value
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path)
+        if len(path) >= MAX_DEPTH:
+            raise _unsupported(path[:3], f"nested more than {MAX_DEPTH} levels deep")
+        if kind is list:
+            return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+        if kind is tuple:
+            return {"tuple": [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]}
+        if kind is Counter:
+            return {"counter": self._encode_items(value, path)}
+        if kind is dict or kind is OrderedDict:
+            if all(type(key) is str for key in value):
+                return {"dict": {key: self.encode(item, (*path, key)) for key, item in value.items()}}
+            return {"items": self._encode_items(value, path)}
+        raise _unsupported(path, f"a {kind.__module__}.{kind.__qualname__}")
+
+    def _encode_items(self, mapping: Mapping[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
+        for key in mapping:
+            if type(key) is not str and type(key) is not int:
+                raise _unsupported(path, f"a dict with the key {key!r}; keys must be str or int")
+        return [[key, self.encode(item, (*path, str(key)))] for key, item in mapping.items()]
+
+    def _encode_tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, str]:
+        if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+            raise _unsupported(path, f"a {type(tensor).__name__}; gather it into a plain tensor first")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise _unsupported(path, "a tensor that is sparse, quantized or on the meta device")
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise _unsupported(path, f"a tensor of {tensor.dtype}, which safetensors does not know")
+        seen_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        key = (tensor.device, tensor.data_ptr(), seen_as)
+        if key in self._name_of:
+            return {"tied": self._name_of[key]}
+        name = label = "/".join(path).encode("utf-8", "backslashreplace").decode() or "tensor"
+        number = 1
+        # Two paths can read the same ({"a/b": x} and {"a": {"b": x}}), and one name is safetensors' own.
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{label}#{number}"
+        self.tensors[name] = tensor
+        if tensor.numel() > 0:  # empty tensors have no address that would tell them apart
+            self._name_of[key] = name
+        return {"tensor": name}
+
+
+class _Unflattener:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.used: set[str] = set()
+
+    def decode(self, node: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"the state is nested more than {MAX_DEPTH} levels deep")
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        if isinstance(node, list):
+            return [self.decode(item, depth + 1) for item in node]
+        match node:
+            case {"tensor": str(name)} if len(node) == 1:
+                if name in self.used:
+                    raise CheckpointError(f"the state uses the tensor {name!r} twice")
+                self.used.add(name)
+                return self._tensor(name)
+            case {"tied": str(name)} if len(node) == 1:
+                return self._tensor(name)
+            case {"dict": dict(mapping)} if len(node) == 1:
+                return {key: self.decode(item, depth + 1) for key, item in mapping.items()}
+            case {"items": list(pairs)} if len(node) == 1:
+                return self._decode_items(pairs, depth)
+            case {"counter": list(pairs)} if len(node) == 1:
+                return Counter(self._decode_items(pairs, depth))
+            case {"tuple": list(items)} if len(node) == 1:
+                return tuple(self.decode(item, depth + 1) for item in items)
+            case {"float": ("nan" | "inf" | "-inf") as text} if len(node) == 1:
+                return float(text)
+        raise CheckpointError(f"the state holds {str(node)[:80]!r}, which means nothing here")
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"the tensor {name!r} is missing")
+        return self._tensors[name]
+
+    def _decode_items(self, pairs: list[Any], depth: int) -> dict[str | int, Any]:
+        decoded = {}
+        for pair in pairs:
+            match pair:
+                case [str() | int() as key, item] if not isinstance(key, bool) and key not in decoded:
+                    decoded[key] = self.decode(item, depth + 1)
+                case _:
+                    raise CheckpointError(f"the state holds the dict entry {str(pair)[:80]!r}")
+        return decoded
+
+
+def _unsupported(path: tuple[str, ...], what: str) -> CheckpointError:
+    place = "/".join(path) or "the top"
+    return CheckpointError(
+        f"the state cannot be saved: at {place} it holds {what}. A checkpoint keeps tensors, numbers, "
+        "strings, booleans, None, and lists, tuples and dicts of them."
+    )
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """``scheduler.state_dict()`` without the functions in it.
+
+    torch's own schedulers leave functions out already; one that a user writes as a subclass of
+    ``LRScheduler`` keeps every attribute. A function is configuration, which ``build_scheduler``
+    makes again, and ``load_state_dict`` leaves an attribute alone that its argument does not name.
+    """
+    return _without_functions(scheduler.state_dict())
+
+
+def _without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in state.items() if not callable(value)}
+    # SequentialLR and ChainedScheduler hold the states of others under this name.
+    if isinstance(kept.get("_schedulers"), list):
+        kept["_schedulers"] = [_without_functions(inner) for inner in kept["_schedulers"]]
+    return kept
+
+
+def model_sha256(state_dict: Mapping[str, Any]) -> str:
+    """The SHA-256 of a model's full ``state_dict()``, in hexadecimal.
+
+    It depends on names, dtypes, shapes and values, not on device, memory format, ties or the order
+    of the entries. What is hashed is ``b"paceline model 1"`` and then, for each entry in the order
+    of the names' UTF-8 bytes, four fields: the name; the dtype (``float32``); the shape, as decimal
+    numbers joined by commas; the values in row-major order, little-endian. Each field is preceded
+    by its length in bytes as an unsigned 64-bit little-endian number. For extra state that is no
+    tensor, dtype is ``json``, the shape is empty, the value is the JSON of :func:`flatten`'s
+    skeleton (keys sorted, no spaces), and its tensors follow as ``name/path``.
+
+    Raises:
+        CheckpointError: extra state that :func:`flatten` does not take.
+    """
+    digest = hashlib.sha256(b"paceline model 1")
+    entries = dict(_entries(state_dict))
+    for name in sorted(entries, key=str.encode):
+        value = entries[name]
+        dtype, shape = "json", ""
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            shape = ",".join(map(str, value.shape))
+        content = bytes_of(value) if isinstance(value, Tensor) else value
+        for field in (name.encode(), dtype.encode(), shape.encode(), content):
+            digest.update(len(field).to_bytes(8, "little"))
+            digest.update(field)
+    return digest.hexdigest()
+
+
+def _entries(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | bytes]]:
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            yield name, value
+        else:
+            tensors, skeleton = flatten(value)
+            yield name, json.dumps(skeleton, sort_keys=True, separators=(",", ":")).encode()
+            yield from ((f"{name}/{inner}", tensor) for inner, tensor in tensors.items())

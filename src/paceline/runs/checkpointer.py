@@ -1,0 +1,396 @@
+"""Saves checkpoints in the background, and copies them to the backup directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+
+from paceline.core.errors import CheckpointError, NotSavedError
+from paceline.runs.checkpoint_manifest import CheckpointInfo, Manifest, parse_json, read_verified
+from paceline.runs.checkpoint_state import Snapshot, flatten, read_tensors, unflatten
+from paceline.runs.checkpoint_store import (
+    commit,
+    copy,
+    find_version,
+    holds_version,
+    newest_verified,
+    remove_stale,
+    retain,
+)
+
+# --- Copies of verified checkpoints in another place, made in the background ---
+
+
+class Backup:
+    """Copies each checkpoint that :meth:`take` is told of, and the best one, in a thread of its own.
+
+    The thread has the lowest priority, and nobody waits for it: where checkpoints come faster than they
+    can be copied, only the newest one is. A copy that failed is made up for with the next one.
+
+    Args:
+        directory: where the copies go; made with the first.
+        keep: the last so many copies stay, and the best.
+        copied: called by the thread with each copy.
+        failed: called by the thread with the error of each try that failed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        copied: Callable[[Path, CheckpointInfo], None],
+        failed: Callable[[CheckpointError, CheckpointInfo], None],
+    ) -> None:
+        self.directory = directory
+        self._keep = keep
+        self._copied = copied
+        self._failed = failed
+        self._news = threading.Condition()
+        self._next: tuple[Path, CheckpointInfo] | None = None
+        self._closing = False
+        # A daemon: a process that must end does not wait for a slow disk elsewhere.
+        self._thread = threading.Thread(target=self._serve, name="paceline-backup", daemon=True)
+        self._thread.start()
+
+    def take(self, checkpoint: Path, info: CheckpointInfo) -> None:
+        """Have a committed checkpoint copied soon; returns at once."""
+        with self._news:
+            # A best model that was owed to the disk comes after a newer state, and is copied with that.
+            if self._next is None or info.state_version > self._next[1].state_version:
+                self._next = checkpoint, info
+            self._news.notify_all()
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until the last checkpoint is copied, or could not be, and end the thread.
+
+        Returns:
+            Whether it has ended in time.
+        """
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        while True:
+            with self._news:
+                while self._next is None:
+                    if self._closing:
+                        return
+                    self._news.wait()
+                (checkpoint, info), self._next = self._next, None
+            try:
+                path = self._copy(checkpoint, info)
+            except (CheckpointError, OSError) as error:
+                if checkpoint.exists():  # else retention was faster, and a newer one is next
+                    self._failed(CheckpointError(str(error)), info)
+            else:
+                self._copied(path, info)
+
+    def _copy(self, checkpoint: Path, info: CheckpointInfo) -> Path:
+        remove_stale(self.directory)
+        best = info.best_version
+        if best not in (None, info.state_version) and not holds_version(self.directory, best or 0):
+            copy(find_version(checkpoint.parent, best or 0), self.directory)
+        path = copy(checkpoint, self.directory)
+        retain(self.directory, self._keep, path)
+        return path
+
+
+def restore(backup: Path, directory: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """Copy the newest backup that verifies back into ``directory``, and the best one with it.
+
+    Returns:
+        The copy, None where no backup verifies; and why newer ones cannot be used.
+
+    Raises:
+        NotSavedError: the disk does not take it.
+    """
+    found = newest_verified(backup)
+    if found.path is None or found.manifest is None:
+        return None, found.skipped
+    best = found.manifest.info.best_version
+    if best not in (None, found.manifest.info.state_version) and holds_version(backup, best or 0):
+        copy(find_version(backup, best or 0), directory)
+    return copy(found.path, directory), found.skipped
+
+
+# --- Saving in the background, and loading ---
+
+
+_log = logging.getLogger(__name__)
+
+_STATE = "state.json"
+_SUFFIX = ".safetensors"
+_PART = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint in memory, every byte of which was checked."""
+
+    manifest: Manifest
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A copy of a state, and what is to be written of it."""
+
+    snapshot: Snapshot
+    skeletons: dict[str, Any]
+    info: CheckpointInfo
+    before_commit: Callable[[], None] | None
+
+    @property
+    def is_best(self) -> bool:
+        return self.info.best_version == self.info.state_version
+
+
+class Checkpointer:
+    """Saves a run's state into new directories, in one background thread, one at a time.
+
+    A best model that the disk did not take stays in memory, and is tried again with each later save, until
+    another one is better. :meth:`hold` keeps one so that was not to be written at all: in case that the
+    process that was to write it dies.
+
+    Attributes:
+        stall_s: seconds that callers were held by :meth:`save` and :meth:`wait` so far.
+        saves: number of saves started so far.
+
+    Args:
+        directory: where the checkpoints are; made with the first.
+        keep: of the checkpoints there the last so many stay, and the best.
+        committed: called by the writer's thread with each checkpoint that is on disk.
+
+    An error of the background thread is raised once, by the next :meth:`save`, :meth:`wait`,
+    :meth:`poll` or :meth:`close`. The snapshot's buffer, the size of the state, is kept between
+    saves. One thread at a time may call it.
+    """
+
+    def __init__(
+        self, directory: Path, keep: int, committed: Callable[[Path, CheckpointInfo], None] | None = None
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, but is {keep}")
+        self.directory = directory
+        self.keep = keep
+        self.stall_s = 0.0
+        self.saves = 0
+        self._committed = committed
+        self._snapshot = Snapshot()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paceline-checkpoint")
+        self._pending: Future[None] | None = None
+        self._last: _Job | None = None
+        self._owed: _Job | None = None
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        info: CheckpointInfo,
+        *,
+        before_commit: Callable[[], None] | None = None,
+        synchronous: bool = False,
+    ) -> None:
+        """Copy ``state`` and write it in the background; first waits for an earlier save to end.
+
+        Args:
+            state: part name (an identifier) -> nested state, as :func:`flatten` takes it. Each
+                part's tensors go into a file of its own, ``model.safetensors`` and so on.
+            info: what the state is of.
+            before_commit: called by the writer's thread just before the manifest is written.
+            synchronous: return only when the checkpoint is committed.
+
+        Raises:
+            NotSavedError: the disk did not take it, or did not take an earlier one in the background.
+            CheckpointError: the state cannot be saved.
+        """
+        with self._stalled():
+            self._settle()
+            self._last = job = self._capture(state, info, before_commit)
+            self._pending = self._writer.submit(self._write, job)
+            self.saves += 1
+            if synchronous:
+                self._settle()
+
+    def hold(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+        """Copy the best model's ``state``, and keep the copy in memory instead of writing it.
+
+        Raises:
+            CheckpointError: the state cannot be saved.
+        """
+        with self._stalled():
+            self._settle()
+            self._owed = None
+            self._owed = self._capture(state, info, None)
+
+    def holds(self, state_version: int) -> bool:
+        """Whether this state is in memory here: held, owed to the disk, or on its way there."""
+        writing = self._last if self._pending is not None else None
+        return any(
+            job is not None and job.info.state_version == state_version for job in (self._owed, writing)
+        )
+
+    def held(self) -> Checkpoint | None:
+        """A copy of what is held, with tensors of its own; None where nothing is."""
+        job = self._owed
+        if job is None:
+            return None
+        tensors = {name: read_tensors(b"".join(parts)) for name, parts in job.snapshot.contents()}
+        state = {
+            part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton)
+            for part, skeleton in job.skeletons.items()
+        }
+        return Checkpoint(Manifest(job.info, {}), state)
+
+    def write_owed(self) -> None:
+        """Write what is owed to the disk, if anything is; returns when it is committed.
+
+        Raises:
+            NotSavedError: the disk did not take it.
+        """
+        with self._stalled():
+            self._settle()
+            if self._owed is not None:
+                self._pending = self._writer.submit(self._write, None)
+                self._settle()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            NotSavedError: the save failed.
+        """
+        with self._stalled():
+            self._settle()
+
+    def poll(self) -> None:
+        """Raise the error of a save that has failed by now; never waits.
+
+        Raises:
+            NotSavedError: the save failed.
+        """
+        if self._pending is not None and self._pending.done():
+            self._settle()
+
+    def close(self) -> None:
+        """Wait, and end the background thread.
+
+        Raises:
+            NotSavedError: the save failed.
+        """
+        self._writer.shutdown(wait=True)
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # The error under way is the one to show.
+            self._writer.shutdown(wait=True)
+
+    def _capture(
+        self, state: Mapping[str, Any], info: CheckpointInfo, before_commit: Callable[[], None] | None
+    ) -> _Job:
+        skeletons: dict[str, Any] = {}
+        files: dict[str, dict[str, Tensor]] = {}
+        for part, value in state.items():
+            if not _PART.fullmatch(part):
+                raise CheckpointError(f"a part of the state must be named by an identifier, not {part!r}")
+            try:
+                tensors, skeletons[part] = flatten(value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{part}: {error}") from error
+            if tensors:
+                files[part + _SUFFIX] = tensors
+        if self._owed is not None and info.best_version != self._owed.info.state_version:
+            self._owed = None  # there is a better one
+        if self._owed is not None and self._owed.snapshot is self._snapshot:
+            self._snapshot = Snapshot()
+        self._snapshot.capture(files)
+        return _Job(self._snapshot, skeletons, info, before_commit)
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_s += time.perf_counter() - start
+
+    def _write(self, job: _Job | None) -> None:
+        """In the writer's thread: write ``job``, then what is owed."""
+        remove_stale(self.directory)
+        try:
+            if job is not None:
+                self._commit(job)
+            if self._owed is not None:
+                self._commit(self._owed)
+        except NotSavedError:
+            if job is not None and job.is_best:
+                self._owed = job
+            raise
+        except BaseException:
+            self._owed = None
+            raise
+        self._owed = None
+
+    def _commit(self, job: _Job) -> None:
+        text = json.dumps(job.skeletons, indent=1, allow_nan=False).encode()
+        contents = [*job.snapshot.contents(), (_STATE, (text,))]
+        path = commit(self.directory, job.info, contents, job.before_commit)
+        if self._committed is not None:
+            self._committed(path, job.info)
+        try:
+            retain(self.directory, self.keep, path)
+        except CheckpointError as error:
+            _log.warning("%s", error)  # what was to be saved is saved
+
+
+def load(path: Path) -> Checkpoint:
+    """Verify the checkpoint in ``path`` and rebuild its state, with plain tensors on the CPU.
+
+    What is checked and what is used are the same bytes in memory; nothing in them can run code.
+
+    Raises:
+        CheckpointError: it does not verify, or its content is not a state.
+    """
+    manifest, contents = read_verified(path)
+    try:
+        skeletons = parse_json(contents.pop(_STATE, b""))
+        if not isinstance(skeletons, dict):
+            raise CheckpointError(f"{_STATE} is not a JSON object")
+        state = {}
+        for part, skeleton in skeletons.items():
+            content = contents.pop(part + _SUFFIX, None)
+            tensors = {} if content is None else read_tensors(content)
+            state[part] = unflatten(tensors, skeleton)
+        if contents:
+            raise CheckpointError(f"{min(contents)} belongs to no part of the state")
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} holds no state that Paceline wrote: {error}") from error
+    return Checkpoint(manifest, state)

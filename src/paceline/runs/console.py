@@ -1,0 +1,337 @@
+"""What a run prints: the progress bar, the lines above it, and the summary at its end."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from typing import Any, NamedTuple, TextIO, cast
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from paceline.runs.directory import RunDirectory
+from paceline.runs.metrics import Imbalance
+from paceline.runs.rank_log import Tee, terminal_and_log
+
+# --- What rank 0 shows on stderr: a progress bar for people, a few plain lines for files and pipes ---
+
+
+REFRESH_S = 0.2
+"""Seconds between two refreshes; one costs about 0.4 ms."""
+
+_LINE_S = 1.0
+_WINDOW_S = 30.0
+_SHOWN_IMBALANCE = 1.2
+
+
+class Standing(NamedTuple):
+    """Where the run is at a step; sums count from this process's start.
+
+    Attributes:
+        step: steps done, over all restarts.
+        epoch: index from 0.
+        loss: of this step.
+        samples: samples seen by all ranks.
+        training_s: seconds in training steps.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    training_s: float
+
+
+class Terminal:
+    """Shows the run; all of it also goes to the rank's log, as plain text, but for the bar.
+
+    Args:
+        total_steps: of the whole run; None if it is not known.
+        steps_per_epoch: None if epochs have no fixed length.
+        quiet: show nothing (the log still gets it).
+    """
+
+    def __init__(self, *, total_steps: int | None, steps_per_epoch: int | None, quiet: bool) -> None:
+        stream, log = terminal_and_log(sys.stderr)
+        self._console = Console(file=stream, quiet=quiet, highlight=False)
+        self._log = Console(file=log, width=100, color_system=None, highlight=False) if log else None
+        self._steps_per_epoch = steps_per_epoch
+        self._epochs = -(-total_steps // steps_per_epoch) if total_steps and steps_per_epoch else None
+        self._total_steps = total_steps
+        self._metrics = ""
+        self._warning = ""
+        self._history: deque[tuple[float, Standing]] = deque()
+        self._next_line_s = 0.0
+        has_bar = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
+        self._bar = _Bar(self._console, total_steps) if has_bar else None
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether there is a bar, which wants :meth:`progress` every :data:`REFRESH_S`."""
+        return self._bar is not None
+
+    def progress(self, standing: Standing) -> None:
+        """Redraw the bar; without one, print a line at an epoch's end."""
+        now = time.monotonic()
+        self._history.append((now, standing))
+        while len(self._history) > 2 and now - self._history[0][0] > _WINDOW_S:
+            self._history.popleft()
+        if self._bar is not None:
+            status = Text(f"loss {number(standing.loss)}")
+            if rate := self._samples_per_s():
+                status.append(f"  {rate:,.0f} samples/s")
+            if self._warning:
+                status.append(f"  {self._warning}", style="yellow")
+            if self._metrics:
+                status.append(f"  {self._metrics}", style="cyan")
+            self._bar.show(self._epoch(standing.epoch), standing.step, self._time_left(standing.step), status)
+        elif self._ends_epoch(standing.step) and (
+            now >= self._next_line_s or standing.step == self._total_steps
+        ):
+            # Very short epochs would fill a file: not more than a line a second.
+            self._next_line_s = now + _LINE_S
+            rate = self._samples_per_s()
+            speed = f"  {rate:,.0f} samples/s" if rate else ""
+            loss = number(standing.loss)
+            self.print(f"{self._epoch(standing.epoch)}  step {standing.step}  loss {loss}{speed}")
+
+    def imbalance(self, found: Imbalance | None) -> None:
+        """Keep in view that a rank is slow."""
+        is_large = found is not None and found.ratio > _SHOWN_IMBALANCE
+        self._warning = (
+            f"rank {found.rank} is {found.ratio:.1f}x slower than the mean" if found and is_large else ""
+        )
+
+    def evaluated(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Print an evaluation's metrics and keep them in view."""
+        values = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+        self._metrics = f"{split} {values}"
+        self.activity("")
+        self.print(Text.assemble(f"{self._epoch(epoch)}  step {step}  ", (self._metrics, "cyan")))
+
+    def activity(self, text: str) -> None:
+        """Say in the bar what takes time now."""
+        if self._bar is not None:
+            self._bar.show_activity(text)
+
+    def print(self, content: RenderableType) -> None:
+        """Print above the bar, and into the log."""
+        content = Text(content) if isinstance(content, str) else content
+        # Lines are not broken: the terminal wraps them, and in files they stay searchable.
+        is_text = isinstance(content, Text)
+        self._console.print(content, soft_wrap=is_text, crop=False)
+        if self._log is not None:
+            self._log.print(content, soft_wrap=is_text, crop=False)
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _epoch(self, epoch: int) -> str:
+        return f"epoch {epoch + 1}/{self._epochs}" if self._epochs else f"epoch {epoch + 1}"
+
+    def _ends_epoch(self, step: int) -> bool:
+        return self._steps_per_epoch is not None and (
+            step % self._steps_per_epoch == 0 or step == self._total_steps
+        )
+
+    def _samples_per_s(self) -> float | None:
+        last = self._history[-1][1]
+        # The first report counts from the process's start.
+        samples, training_s = self._history[0][1][3:] if len(self._history) > 1 else (0, 0.0)
+        seconds = last.training_s - training_s
+        return (last.samples - samples) / seconds if seconds > 0 else None
+
+    def _time_left(self, step: int) -> str:
+        (then, first), (now, last) = self._history[0], self._history[-1]
+        if self._total_steps is None or last.step == first.step:
+            return ""
+        seconds = round((now - then) / (last.step - first.step) * max(self._total_steps - step, 0))
+        return f"{duration(seconds)} left"
+
+
+class _Bar:
+    """A line with the bar and one with the numbers; drawn only when asked, so no thread of its own."""
+
+    def __init__(self, console: Console, total_steps: int | None) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=30),
+            TextColumn("step {task.completed:.0f}" + ("/{task.total:.0f}" if total_steps else "")),
+            TextColumn("{task.fields[note]}", style="dim"),
+            auto_refresh=False,
+        )
+        # Without a known end the bar pulses.
+        self._row = self._progress.add_task("", total=total_steps, note="")
+        self._status = Text()
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_renderable=lambda: Group(self._progress.get_renderable(), self._status),
+        )
+        self._restore = ExitStack()
+
+    def show(self, description: str, step: int, note: str, status: Text) -> None:
+        if not self._live.is_started:
+            self._put_before_output()
+            self._live.start()
+        status.no_wrap, status.overflow = True, "ellipsis"
+        self._status = status
+        self._progress.update(self._row, description=description, completed=step, note=note)
+        self._live.refresh()
+
+    def show_activity(self, text: str) -> None:
+        if self._live.is_started:
+            self._progress.update(self._row, note=text)
+            self._live.refresh()
+
+    def stop(self) -> None:
+        self._restore.close()
+        self._live.stop()
+
+    def _put_before_output(self) -> None:
+        """Let other output to this terminal appear above the bar instead of through it."""
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            terminal, _ = terminal_and_log(stream)
+            if not terminal.isatty():
+                continue
+            above = _Above(self._console, terminal)
+            if isinstance(stream, Tee):
+                self._restore.callback(setattr, stream, "terminal", terminal)
+                stream.terminal = cast(TextIO, above)
+            else:
+                self._restore.enter_context(redirect(cast(TextIO, above)))
+            self._restore.callback(above.end_line)
+
+
+class _Above(io.TextIOBase):
+    """A terminal stream whose whole lines are printed above the bar."""
+
+    def __init__(self, console: Console, terminal: TextIO) -> None:
+        self._console = console
+        self._terminal = terminal
+        self._line = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            complete, newline, self._line = (self._line + text).rpartition("\n")
+        if newline:
+            self._print(complete)
+        return len(text)
+
+    def _print(self, lines: str) -> None:
+        self._console.print(Text.from_ansi(lines), soft_wrap=True)
+
+    def end_line(self) -> None:
+        with self._lock:
+            rest, self._line = self._line, ""
+        if rest:
+            self._print(rest)
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._terminal.encoding
+
+
+def number(value: Any) -> str:
+    """A metric for people: four significant digits, whole numbers whole."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 0:00:07, 1:02:03 or 2d 1:02:03."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{h}:{m:02d}:{s:02d}"
+
+
+# --- The table at the end of a run: what came out, where it is, and what to do next ---
+
+
+def summary(result: Mapping[str, Any], directory: RunDirectory) -> RenderableType:
+    """Render ``result.json``'s content for people."""
+    metrics = result.get("metrics")
+    return Group(
+        *([_metrics_table(metrics)] if metrics else []),
+        _facts(result, directory),
+        Text("Next steps", style="bold"),
+        _next_steps(directory),
+    )
+
+
+def _metrics_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:
+    names = list(dict.fromkeys(name for values in metrics.values() for name in values))
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column("split")
+    for name in names:
+        table.add_column(Text(name), justify="right", style="cyan")
+    for split, values in metrics.items():
+        table.add_row(Text(split), *(number(values[name]) if name in values else "" for name in names))
+    return table
+
+
+def _facts(result: Mapping[str, Any], directory: RunDirectory) -> Text:
+    return _pairs(
+        {
+            "steps": number(result["steps"]) if "steps" in result else None,
+            "samples": number(result["samples"]) if "samples" in result else None,
+            "speed": f"{result['samples_per_s']:,.0f} samples/s" if result.get("samples_per_s") else None,
+            "time": duration(result["seconds"]) if "seconds" in result else None,
+            "staleness": _staleness(result.get("staleness")),
+            "restarts": number(result["restarts"]) if result.get("restarts") else None,
+            "model sha256": result.get("model_sha256"),
+            "run": str(directory.path),
+        }
+    )
+
+
+def _staleness(found: Mapping[str, Any] | None) -> str | None:
+    if not found:
+        return None
+    return f"{found['mean']:.2f} updates on average, {found['max']} at most"
+
+
+def _next_steps(directory: RunDirectory) -> Text:
+    return _pairs(
+        {
+            "audit": f"paceline audit {shlex.quote(str(directory.path))}",
+            "curves": f"tensorboard --logdir {shlex.quote(str(directory.tensorboard))}",
+            "all runs": "paceline runs",
+        }
+    )
+
+
+def _pairs(rows: Mapping[str, str | None]) -> Text:
+    # A hash, a path or a command is there to be copied: the terminal may wrap it, we do not break it.
+    text = Text(no_wrap=True, overflow="ignore")
+    for name, value in rows.items():
+        if value is not None:
+            text.append(f"{name:{len('model sha256')}}  ", style="dim").append(f"{value}\n")
+    return text

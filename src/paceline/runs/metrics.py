@@ -1,0 +1,260 @@
+"""What a run measures of itself, and the files that it writes that into."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+
+from paceline.core.errors import RunDirectoryError
+from paceline.core.files import DISK_ERRORS, PatientFile, read_json_lines, write_atomically
+from paceline.runs.phases import PhaseTimer
+
+# --- Where records go: ``metrics.jsonl`` and TensorBoard, without double points after a restart ---
+
+
+_log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """Takes the records of a run, in the order of their steps; each is on its way to disk on return."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add one record (see :mod:`paceline.runs.monitor` for its keys)."""
+
+    def close(self) -> None:
+        """Write what is left and release the file."""
+
+
+class JsonlWriter:
+    """``metrics.jsonl``: one JSON object a line. Numbers that are NaN or infinite become ``null``.
+
+    (JSON has no NaN; ``null`` is what pandas, DuckDB and jq read as a missing number.)
+
+    Raises:
+        RunDirectoryError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Written at once: a killed run loses no record, and `tail -f` sees each.
+        self._file = PatientFile(path, _log.warning)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add a line."""
+        self._file.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard: ``train/*``, ``eval/SPLIT/NAME`` and ``rank/N/*``.
+
+    An event file is a sequence of TFRecords; it is written here with TensorBoard's own record
+    writer, because its higher-level writer imports TensorFlow where that is installed.
+
+    Args:
+        directory: where the event file is made.
+        purge_step: TensorBoard forgets points of earlier files from this step on.
+
+    Raises:
+        RunDirectoryError: the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        # TensorBoard reads the files of a directory in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = PatientFile(directory / name, _log.warning)
+        self._frame = RecordWriter
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        restart = SessionLog(status=SessionLog.START)
+        self._add(Event(wall_time=time.time(), step=purge_step, session_log=restart))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add an event with the record's scalars."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record)]
+        summary = self._summary(value=values)
+        self._add(self._event(wall_time=time.time(), step=record["step"], summary=summary))
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        framed = io.BytesIO()
+        self._frame(framed).write(event.SerializeToString())
+        self._file.write(framed.getvalue())
+
+
+def preload_tensorboard() -> None:
+    """Import what :class:`TensorBoardWriter` needs; that takes a third of a second."""
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.compat.proto.summary_pb2
+    import tensorboard.summary.writer.record_writer  # noqa: F401
+
+
+def keep_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the records after ``step`` from a ``metrics.jsonl``, and return those that stay.
+
+    A killed run leaves records of steps that the resumed run does again. The file is replaced as
+    a whole or not at all.
+    """
+    kept = [r for r in read_json_lines(path) if r["step"] <= step]
+    content = "".join(json.dumps(r) + "\n" for r in kept).encode()
+    try:
+        if path.exists() and path.read_bytes() != content:
+            write_atomically(path, content)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise RunDirectoryError(
+                f"cannot write {path}: {error.strerror}. Make it writable, then resume the run."
+            ) from error
+        _log.warning("%s keeps records of steps that are done again: %s.", path, error.strerror)
+    return kept
+
+
+def finite(value: Any) -> Any:
+    """The same value with every NaN and infinity replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """A record's numbers, as written or read again, by the names that trackers and TensorBoard show."""
+    if record["kind"] == "eval":
+        for name, value in record["metrics"].items():
+            if value is not None:
+                yield f"eval/{record['split']}/{name}", value
+        return
+    for name in ("loss", "lr", "samples_per_s", "imbalance"):
+        if record.get(name) is not None:
+            yield f"train/{name}", record[name]
+    for number, rate in enumerate(record.get("learning_rates", ())):
+        yield f"train/lr/{number}", rate
+    for name, value in record.get("logged", {}).items():
+        yield f"train/{name}", value
+    for status in record["ranks"]:
+        for name in ("step_ms", "memory_mib", "utilisation"):
+            if status[name] is not None and math.isfinite(status[name]):
+                yield f"rank/{status['rank']}/{name}", status[name]
+
+
+# --- A rank's own state, as a few floats that travel with the gradients to every other rank ---
+
+
+class RankStatus(NamedTuple):
+    """One rank's state over the steps since its last sample; the order is the row's.
+
+    Attributes:
+        step_s: mean seconds a training step (without evaluations).
+        busy_fraction: the part of ``step_s`` not spent waiting for the reduction, 0 to 1.
+        memory_bytes: resident memory; on a GPU the peak of torch's allocator.
+        utilisation: CPU seconds a second of this process (1.0 is one core); on a GPU the part of
+            the time it was busy, NaN where the driver's library is not installed.
+    """
+
+    step_s: float
+    busy_fraction: float
+    memory_bytes: float
+    utilisation: float
+
+
+ROW_WIDTH = len(RankStatus._fields)
+"""Numbers (float64) in a rank's row."""
+
+
+class Telemetry:
+    """Samples this process; nothing is asked of the system between two samples.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:N`` (a ``torch.device`` is accepted too).
+        timer: the rank's phase timer, which tells work from waiting.
+        first_step: steps done before this process started.
+    """
+
+    def __init__(self, device: object, timer: PhaseTimer, first_step: int = 0) -> None:
+        self._cuda_device = str(device) if str(device).startswith("cuda") else None
+        self._timer = timer
+        self._process = psutil.Process()
+        self._step = first_step
+        self._training_s = timer.training_s()
+        self._waiting_s = timer.seconds["reduction"]
+        self._wall_s = time.perf_counter()
+        self._cpu_s = time.process_time()
+
+    def sample(self, step: int) -> RankStatus:
+        """The state since the last sample; ``step`` is the step now under way, counted from 1."""
+        training_s, waiting_s = self._timer.training_s(), self._timer.seconds["reduction"]
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        spent_s = training_s - self._training_s
+        status = RankStatus(
+            step_s=spent_s / max(step - self._step, 1),
+            busy_fraction=1.0 - (waiting_s - self._waiting_s) / spent_s if spent_s > 0 else math.nan,
+            memory_bytes=self._memory_bytes(),
+            utilisation=self._utilisation(cpu_s - self._cpu_s, wall_s - self._wall_s),
+        )
+        self._step, self._training_s, self._waiting_s = step, training_s, waiting_s
+        self._wall_s, self._cpu_s = wall_s, cpu_s
+        return status
+
+    def _memory_bytes(self) -> float:
+        if self._cuda_device is None:
+            return float(self._process.memory_info().rss)
+        import torch
+
+        return float(torch.cuda.max_memory_allocated(self._cuda_device))
+
+    def _utilisation(self, cpu_s: float, wall_s: float) -> float:
+        if self._cuda_device is None:
+            return cpu_s / wall_s if wall_s > 0 else math.nan
+        import torch
+
+        try:
+            return torch.cuda.utilization(torch.device(self._cuda_device)) / 100
+        except (ImportError, RuntimeError):
+            # It needs nvidia-ml-py and a driver that allows the query; a missing number stops nothing.
+            return math.nan
+
+
+class Imbalance(NamedTuple):
+    """How much longer the slowest rank works on a step than the mean rank.
+
+    Attributes:
+        ratio: busy time of the slowest rank over the mean of all; 1.0 is balanced.
+        rank: the slowest rank.
+    """
+
+    ratio: float
+    rank: int
+
+
+def imbalance(rows: Sequence[Sequence[float]]) -> Imbalance | None:
+    """The imbalance of the ranks' rows; None for one rank or where times are missing.
+
+    Busy time is what counts: the step time itself is the same on all ranks, since the fast ones wait.
+    """
+    busy_s = [status.step_s * status.busy_fraction for status in map(RankStatus._make, rows)]
+    if len(busy_s) < 2 or not all(math.isfinite(s) for s in busy_s) or sum(busy_s) <= 0:
+        return None
+    slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
+    return Imbalance(busy_s[slowest] * len(busy_s) / sum(busy_s), slowest)

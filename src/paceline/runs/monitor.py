@@ -1,0 +1,267 @@
+"""Metrics, progress and each rank's state: what the trainer reports, at next to no cost a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paceline.runs.directory import RunDirectory
+from paceline.runs.metrics import (
+    JsonlWriter,
+    RankStatus,
+    Telemetry,
+    TensorBoardWriter,
+    Writer,
+    imbalance,
+    keep_until,
+)
+from paceline.runs.phases import PhaseTimer
+from paceline.runs.status import Heartbeat
+from paceline.runs.trackers import TrackerWriter
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Rows = Sequence[Sequence[float]]
+
+
+class Monitor:
+    """Every rank makes one and calls it alike; only rank 0 writes and shows anything.
+
+    Records in ``metrics.jsonl``, one JSON object a line::
+
+        {"kind": "train", "time", "step", "epoch", "loss", "lr", "samples_per_s", "seconds",
+         "imbalance", "ranks": [{"rank", "step_ms", "busy", "memory_mib", "utilisation"}, ...]}
+        {"kind": "eval", "time", "step", "epoch", "split", "metrics": {name: value}}
+
+    ``time`` is Unix time; ``seconds`` counts the run's time over all restarts; ``epoch`` counts
+    from 0 and ``step`` from 1; ``lr`` is the first parameter group's, and all of them are in
+    ``learning_rates`` where there are several. ``samples_per_s`` leaves evaluations out.
+    ``imbalance`` is the slowest rank's busy time over the mean's. ``logged`` is there where the task
+    logs something besides. Where a number is NaN or infinite, or unknown, there is ``null``.
+
+    Args:
+        directory: the run's directory, which exists.
+        rank, world_size: this process's place.
+        computing: ranks from this one on are spares, whose idleness is no imbalance; None: there are none.
+        total_steps: of the whole run; None if it is not known.
+        steps_per_epoch: None if epochs have no fixed length.
+        first_step: steps done before this process started. Records of later steps, which a killed
+            run left behind, are dropped, so that no curve has two points for a step.
+        log_every: steps between two records.
+        quiet: show nothing on the terminal.
+        device: where the model lives; decides which memory and utilisation are reported.
+        trackers: makes what records are sent to besides; called on rank 0 only, with the records so far.
+
+    Raises:
+        RunDirectoryError: a file in the run directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        rank: int,
+        world_size: int,
+        computing: int | None = None,
+        total_steps: int | None,
+        steps_per_epoch: int | None,
+        first_step: int,
+        log_every: int,
+        quiet: bool,
+        device: object,
+        trackers: Callable[[Sequence[Mapping[str, Any]]], Sequence[TrackerWriter]] = lambda earlier: (),
+    ) -> None:
+        self.rank = rank
+        self._world_size = world_size
+        self._computing = world_size if computing is None else computing
+        self.device = str(device)
+        self.timer = PhaseTimer()
+        self._telemetry = Telemetry(device, self.timer, first_step)
+        self._directory = directory
+        self._log_every = log_every
+        self._total_steps = total_steps
+        self._samples = 0
+        self._started = perf_counter()
+        self._heartbeat = Heartbeat(directory, rank=rank, world_size=world_size, step=first_step)
+        self._writers: list[Writer] = []
+        self._trackers: tuple[TrackerWriter, ...] = ()
+        if rank != 0:
+            return
+        # rich takes 0.1 s to import, and only rank 0 shows anything.
+        from paceline.runs.console import Terminal
+
+        self._terminal = Terminal(total_steps=total_steps, steps_per_epoch=steps_per_epoch, quiet=quiet)
+        kept = keep_until(directory.metrics, first_step)
+        self._on_record = {(r.get("split"), r["step"]) for r in kept if r.get("kind") == "eval"}
+        self._earlier_s = next((r["seconds"] for r in reversed(kept) if r.get("kind") == "train"), 0.0)
+        self._writers.append(JsonlWriter(directory.metrics))
+        self._writers.append(TensorBoardWriter(directory.tensorboard, purge_step=first_step + 1))
+        self._trackers = tuple(trackers(kept))
+        self._writers.extend(self._trackers)
+        self._recorded_samples = 0
+        self._recorded_s = 0.0
+        # Between records a step is looked at only for the bar, or at the end of an epoch for a line.
+        self._refresh_s = 0.0 if self._terminal.refreshes else math.inf
+        self._line_every = 0 if self._terminal.refreshes or not steps_per_epoch else steps_per_epoch
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` has a record; a pure function of the step, so the same on all ranks."""
+        return step % self._log_every == 0 or step == self._total_steps
+
+    def status(self, step: int) -> RankStatus:
+        """This rank's row for the reduction of ``step``; call it only when a record is due."""
+        return self._telemetry.sample(step)
+
+    def step_done(
+        self,
+        step: int,
+        epoch: int,
+        samples: int,
+        loss: float | Callable[[], float],
+        learning_rates: Sequence[float] | Callable[[], Sequence[float]],
+        rows: Rows | Callable[[], Rows] = (),
+        logged: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Report a step; called by every rank after each.
+
+        Args:
+            step: steps done, counting this one.
+            epoch: the step's epoch, counted from 0.
+            samples: the step's samples over all ranks.
+            loss: the step's mean loss, or what gets it; it is called on rank 0 only, and only
+                when the loss is shown or recorded, so it must not communicate.
+            learning_rates: one a parameter group, or what gets them; used when a record is due.
+            rows: every rank's :class:`RankStatus`, in the order of ranks, or what gets them; used when
+                a record is due. None at all where they are not known.
+            logged: what the task logs besides; used when a record is due.
+        """
+        self._heartbeat.step = step
+        if self.rank != 0:
+            return
+        self._samples += samples
+        due = step % self._log_every == 0 or step == self._total_steps
+        if due or (self._line_every and step % self._line_every == 0) or perf_counter() >= self._refresh_s:
+            self._report(step, epoch, loss() if callable(loss) else loss, learning_rates, rows, due, logged)
+
+    def _report(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        learning_rates: Sequence[float] | Callable[[], Sequence[float]],
+        rows: Rows | Callable[[], Rows],
+        due: bool,
+        logged: Mapping[str, float],
+    ) -> None:
+        from paceline.runs.console import REFRESH_S, Standing
+
+        training_s = self.timer.training_s()
+        if due:
+            rates = learning_rates() if callable(learning_rates) else learning_rates
+            self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged)
+        if perf_counter() >= self._refresh_s or not self._terminal.refreshes or step == self._total_steps:
+            self._terminal.progress(Standing(step, epoch, loss, self._samples, training_s))
+            self._refresh_s = perf_counter() + REFRESH_S if self._terminal.refreshes else math.inf
+
+    def _record(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        rates: Sequence[float],
+        rows: Rows,
+        training_s: float,
+        logged: Mapping[str, float],
+    ) -> None:
+        assert len(rows) in (0, self._world_size), f"{len(rows)} rows for {self._world_size} ranks"
+        samples, seconds = self._samples - self._recorded_samples, training_s - self._recorded_s
+        self._recorded_samples, self._recorded_s = self._samples, training_s
+        slowest = imbalance(rows[: self._computing])
+        self._terminal.imbalance(slowest)
+        record: dict[str, Any] = {
+            "kind": "train",
+            "time": round(time.time(), 3),
+            "step": step,
+            "epoch": epoch,
+            "loss": loss,
+            "lr": rates[0] if rates else None,
+            "samples_per_s": round(samples / seconds, 1) if seconds > 0 else None,
+            "seconds": round(self._earlier_s + perf_counter() - self._started, 3),
+            "imbalance": round(slowest.ratio, 3) if slowest else None,
+            "ranks": [_rank_record(rank, RankStatus._make(row)) for rank, row in enumerate(rows)],
+        }
+        if len(rates) > 1:
+            record["learning_rates"] = list(rates)
+        if logged:
+            record["logged"] = dict(logged)
+        self._write(record)
+
+    def activity(self, text: str) -> None:
+        """Say on the terminal what takes time now ("evaluating val"), until the next step."""
+        if self.rank == 0:
+            self._terminal.activity(text)
+
+    def evaluated(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation of ``split`` after ``step`` steps.
+
+        One that is on record already, since the run was resumed just before it, is not written again.
+        """
+        if self.rank != 0:
+            return
+        self._terminal.evaluated(split, step, epoch, metrics)
+        if (split, step) in self._on_record:
+            return
+        self._on_record.add((split, step))
+        values = {name: float(value) for name, value in metrics.items()}
+        record = {"kind": "eval", "time": round(time.time(), 3), "step": step, "epoch": epoch}
+        self._write({**record, "split": split, "metrics": values})
+
+    def note(self, content: RenderableType) -> None:
+        """Print a line (or a rich table) above the progress bar and into rank 0's log."""
+        if self.rank == 0:
+            self._terminal.print(content)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Show the run's summary; ``result`` is what ``result.json`` holds."""
+        if self.rank == 0:
+            from paceline.runs.console import summary
+
+            for tracker in self._trackers:
+                tracker.finish(result)
+            self._terminal.close()
+            self._terminal.print(summary(result, self._directory))
+
+    def close(self) -> None:
+        """End the progress bar, the files and the heartbeat; a second call does nothing."""
+        self._heartbeat.close()
+        if self.rank == 0:
+            self._terminal.close()
+        while self._writers:
+            self._writers.pop().close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(record)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _rank_record(rank: int, status: RankStatus) -> dict[str, float]:
+    return {
+        "rank": rank,
+        "step_ms": round(status.step_s * 1e3, 3),
+        "busy": round(status.busy_fraction, 3),
+        "memory_mib": round(status.memory_bytes / 2**20, 1),
+        "utilisation": round(status.utilisation, 3),
+    }

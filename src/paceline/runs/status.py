@@ -1,0 +1,350 @@
+"""What a run is doing: heartbeats in its directory, and the summary that is read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from paceline.core.errors import ConfigError, RunDirectoryError
+from paceline.core.options import parse_best
+from paceline.runs.directory import RunDirectory
+
+# --- Where each rank is, in a small file of its own that a dashboard on any machine can read. No torch ---
+#
+# ``heartbeats/rank-N.json`` is replaced every two seconds by a thread, so that a slow disk holds no step up
+# and a process that hangs in C code, is stopped or is killed can be told from one that works.
+
+
+BEAT_S = 2.0
+"""Seconds between two beats; one costs about 0.1 ms of a thread beside the training."""
+
+_LEAVE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a rank last told.
+
+    Attributes:
+        time: Unix time of the beat, by the rank's own clock.
+        rank, world_size: its place.
+        host, pid: the process.
+        step: steps done.
+        stepped: Unix time at which a beat first told that step.
+        steps_per_s: since the beat before; None at the first.
+        left: the process left in order; silence means nothing any more.
+    """
+
+    time: float
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    step: int
+    stepped: float
+    steps_per_s: float | None
+    left: bool
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """A beat as it was read.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        speed = document["steps_per_s"]
+        return cls(
+            time=float(document["time"]),
+            rank=int(document["rank"]),
+            world_size=int(document["world_size"]),
+            host=str(document["host"]),
+            pid=int(document["pid"]),
+            step=int(document["step"]),
+            stepped=float(document["stepped"]),
+            steps_per_s=None if speed is None else float(speed),
+            left=bool(document["left"]),
+        )
+
+
+class Heartbeat:
+    """Beats until it is closed. A disk that does not take a beat is left alone until the next one.
+
+    Args:
+        directory: the run's.
+        rank, world_size: this process's place.
+        step: steps done so far.
+
+    Attributes:
+        step: steps done; the trainer writes it, and nothing else is asked of the trainer.
+    """
+
+    def __init__(self, directory: RunDirectory, *, rank: int, world_size: int, step: int) -> None:
+        self.step = step
+        self._path = directory.heartbeats / f"rank-{rank}.json"
+        self._rank, self._world_size = rank, world_size
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._told: Beat | None = None
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell that this rank leaves; a second call does nothing."""
+        self._leaving.set()
+        self._thread.join(_LEAVE_S)  # no longer: a disk may hang
+
+    def _beat(self) -> None:
+        with suppress(OSError):
+            self._path.parent.mkdir(exist_ok=True)
+        while not self._leaving.wait(BEAT_S if self._told else 0.0):
+            self._tell(left=False)
+        self._tell(left=True)
+
+    def _tell(self, *, left: bool) -> None:
+        now, step, before = time.time(), self.step, self._told
+        moved = before is None or step != before.step
+        speed = None if before is None or now <= before.time else (step - before.step) / (now - before.time)
+        self._told = Beat(
+            time=round(now, 3),
+            rank=self._rank,
+            world_size=self._world_size,
+            host=self._host,
+            pid=self._pid,
+            step=step,
+            stepped=round(now, 3) if moved or before is None else before.stepped,
+            steps_per_s=None if speed is None else round(max(0.0, speed), 3),
+            left=left,
+        )
+        temporary = self._path.with_name(f".{self._path.name}")
+        with suppress(OSError):
+            temporary.write_text(json.dumps(asdict(self._told)))
+            temporary.replace(self._path)
+
+
+def read_beats(directory: RunDirectory) -> list[Beat]:
+    """The last beat of each rank of the newest group, by rank.
+
+    Ranks that are no more, since the run went on with fewer, are left out.
+    """
+    beats = [beat for path in directory.heartbeats.glob("rank-*.json") if (beat := _read(path)) is not None]
+    newest = max(beats, key=lambda beat: beat.time, default=None)
+    if newest is None:
+        return []
+    return sorted((beat for beat in beats if beat.rank < newest.world_size), key=lambda beat: beat.rank)
+
+
+def _read(path: Path) -> Beat | None:
+    try:
+        return Beat.from_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+# --- What each run in a folder is at: state, progress and result, from the files of its directory. No torch
+
+
+State = Literal["running", "finished", "stopped", "failed", "crashed", "damaged"]
+
+_TAIL_BYTES = 64 * 1024
+_SPLITS = ("test", "val", "train")
+
+FOREIGN = (RunDirectoryError, OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What reading a run may raise: its files can be wrong in every way that a reader can trip over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run, as the table's row and the JSON's object.
+
+    Attributes:
+        state: from the last event and the run's lock; ``crashed`` means that it ended without a
+            word (killed, or the machine went down), ``damaged`` that ``problem`` says what is wrong.
+        step: the last step that a record, a checkpoint or the result names.
+        metric: the main metric's name, ``SPLIT.NAME``: the one that ``--best`` watches, else the first.
+        created: Unix time.
+        seconds: time that the run was at work, over all restarts.
+        problem: what failed, or what is damaged.
+    """
+
+    name: str
+    path: str
+    state: State
+    task: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: int | None = None
+    world_size: int | None = None
+    shards: int | None = None
+    metric: str | None = None
+    value: float | None = None
+    created: float | None = None
+    seconds: float | None = None
+    problem: str | None = None
+
+
+def check_folder(root: Path) -> None:
+    """See that a folder that a user named is there.
+
+    Raises:
+        RunDirectoryError: it is not, or may not be looked at.
+    """
+    try:
+        problem = None if root.is_dir() else f"there is no folder {root}"
+    except OSError as error:
+        problem = f"{root} cannot be read: {error.strerror}"
+    if problem is not None:
+        raise RunDirectoryError(f"{problem}. Name the folder that holds the runs.")
+
+
+def find_runs(root: Path) -> list[RunSummary]:
+    """All runs directly under ``root``, oldest first; a damaged one is reported, not skipped.
+
+    Raises:
+        RunDirectoryError: the folder cannot be read.
+    """
+    found = [summarise(directory) for directory in run_directories(root)]
+    return sorted(found, key=lambda run: (run.created or 0.0, run.name))
+
+
+def run_directories(root: Path) -> list[RunDirectory]:
+    """The directories of the runs directly in a folder; none where there is no folder.
+
+    Raises:
+        RunDirectoryError: the folder cannot be read.
+    """
+    try:
+        # What begins with a dot is on its way out (paceline gc).
+        found = [RunDirectory(path) for path in root.iterdir() if not path.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirectoryError(f"{root} cannot be read: {error.strerror}.") from error
+    return [directory for directory in found if _looks_like_run(directory)]
+
+
+def summarise(directory: RunDirectory) -> RunSummary:
+    """Read one run's directory; whatever is wrong with it becomes its ``problem``."""
+    try:
+        return _summarise(directory)
+    except FOREIGN as error:
+        return damaged(directory, error)
+
+
+def damaged(directory: RunDirectory, error: Exception) -> RunSummary:
+    """What is known of a run whose reading raised this."""
+    known = isinstance(error, RunDirectoryError | OSError)
+    problem = str(error) if known else f"unexpected contents: {error!r}"
+    return RunSummary(name=directory.path.name, path=str(directory.path), state="damaged", problem=problem)
+
+
+def _looks_like_run(directory: RunDirectory) -> bool:
+    """Whether a run was begun here, be it that its files are damaged by now."""
+    try:
+        return directory.exists() or directory.events.exists() or directory.checkpoints.is_dir()
+    except OSError:  # another user's, or on a disk that does not answer
+        return False
+
+
+def _summarise(directory: RunDirectory) -> RunSummary:
+    if not directory.exists():
+        raise RunDirectoryError("has no run.toml")
+    manifest = directory.read_manifest()
+    config, task = manifest.get("config", {}), manifest.get("task", {})
+    events = directory.read_events()
+    records = last_records(directory.metrics)
+    result = json.loads(directory.result.read_text()) if directory.result.is_file() else {}
+    started: dict[str, Any] = next((e for e in reversed(events) if e["event"] == "started"), {})
+    steps = [r["step"] for r in (*events, *records) if r.get("step") is not None]
+    state = _state(directory, events)
+    metric, value = _main_metric(config, result, records)
+    return RunSummary(
+        name=directory.path.name,
+        path=str(directory.path),
+        state=state,
+        task=result.get("task") or config.get("task") or task.get("spec"),
+        step=result["steps"] if state == "finished" and "steps" in result else max(steps, default=None),
+        total_steps=started.get("total_steps"),
+        epoch=records[-1]["epoch"] + 1 if records else None,
+        world_size=started.get("world_size"),
+        shards=started.get("shards"),
+        metric=metric,
+        value=value,
+        created=float(events[0]["time"]) if events else directory.manifest.stat().st_mtime,
+        seconds=_seconds_at_work(directory, events, state),
+        problem=_failure(events[-1]) if state == "failed" else None,
+    )
+
+
+def _state(directory: RunDirectory, events: list[dict[str, Any]]) -> State:
+    if directory.is_running():
+        return "running"
+    last = events[-1]["event"] if events else None
+    return last if last in ("finished", "stopped", "failed") else "crashed"
+
+
+def _failure(event: dict[str, Any]) -> str:
+    lines = str(event.get("error", "")).strip().splitlines() or ["unknown error"]
+    rank = event.get("rank")
+    return lines[0] if rank is None else f"rank {rank}: {lines[0]}"
+
+
+def _seconds_at_work(directory: RunDirectory, events: list[dict[str, Any]], state: State) -> float:
+    """The sum over all starts of the time from the start to the last sign of life."""
+    total, last = 0.0, 0.0
+    begin: float | None = None
+    for event in events:
+        if event["event"] == "started":
+            total += last - begin if begin is not None else 0.0
+            begin = float(event["time"])
+        last = float(event["time"])
+    if begin is None:
+        return 0.0
+    if state == "running":
+        last = time.time()
+    elif state == "crashed" and directory.metrics.exists():
+        last = max(last, directory.metrics.stat().st_mtime)
+    return round(total + last - begin, 3)
+
+
+def _main_metric(
+    config: dict[str, Any], result: dict[str, Any], records: list[dict[str, Any]]
+) -> tuple[str | None, float | None]:
+    by_split = {r["split"]: r["metrics"] for r in records if r["kind"] == "eval"} | result.get("metrics", {})
+    try:
+        best = parse_best(config["best"])[0] if config.get("best") else None
+    except ConfigError:
+        best = None
+    for split in (*(s for s in _SPLITS if s in by_split), *by_split):
+        metrics = by_split[split]
+        if metrics:
+            name = best if best in metrics else next(iter(metrics))
+            return f"{split}.{name}", metrics[name]
+    return None, None
+
+
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """The records at the end of a JSONL file, which may be large; what is none is left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines[1:] if size > _TAIL_BYTES else lines:  # the first one may be cut
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

@@ -1,0 +1,435 @@
+"""Predictions for large files, in chunks that survive a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import ConfigError, DataError, ServingError
+from paceline.core.files import fsync_directory, write_atomically
+from paceline.core.inference import TensorSpec
+from paceline.serving.batching import RequestFailure
+from paceline.serving.client import Client
+from paceline.serving.model import Array, Arrays, ModelSpec, Opened, ServingOptions, rows_of
+from paceline.serving.replica_process import Starter
+from paceline.serving.replicas import LocalDeployment
+
+# --- Rows to predict from files: pictures, arrays, CSV and JSON ---
+
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What to predict.
+
+    Attributes:
+        arrays: by the model's input, rows first; a large ``.npy`` stays on the disk until it is read.
+        names: of the rows, for people.
+    """
+
+    arrays: Mapping[str, Array]
+    names: Sequence[str]
+
+
+def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
+    """Read files, whose rows follow one another, and check them against the model's inputs.
+
+    Raises:
+        DataError: a file cannot be read, or does not fit; says what the model takes.
+    """
+    if not paths:
+        raise ConfigError("nothing to predict was given: name images, or .npy, .npz, .csv or .json files.")
+    found = [_read(path, spec) for path in paths]
+    names = [
+        path.name if arrays_rows == 1 else f"{path.name}[{i}]"
+        for path, arrays in zip(paths, found, strict=True)
+        for arrays_rows in [rows_of(arrays)]
+        for i in range(arrays_rows)
+    ]
+    if len(found) == 1:
+        return Rows(found[0], names)
+    return Rows({name: np.concatenate([arrays[name] for arrays in found]) for name in spec.inputs}, names)
+
+
+def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
+    kind = path.suffix.lower()
+    try:
+        if kind in _PICTURES:
+            raw: Any = {_only_input(spec, path): _picture(path, spec)}
+        elif kind == ".npy":
+            raw = {_only_input(spec, path): np.load(path, mmap_mode="r", allow_pickle=False)}
+        elif kind == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                raw = {name: archive[name] for name in archive.files}
+        elif kind == ".csv":
+            raw = {_only_input(spec, path): _csv(path)}
+        elif kind == ".json":
+            document = json.loads(path.read_bytes())
+            raw = document if isinstance(document, dict) else {_only_input(spec, path): document}
+        else:
+            known = ", ".join((*_PICTURES, ".npy", ".npz", ".csv", ".json"))
+            raise DataError(
+                f"{path}: what is in a {kind or 'file without an ending'} is not known; these are: {known}."
+            )
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    return _conform(path, raw, spec)
+
+
+def _only_input(spec: ModelSpec, path: Path) -> str:
+    if len(spec.inputs) != 1:
+        raise DataError(
+            f"{path}: {spec.name} has the inputs {', '.join(spec.inputs)}; "
+            "give them by name, as .npz or a JSON object."
+        )
+    return next(iter(spec.inputs))
+
+
+def _picture(path: Path, spec: ModelSpec) -> Array:
+    """One picture as the model's only input has it: (1, C, H, W), (1, H, W, C) or (1, H, W), uint8."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(f"{path}: pictures take Pillow: pip install pillow ({error})") from error
+    tensor = spec.inputs[_only_input(spec, path)]
+    shape = tensor.shape
+    first = len(shape) == 3 and shape[0] in _CHANNELS
+    sizes = shape[1:] if first else shape[:2]
+    channels = 1 if len(shape) == 2 else shape[0] if first else shape[-1]
+    if tensor.dtype != "uint8" or len(shape) not in (2, 3) or channels not in _CHANNELS:
+        raise DataError(f"{path}: {spec.name} takes {_said(tensor)}, which is no picture.")
+    with Image.open(path) as picture:
+        height, width = (
+            want if want is not None else has for want, has in zip(sizes, picture.size[::-1], strict=True)
+        )
+        converted = picture.convert(_CHANNELS[channels]).resize((width, height))
+    pixels = np.asarray(converted, np.uint8).reshape(height, width, channels)
+    if first:
+        pixels = pixels.transpose(2, 0, 1)
+    return np.ascontiguousarray(pixels[..., 0] if len(shape) == 2 else pixels)[np.newaxis]
+
+
+def _csv(path: Path) -> Array:
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [line for line in csv.reader(file) if line]
+    if lines and not _is_number(lines[0][0]):  # a heading
+        del lines[0]
+    values = np.asarray([[float(cell) for cell in line] for line in lines])
+    return values
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, Array]:
+    """The model's inputs, of its types and shapes; flat rows are brought into shape."""
+    if raw.keys() != spec.inputs.keys():
+        raise DataError(
+            f"{path} has {', '.join(raw) or 'nothing'}; {spec.name} takes {', '.join(spec.inputs)}."
+        )
+    arrays = {
+        name: _fit(path, name, np.asanyarray(raw[name]), tensor) for name, tensor in spec.inputs.items()
+    }
+    if len({len(array) for array in arrays.values()}) != 1:
+        raise DataError(f"{path}: its arrays have different numbers of rows.")
+    if rows_of(arrays) == 0:
+        raise DataError(f"{path} has no rows.")
+    return arrays
+
+
+def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"{path}: {name} is not all numbers, or its rows differ in length.")
+    sizes = tensor.shape
+    if array.ndim == 2 and None not in sizes and array.shape[1] == math.prod(size or 0 for size in sizes):
+        array = array.reshape(len(array), *(size for size in sizes if size is not None))
+    fits = array.ndim == 1 + len(sizes) and all(
+        want in (None, has) for want, has in zip(sizes, array.shape[1:], strict=True)
+    )
+    if not fits:
+        raise DataError(f"{path}: {name} has the shape {array.shape}; {_said(tensor)} is taken.")
+    if array.dtype == np.dtype(tensor.dtype):
+        return array
+    with np.errstate(invalid="ignore", over="ignore"):
+        converted = array.astype(tensor.dtype)
+    if np.dtype(tensor.dtype).kind in "biu" and not (converted == array).all():
+        raise DataError(f"{path}: {name} holds numbers that are not {tensor.dtype}.")
+    return converted
+
+
+def _said(tensor: TensorSpec) -> str:
+    sizes = ", ".join("any" if size is None else str(size) for size in tensor.shape)
+    return f"{tensor.dtype} of (rows, {sizes})" if sizes else f"{tensor.dtype} of (rows,)"
+
+
+# --- Predictions of large files, chunk by chunk, that can be killed and gone on with ---
+#
+# A chunk's outputs are one file, written whole and renamed into place, in a directory beside the result. Who
+# goes on computes the chunks that are missing; each row is in one chunk, so each is in the result once. The
+# result itself appears whole, when all are there, and the directory goes.
+
+
+FORMATS = (".npz", ".jsonl", ".csv")
+
+
+class Journal:
+    """Which chunks of a job are done.
+
+    Attributes:
+        chunks: (first row, row after the last) of each.
+        done: the numbers of those that were found complete when this was opened.
+    """
+
+    def __init__(self, output: Path, job: Mapping[str, Any], rows: int, chunk_rows: int) -> None:
+        self._output = output
+        self._directory = output.with_name(output.name + ".parts")
+        self._job = {**job, "rows": rows, "chunk_rows": chunk_rows}
+        self.chunks = [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
+        self.done: frozenset[int] = frozenset()
+
+    @classmethod
+    @contextmanager
+    def open(cls, output: Path, job: Mapping[str, Any], rows: int, chunk_rows: int) -> Iterator[Journal]:
+        """Begin a job, or go on with it; nobody else can meanwhile.
+
+        Raises:
+            ConfigError: the output cannot be written, is there already, or another job's parts are.
+        """
+        if output.suffix not in FORMATS:
+            raise ConfigError(f"--output ends in one of {', '.join(FORMATS)}, but is {output}.")
+        if output.exists():
+            raise ConfigError(f"--output {output} is there already. Remove it, or name another.")
+        if not output.absolute().parent.is_dir():
+            raise ConfigError(f"--output: there is no directory {output.absolute().parent}.")
+        journal = cls(output, job, rows, chunk_rows)
+        journal._directory.mkdir(exist_ok=True)
+        descriptor = os.open(journal._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"another process predicts into {output}.") from None
+            journal._begin()
+            yield journal
+        finally:
+            os.close(descriptor)
+
+    def _begin(self) -> None:
+        text = json.dumps(self._job, sort_keys=True).encode()
+        record = self._directory / "job.json"
+        if not record.exists():
+            write_atomically(record, text)
+        elif record.read_bytes() != text:
+            raise ConfigError(
+                f"{self._directory} holds parts of another prediction (other rows, model or options). "
+                f"Repeat that one, or remove it: rm -r {self._directory}"
+            )
+        self.done = frozenset(number for number in range(len(self.chunks)) if self._is_whole(number))
+
+    def _part(self, number: int) -> Path:
+        return self._directory / f"part-{number:08d}.npz"
+
+    def _is_whole(self, number: int) -> bool:
+        start, stop = self.chunks[number]
+        with suppress(OSError, ValueError, zipfile.BadZipFile):
+            return rows_of(self._load(number)) == stop - start
+        return False
+
+    def _load(self, number: int) -> dict[str, Array]:
+        with np.load(self._part(number), allow_pickle=False) as part:
+            return {name: part[name] for name in part.files}
+
+    def write(self, number: int, outputs: Arrays) -> None:
+        """Keep a chunk's outputs."""
+        stream = io.BytesIO()
+        np.savez(stream, allow_pickle=False, **dict(outputs))
+        write_atomically(self._part(number), stream.getvalue())
+
+    def finish(self, spec: ModelSpec, names: Sequence[str]) -> None:
+        """Write the result from all parts, and remove these."""
+        parts = (self._load(number) for number in range(len(self.chunks)))
+        draft = self._directory / f"result{self._output.suffix}"
+        _WRITERS[self._output.suffix](draft, parts, spec, names)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.rename(self._output)
+        fsync_directory(self._output.absolute().parent)
+        shutil.rmtree(self._directory)
+
+
+def fingerprint(arrays: Arrays) -> str:
+    """SHA-256 of arrays' names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape};".encode())
+        for start in range(0, len(array), 4096):
+            digest.update(np.ascontiguousarray(array[start : start + 4096]).data)
+    return digest.hexdigest()
+
+
+def records(outputs: Arrays, spec: ModelSpec, names: Sequence[str], first: int) -> Iterator[dict[str, Any]]:
+    """Each row for people: its name, the most likely label and its probability, and all outputs."""
+    for i in range(rows_of(outputs)):
+        record: dict[str, Any] = {"row": first + i, "source": names[first + i]}
+        if spec.label is not None and spec.label in outputs:
+            number = int(outputs[spec.label][i])
+            record["label"] = spec.labels[number] if number < len(spec.labels) else number
+            if spec.probabilities is not None and spec.probabilities in outputs:
+                record["probability"] = float(outputs[spec.probabilities][i][number])
+        record["outputs"] = {name: array[i].tolist() for name, array in outputs.items()}
+        yield record
+
+
+def _write_npz(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequence[str]) -> None:
+    whole = list(parts)
+    np.savez(
+        path,
+        allow_pickle=False,
+        **{name: np.concatenate([part[name] for part in whole]) for name in whole[0]},
+    )
+
+
+def _write_jsonl(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequence[str]) -> None:
+    first = 0
+    with path.open("w", encoding="utf-8") as file:
+        for part in parts:
+            file.writelines(json.dumps(record) + "\n" for record in records(part, spec, names, first))
+            first += rows_of(part)
+
+
+def _write_csv(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequence[str]) -> None:
+    first = 0
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        for part in parts:
+            for record in records(part, spec, names, first):
+                flat = {key: value for key, value in record.items() if key != "outputs"}
+                for name, value in record["outputs"].items():
+                    if name == spec.label and spec.labels:
+                        continue  # the label's name is there
+                    cells = np.ravel(value).tolist()
+                    headings = [name] if np.ndim(value) == 0 else _headings(name, len(cells), spec)
+                    flat.update(zip(headings, cells, strict=True))
+                if record["row"] == 0:
+                    writer.writerow(flat)
+                writer.writerow(flat.values())
+            first += rows_of(part)
+
+
+def _headings(name: str, count: int, spec: ModelSpec) -> list[str]:
+    if name == spec.probabilities and len(spec.labels) == count:
+        return list(spec.labels)
+    return [f"{name}[{i}]" for i in range(count)]
+
+
+_WRITERS: dict[str, Callable[[Path, Iterator[Arrays], ModelSpec, Sequence[str]], None]] = {
+    ".npz": _write_npz,
+    ".jsonl": _write_jsonl,
+    ".csv": _write_csv,
+}
+
+
+# --- Predictions of many rows: by replicas of this machine, or by a server ---
+
+
+Predict = Callable[[Arrays], Awaitable[dict[str, Array]]]
+Engine = AbstractAsyncContextManager[Predict]
+OnRows = Callable[[int], None]
+
+
+@asynccontextmanager
+async def replicas(opened: Opened, options: ServingOptions) -> AsyncIterator[Predict]:
+    """A package's own replicas, for as long as this lasts."""
+    starter = Starter(options.threads)
+    deployment = LocalDeployment(starter, opened, options)
+
+    async def predict(inputs: Arrays) -> dict[str, Array]:
+        try:
+            return await deployment.submit(inputs)
+        except RequestFailure as failure:
+            raise ServingError(str(failure)) from failure
+
+    try:
+        await deployment.start()
+        yield predict
+    finally:
+        await deployment.close()
+        await starter.close()
+
+
+@asynccontextmanager
+async def server(url: str, model: str, token_file: Path | None, connections: int) -> AsyncIterator[Predict]:
+    """A server, through so many connections."""
+    clients = [Client(url, token_file=token_file) for _ in range(connections)]
+    free: asyncio.Queue[Client] = asyncio.Queue()
+    for client in clients:
+        free.put_nowait(client)
+
+    async def predict(inputs: Arrays) -> dict[str, Array]:
+        client = await free.get()
+        try:
+            return await asyncio.to_thread(client.infer, model, inputs)
+        finally:
+            free.put_nowait(client)
+
+    try:
+        yield predict
+    finally:
+        for client in clients:
+            client.__exit__(None, None, None)
+
+
+async def predict_into(
+    journal: Journal, arrays: Arrays, engine: Engine, concurrency: int, on_rows: OnRows
+) -> None:
+    """Compute the chunks of a job that are missing, several at once."""
+    on_rows(sum(journal.chunks[number][1] - journal.chunks[number][0] for number in journal.done))
+    missing = iter([n for n in range(len(journal.chunks)) if n not in journal.done])
+    async with engine as predict, asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(_work(missing, journal, arrays, predict, on_rows))
+
+
+async def _work(
+    missing: Iterator[int], journal: Journal, arrays: Arrays, predict: Predict, on_rows: OnRows
+) -> None:
+    for number in missing:
+        start, stop = journal.chunks[number]
+        inputs = {name: np.ascontiguousarray(array[start:stop]) for name, array in arrays.items()}
+        journal.write(number, await predict(inputs))
+        on_rows(stop - start)
+
+
+async def predict_all(arrays: Arrays, engine: Engine, chunk_rows: int, on_rows: OnRows) -> dict[str, Array]:
+    """Compute all rows and return their outputs, nothing being kept on the way."""
+    total = len(next(iter(arrays.values())))
+    answers = []
+    async with engine as predict:
+        for start in range(0, total, chunk_rows):
+            inputs = {name: np.ascontiguousarray(a[start : start + chunk_rows]) for name, a in arrays.items()}
+            answers.append(await predict(inputs))
+            on_rows(len(next(iter(inputs.values()))))
+    return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

@@ -1,0 +1,542 @@
+"""The Open Inference Protocol v2: requests, responses and metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import orjson
+
+from paceline import __version__
+from paceline.core.inference import TensorSpec
+from paceline.serving.batching import InvalidRequest, RequestFailure
+from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
+from paceline.serving.replicas import Deployment
+
+# --- Inference requests of the Open Inference Protocol v2: JSON, and the extension for binary tensors ---
+#
+# Everything that a client sends is checked here against the model's schema, so that what reaches a replica
+# has the right names, types and shapes.
+
+
+_MOST_TENSORS = 64
+_MOST_DIMENSIONS = 16
+_LONGEST_ID = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferRequest:
+    """A request that fits the model.
+
+    Attributes:
+        id: the client's own, to be sent back.
+        inputs: by name, rows first.
+        outputs: name -> whether it is wanted in binary.
+        timeout_s: how long it may take; None where it does not say.
+    """
+
+    id: str | None
+    inputs: dict[str, Array]
+    outputs: dict[str, bool]
+    timeout_s: float | None
+
+
+def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | None) -> InferRequest:
+    """Parse and check a request's body.
+
+    Args:
+        spec: of the model that is asked.
+        body: JSON; with binary tensors, these follow it.
+        json_length: the header ``Inference-Header-Content-Length``: where they begin.
+
+    Raises:
+        InvalidRequest: says which part breaks which rule.
+    """
+    header, binary = _split(body, json_length)
+    try:
+        document = orjson.loads(header)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise InvalidRequest("the body must be a JSON object.")
+    return parse_document(spec, document, binary)
+
+
+def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryview) -> InferRequest:
+    """Check a request, as JSON says it, against the model's schema.
+
+    Args:
+        spec: of the model that is asked.
+        document: the request.
+        binary: the bytes of those inputs that have ``binary_data_size``, one after another.
+
+    Raises:
+        InvalidRequest: says which part breaks which rule.
+    """
+    parameters = _parameters(document, "the request")
+    request_id = document.get("id")
+    if request_id is not None and (not isinstance(request_id, str) or len(request_id) > _LONGEST_ID):
+        raise InvalidRequest(f"id must be a string of at most {_LONGEST_ID} characters.")
+    return InferRequest(
+        id=request_id,
+        inputs=_inputs(spec, document.get("inputs"), binary),
+        outputs=_outputs(
+            spec, document.get("outputs"), _flag(parameters, "binary_data_output", "the request")
+        ),
+        timeout_s=_timeout_s(parameters),
+    )
+
+
+def _split(body: bytes | bytearray, json_length: str | None) -> tuple[memoryview, memoryview]:
+    view = memoryview(body)
+    if json_length is None:
+        return view, view[:0]
+    # str.isdecimal also takes the digits of other scripts, and a giant number is not a length.
+    if not (json_length.isascii() and json_length.isdecimal() and len(json_length) <= 12):
+        raise InvalidRequest(
+            f"Inference-Header-Content-Length must be a number of bytes, not {json_length!r:.40}."
+        )
+    length = int(json_length)
+    if length > len(view):
+        raise InvalidRequest(
+            f"Inference-Header-Content-Length is {length}, but the body has only {len(view)} bytes."
+        )
+    return view[:length], view[length:]
+
+
+def _parameters(owner: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    parameters = owner.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequest(f"parameters of {where} must be an object.")
+    return parameters
+
+
+def _flag(parameters: Mapping[str, Any], name: str, where: str, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"parameter {name} of {where} must be true or false.")
+    return value
+
+
+def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
+    """The parameter ``timeout``, microseconds as in Triton's scheduling extension."""
+    timeout = parameters.get("timeout")
+    if timeout is None or timeout == 0:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 0:
+        raise InvalidRequest("parameter timeout must be a whole number of microseconds.")
+    return min(timeout / 1e6, 86400.0)
+
+
+def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Array]:
+    if not isinstance(entries, list) or not entries:
+        raise InvalidRequest("inputs must be a list with at least one tensor.")
+    if len(entries) > _MOST_TENSORS:
+        raise InvalidRequest(f"inputs has {len(entries)} tensors; at most {_MOST_TENSORS} are taken.")
+    found: dict[str, Array] = {}
+    rows = None
+    at = 0
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InvalidRequest("each of inputs must be an object with a name.")
+        name = entry["name"]
+        tensor_spec = spec.inputs.get(name)
+        if tensor_spec is None:
+            raise InvalidRequest(f"{spec.name} has no input {name!r:.80}; it has: {', '.join(spec.inputs)}.")
+        if name in found:
+            raise InvalidRequest(f"input {name} is there twice.")
+        shape = _shape(name, tensor_spec, entry)
+        if rows not in (None, shape[0]):
+            raise InvalidRequest(f"input {name} has {shape[0]} rows, those before it {rows}.")
+        rows = shape[0]
+        size = _parameters(entry, f"input {name}").get("binary_data_size")
+        if size is None:
+            found[name] = _from_json(name, tensor_spec.dtype, shape, entry)
+        else:
+            found[name], at = _from_binary(name, tensor_spec.dtype, shape, entry, size, binary, at)
+    if at != len(binary):
+        raise InvalidRequest(f"{len(binary) - at} bytes after the JSON belong to no input.")
+    missing = spec.inputs.keys() - found.keys()
+    if missing:
+        raise InvalidRequest(f"{spec.name} also needs the input {min(missing)}.")
+    return {name: found[name] for name in spec.inputs}
+
+
+def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    datatype = entry.get("datatype")
+    if datatype != DATATYPES[spec.dtype]:
+        raise InvalidRequest(
+            f"input {name} must have the datatype {DATATYPES[spec.dtype]}, not {datatype!r:.40}."
+        )
+    shape = entry.get("shape")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MOST_DIMENSIONS
+        or any(type(size) is not int or size < 0 for size in shape)
+    ):
+        raise InvalidRequest(f"input {name}: shape must be a list of sizes.")
+    fits = len(shape) == 1 + len(spec.shape) and all(
+        want is None or size == want for size, want in zip(shape[1:], spec.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
+        raise InvalidRequest(f"input {name} must have the shape [{wanted}], not {shape}.")
+    if 0 in shape:
+        raise InvalidRequest(f"input {name} has the shape {shape}, which holds nothing.")
+    return tuple(shape)
+
+
+def _from_binary(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    entry: Mapping[str, Any],
+    size: Any,
+    binary: memoryview,
+    at: int,
+) -> tuple[Array, int]:
+    """A tensor from the bytes after the JSON, and where the next one begins."""
+    if "data" in entry:
+        raise InvalidRequest(f"input {name} has data and binary_data_size; one of them must go.")
+    # Python's own integers: a giant shape must not wrap round.
+    needed = math.prod(shape) * np.dtype(dtype).itemsize
+    if type(size) is not int or size != needed:
+        raise InvalidRequest(f"input {name}: {shape} takes {needed} bytes, not {size!r:.40}.")
+    if at + needed > len(binary):
+        raise InvalidRequest(
+            f"input {name} needs {needed} bytes, but only {len(binary) - at} follow the JSON."
+        )
+    piece = binary[at : at + needed]
+    if dtype == "bool" and np.frombuffer(piece, np.uint8).max() > 1:
+        raise InvalidRequest(f"input {name}: a BOOL is a byte that is 0 or 1.")
+    little_endian = np.dtype(dtype).newbyteorder("<")
+    return np.frombuffer(piece, little_endian).astype(dtype, copy=False).reshape(shape), at + needed
+
+
+def _from_json(name: str, dtype: str, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
+    """A tensor from JSON: nested lists, or one list in row-major order."""
+    data = entry.get("data")
+    if not isinstance(data, list):
+        raise InvalidRequest(f"input {name}: data must be a list.")
+    flat = _flat(data, shape)
+    if flat is None:
+        raise InvalidRequest(
+            f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested as "
+            f"{list(shape)} says."
+        )
+    # Before numpy sees them: it makes an array of strings as wide as the longest one.
+    kinds = set(map(type, flat))
+    if dtype == "bool" and kinds != {bool}:
+        raise InvalidRequest(f"input {name}: data must be true or false.")
+    if dtype != "bool" and not kinds <= {int, float}:
+        raise InvalidRequest(f"input {name}: data must be numbers.")
+    return _converted(name, np.dtype(dtype), np.asarray(flat)).reshape(shape)
+
+
+def _flat(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
+    """The elements of lists that are nested as ``shape`` says, or flat; None where they are neither."""
+    if len(data) == math.prod(shape) and not isinstance(data[0], list):
+        return data
+    level = data
+    if len(level) != shape[0]:
+        return None
+    for size in shape[1:]:
+        if not all(type(item) is list and len(item) == size for item in level):
+            return None
+        level = list(chain.from_iterable(level))
+    return level
+
+
+def _converted(name: str, dtype: np.dtype[Any], values: Array) -> Array:
+    """Numbers as ``dtype``, where all of them can be."""
+    kind = values.dtype.kind
+    if dtype.kind == "b":
+        return values
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if kind == "f" and not (np.isfinite(values) & (values == np.trunc(values))).all():
+            raise InvalidRequest(f"input {name}: data must be whole numbers.")
+        # Beyond 2**53 a float is not the number that was sent.
+        least, most = (
+            (max(limits.min, -(2**53)), min(limits.max, 2**53)) if kind == "f" else (limits.min, limits.max)
+        )
+        low, high = values.min(), values.max()
+        if int(low) < least or int(high) > most:
+            raise InvalidRequest(f"input {name}: data must be between {limits.min} and {limits.max}.")
+        return values.astype(dtype)
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype)
+    if not np.isfinite(converted).all():
+        raise InvalidRequest(f"input {name}: data holds a number beyond {DATATYPES[dtype.name]}.")
+    return converted
+
+
+def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str, bool]:
+    if entries is None or entries == []:
+        return dict.fromkeys(spec.outputs, binary_by_default)
+    if not isinstance(entries, list) or len(entries) > _MOST_TENSORS:
+        raise InvalidRequest(f"outputs must be a list of at most {_MOST_TENSORS}.")
+    wanted: dict[str, bool] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InvalidRequest("each of outputs must be an object with a name.")
+        name = entry["name"]
+        if name not in spec.outputs:
+            raise InvalidRequest(
+                f"{spec.name} has no output {name!r:.80}; it has: {', '.join(spec.outputs)}."
+            )
+        if name in wanted:
+            raise InvalidRequest(f"output {name} is there twice.")
+        parameters = _parameters(entry, f"output {name}")
+        if parameters.get("classification"):
+            raise InvalidRequest(
+                f"output {name}: classification is not supported; ask for the probabilities."
+            )
+        wanted[name] = _flag(parameters, "binary_data", f"output {name}", binary_by_default)
+    return wanted
+
+
+# --- Answers to inference requests, in JSON or with binary tensors ---
+
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> tuple[Headers, bytes]:
+    """The headers and the body of an answer. In JSON, NaN and infinities are null: JSON has none."""
+    entries = []
+    binary: list[bytes] = []
+    for name, in_binary in request.outputs.items():
+        array = outputs[name]
+        entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
+        if in_binary:
+            content = _bytes_of(array)
+            binary.append(content)
+            entry["parameters"] = {"binary_data_size": len(content)}
+        else:
+            entry["data"] = np.ascontiguousarray(array).reshape(-1)
+        entries.append(entry)
+    document = {"model_name": spec.name, "model_version": spec.version, "outputs": entries}
+    if request.id is not None:
+        document["id"] = request.id
+    header = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not binary:
+        return [JSON_TYPE], header
+    length = str(len(header)).encode()
+    headers = [(b"content-type", b"application/octet-stream"), (b"inference-header-content-length", length)]
+    return headers, b"".join((header, *binary))
+
+
+def _bytes_of(array: Array) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+# --- Which models a server has, and what clients are told of them, whatever they speak ---
+
+
+SERVER_NAME = "paceline"
+
+
+def find_deployment(
+    deployments: Mapping[str, Deployment], name: str, version: str | None = None
+) -> Deployment:
+    """The model of this name, and of this version where one is given.
+
+    Raises:
+        RequestFailure: there is none; says which there are.
+    """
+    deployment = deployments.get(name)
+    if deployment is None:
+        raise RequestFailure(404, f"there is no model {name!r:.80}; there is: {', '.join(deployments)}.")
+    require_version(deployment, version)
+    return deployment
+
+
+def require_version(deployment: Deployment, version: str | None) -> None:
+    """See that a client asks for the version that there is, or for none (RequestFailure)."""
+    spec = deployment.spec
+    if version not in (None, spec.version):
+        raise RequestFailure(404, f"of {spec.name} there is the version {spec.version}.")
+
+
+def model_metadata(deployment: Deployment) -> dict[str, Any]:
+    """What clients are told of a model; sizes that are free are -1."""
+    spec = deployment.spec
+    tensors = {
+        side: [
+            {
+                "name": name,
+                "datatype": DATATYPES[tensor.dtype],
+                "shape": [-1, *(-1 if size is None else size for size in tensor.shape)],
+            }
+            for name, tensor in specs.items()
+        ]
+        for side, specs in (("inputs", spec.inputs), ("outputs", spec.outputs))
+    }
+    parameters = {"labels": spec.labels, "label": spec.label, "probabilities": spec.probabilities}
+    return {
+        "name": spec.name,
+        "versions": [spec.version],
+        "platform": spec.platform,
+        **tensors,
+        "parameters": {name: value for name, value in parameters.items() if value},
+    }
+
+
+# --- The server's own description, for people, generators of clients, and tests that try everything ---
+
+
+_ERROR = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}},
+    "required": ["error"],
+}
+_REFUSALS = {
+    "400": "It is not what the protocol or the model's schema says; the error says where.",
+    "401": "The token is missing.",
+    "404": "There is no such model or version.",
+    "405": "Another method is meant.",
+    "408": "The client sent it too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is compressed.",
+    "429": "Too many requests wait; Retry-After says when to try again.",
+    "500": "The model failed on this input.",
+    "503": "No replica could compute it.",
+    "504": "The request's time is up.",
+}
+
+
+def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
+    """An OpenAPI 3.1 document of a server with these models."""
+    paths: dict[str, Any] = {
+        "/v2/health/live": _get("Is the process there?", {"live": {"type": "boolean"}}),
+        "/v2/health/ready": _get("Would a request be answered?", {"ready": {"type": "boolean"}}, ("503",)),
+        "/v2": _get("The server's name, version and extensions.", {"name": {"type": "string"}}),
+        "/v2/models": _get("The models' names.", {"models": {"type": "array", "items": {"type": "string"}}}),
+    }
+    for spec in specs:
+        metadata = _get("Its inputs and outputs.", {"name": {"const": spec.name}})
+        ready = _get("Has it a replica?", {"ready": {"type": "boolean"}}, ("503",))
+        infer = {"post": _infer(spec)}
+        for base in (f"/v2/models/{spec.name}", f"/v2/models/{spec.name}/versions/{spec.version}"):
+            paths |= {base: metadata, f"{base}/ready": ready, f"{base}/infer": infer}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Paceline: Open Inference Protocol v2",
+            "version": __version__,
+            "description": "A request may say how long it may take: Request-Timeout-Ms. Tensors may be "
+            "binary: see the binary tensor extension of the protocol.",
+        },
+        "paths": paths,
+        "components": {"schemas": {"Error": _ERROR}},
+    }
+
+
+def _get(summary: str, properties: dict[str, Any], refusals: tuple[str, ...] = ()) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    responses = {"200": {"description": "Yes.", "content": {"application/json": {"schema": schema}}}}
+    for status in refusals:
+        responses[status] = {"description": "No.", "content": {"application/json": {"schema": schema}}}
+    responses |= _refusals("401")
+    return {"get": {"summary": summary, "responses": responses}}
+
+
+def _refusals(*statuses: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": _REFUSALS[status], "content": content} for status in statuses}
+
+
+def _infer(spec: ModelSpec) -> dict[str, Any]:
+    body = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "maxLength": 256},
+            "parameters": {
+                "type": "object",
+                "properties": {"binary_data_output": {"const": False}},
+                "additionalProperties": False,
+            },
+            "inputs": {
+                "type": "array",
+                "prefixItems": [_tensor(name, tensor) for name, tensor in spec.inputs.items()],
+                "items": False,
+                "minItems": len(spec.inputs),
+                "maxItems": len(spec.inputs),
+            },
+            "outputs": {
+                "type": "array",
+                "uniqueItems": True,
+                "maxItems": 64,
+                "items": {
+                    "type": "object",
+                    "properties": {"name": {"enum": list(spec.outputs)}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+        "required": ["inputs"],
+        "additionalProperties": False,
+    }
+    output = {
+        "type": "object",
+        "properties": {
+            "name": {"enum": list(spec.outputs)},
+            "datatype": {"enum": sorted({DATATYPES[tensor.dtype] for tensor in spec.outputs.values()})},
+            "shape": {"type": "array", "items": {"type": "integer"}},
+            "data": {"type": "array"},
+        },
+        "required": ["name", "datatype", "shape", "data"],
+    }
+    answer = {
+        "type": "object",
+        "properties": {
+            "model_name": {"const": spec.name},
+            "model_version": {"const": spec.version},
+            "id": {"type": "string"},
+            "outputs": {"type": "array", "items": output},
+        },
+        "required": ["model_name", "model_version", "outputs"],
+    }
+    return {
+        "summary": "Predict.",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "200": {"description": "The outputs.", "content": {"application/json": {"schema": answer}}},
+            **_refusals(*_REFUSALS),
+        },
+    }
+
+
+def _tensor(name: str, spec: TensorSpec) -> dict[str, Any]:
+    """An input of one row, which is the example that can be said without a rule between shape and data."""
+    shape = [1, *(8 if size is None else size for size in spec.shape)]
+    count = 1
+    for size in shape:
+        count *= size
+    if spec.dtype == "bool":
+        number: dict[str, Any] = {"type": "boolean"}
+    elif spec.dtype.startswith("float"):
+        number = {"type": "number", "minimum": -1000, "maximum": 1000}
+    else:
+        number = {"type": "integer", "minimum": 0, "maximum": 127}
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": name},
+            "datatype": {"const": DATATYPES[spec.dtype]},
+            "shape": {"const": shape},
+            "data": {"type": "array", "items": number, "minItems": count, "maxItems": count},
+        },
+        "required": ["name", "datatype", "shape", "data"],
+        "additionalProperties": False,
+    }

@@ -1,1 +1,0 @@
-"""Models on Ray Serve: replicas on the machines of a cluster, behind the same server."""

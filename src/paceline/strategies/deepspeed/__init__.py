@@ -1,1 +1,0 @@
-"""ZeRO by DeepSpeed, as an optional engine (``--strategy deepspeed``)."""

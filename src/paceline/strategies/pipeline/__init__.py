@@ -1,1 +1,0 @@
-"""Pipeline parallelism: a model cut into stages, and micro-batches on their way through them."""

@@ -1,0 +1,344 @@
+"""What a LightningModule logs: `self.log`, and torchmetrics over whole splits."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from paceline.core.errors import TaskError
+
+# --- What ``self.log`` was given: means over samples that are the same for any number of ranks ---
+
+
+Pair = tuple[Any, float]
+"""A mean and its weight; the mean is a tensor until it is needed."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of ``self.log``.
+
+    Attributes:
+        value: the mean over a batch.
+        weight: the batch's samples.
+        on_step: report each step's mean.
+        on_epoch: report the epoch's mean.
+        to_logger: have loggers write it.
+    """
+
+    value: Any
+    weight: float
+    on_step: bool
+    on_epoch: bool
+    to_logger: bool
+
+
+class StepLog:
+    """What ``training_step`` logs: by name and shard, until the step's means are due.
+
+    Means over a step or an epoch are sums over samples, each computed for a shard and added without
+    rounding, so neither the number of ranks nor their order matters. Ranks talk at due steps only; where
+    something is logged ``on_epoch``, at every step.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, int], Entry] = {}
+        self._epoch: dict[str, list[list[float]]] = {}
+        self._to_logger: dict[str, bool] = {}
+
+    def add(self, name: str, shard: int, entry: Entry) -> None:
+        """Take in a value; a shard that is computed again says the same again."""
+        self._entries[name, shard] = entry
+
+    def reduce(
+        self, gather: Callable[[Any], list[Any]], *, due: bool, first: bool
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The step's means by name, and those of them that loggers write; all ranks call it together.
+
+        Nothing but the epoch's sums is kept of the step.
+
+        Args:
+            gather: every rank's value.
+            due: the step is reported.
+            first: nothing is known of what is logged.
+
+        Raises:
+            TaskError: something is logged by epochs that was not in the run's first step.
+        """
+        entries, self._entries = self._entries, {}
+        if not (due or first or self._epoch):
+            late = next((name for (name, _), entry in entries.items() if entry.on_epoch), None)
+            if late is None:
+                return {}, {}
+            raise TaskError(
+                f"self.log({late!r}, ..., on_epoch=True) was not called in the run's first steps. Log it in "
+                "every step, so that the ranks know of it."
+            )
+        mine = [
+            [name, shard, float(entry.value), entry.weight, entry.on_step, entry.on_epoch, entry.to_logger]
+            for (name, shard), entry in entries.items()
+        ]
+        # By name and shard: one that two ranks have computed counts once.
+        found = {(row[0], row[1]): row for of_rank in gather(mine) for row in of_rank}
+        sums: dict[str, list[list[float]]] = {}
+        for name, _, value, weight, on_step, on_epoch, to_logger in (found[key] for key in sorted(found)):
+            self._to_logger[name] = to_logger
+            for kept, wanted in ((sums, on_step), (self._epoch, on_epoch)):
+                if wanted:
+                    totals = kept.setdefault(name, [[], []])
+                    add_exactly(totals[0], value * weight)
+                    add_exactly(totals[1], weight)
+        means = {name: _mean(totals) for name, totals in sums.items()}
+        return means, {name: mean for name, mean in means.items() if self._to_logger[name]}
+
+    def end_epoch(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The epoch's means by name, and those of them that loggers write; the next epoch begins."""
+        means = {name: _mean(totals) for name, totals in self._epoch.items() if totals[1]}
+        self._epoch = {name: [[], []] for name in self._epoch}
+        return means, {name: mean for name, mean in means.items() if self._to_logger.get(name, True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch's sums so far."""
+        return {"epoch": {name: [list(part) for part in totals] for name, totals in self._epoch.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self._entries = {}
+        self._epoch = {name: [list(part) for part in totals] for name, totals in state["epoch"].items()}
+
+
+def add_exactly(partials: list[float], value: float) -> None:
+    """Add to a sum that is kept without rounding, as numbers that do not overlap.
+
+    Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997); ``math.fsum`` does the same. Infinities
+    and NaN stay as they are.
+    """
+    if not math.isfinite(value):
+        partials.append(value)
+        return
+    place = 0
+    for partial in partials:
+        larger, smaller = (value, partial) if abs(value) >= abs(partial) else (partial, value)
+        total = larger + smaller
+        rest = smaller - (total - larger)
+        if rest:
+            partials[place] = rest
+            place += 1
+        value = total
+    partials[place:] = [value]
+
+
+def _mean(totals: list[list[float]]) -> float:
+    value, weight = math.fsum(totals[0]), math.fsum(totals[1])
+    return value / weight if weight else math.nan
+
+
+def checked(name: str, value: Any) -> Any:
+    """A value that ``self.log`` may be given: a number, or a tensor of one.
+
+    Raises:
+        TaskError: it is something else.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return value.detach()
+        what = f"a tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, int | float):
+        return value
+    else:
+        what = f"a {type(value).__name__}"
+    raise TaskError(f"self.log({name!r}) was given {what}; it takes a number, or a tensor of one element.")
+
+
+# --- torchmetrics objects in a module: each sees a whole split, on every rank, in the blocks' order ---
+
+
+_SUFFIX = " (torchmetrics)"
+
+
+class MetricTaps:
+    """Stands between a module's metrics and what calls them.
+
+    In a step, a metric knows that batch alone: what it computes is the batch's. In an evaluation what it is
+    given is kept too; Paceline sends it to all ranks, and then the metric itself takes in all of it.
+
+    Args:
+        module: whose metrics they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._taps: dict[str, _Tap] = {}
+        for path, child in module.named_modules():
+            if isinstance(child, MetricCollection):
+                # Else one of them is told, and others read its state.
+                child._enable_compute_groups = False
+                if child._groups_checked:
+                    raise TaskError(f"the MetricCollection {path!r} needs compute_groups=False here.")
+            if isinstance(child, Metric) and not any(path.startswith(f"{outer}.") for outer in self._taps):
+                self._taps[path] = _Tap(child)
+
+    @property
+    def paths(self) -> list[str]:
+        """Where the metrics are in the module."""
+        return list(self._taps)
+
+    def share(self, module: nn.Module) -> None:
+        """Have a copy of the module use the same metrics."""
+        for path, tap in self._taps.items():
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, tap.metric)
+
+    def begin_batch(self) -> None:
+        """Forget the batch before."""
+        for tap in self._taps.values():
+            tap.begin()
+
+    def end_batch(self) -> dict[str, Any]:
+        """What the metrics were given in the batch, as the task's ``metrics`` returns it."""
+        calls = {}
+        for path, tap in self._taps.items():
+            tap.in_batch = False
+            if tap.calls:
+                calls[path + _SUFFIX] = tuple(tap.calls)
+        return calls
+
+    def path_of(self, metric: Metric) -> str | None:
+        """Where a metric is, or None if it is not the module's."""
+        return next((path for path, tap in self._taps.items() if tap.metric is metric), None)
+
+    def batch_value(self, path: str) -> Any:
+        """What a metric computes of the batch alone."""
+        return self._taps[path].scratch.compute()
+
+    def replay(self, path: str) -> _Tap:
+        """What takes in a whole split."""
+        return self._taps[path]
+
+
+class Replayed:
+    """A metric as the task's ``build_metrics`` returns it, whichever module has it just then.
+
+    Args:
+        taps: gives those of the module as it is.
+        path: where the metric is.
+    """
+
+    def __init__(self, taps: Any, path: str) -> None:
+        self._taps, self._path = taps, path
+
+    def to(self, device: Any) -> Replayed:
+        """It is moved with its module."""
+        return self
+
+    def modules(self) -> list[nn.Module]:
+        """None that would have to be told not to gather."""
+        return []
+
+    def reset(self) -> None:
+        """Begin a split."""
+        self._taps().replay(self._path).reset()
+
+    def update(self, *calls: Any) -> None:
+        """Take in what a block's calls were given."""
+        self._taps().replay(self._path).update(calls)
+
+    def compute(self) -> torch.Tensor:
+        """The metric, if it is one number; else, and where it was given nothing, NaN."""
+        number: torch.Tensor = self._taps().replay(self._path).number()
+        return number
+
+
+def replayed_metrics(taps: Any) -> dict[str, Replayed]:
+    """What the task's ``build_metrics`` returns."""
+    return {path + _SUFFIX: Replayed(taps, path) for path in taps().paths}
+
+
+def named(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str, float]:
+    """The metrics under the names that they were logged by; those that were not logged are left out."""
+    logged = {name: metrics[path + _SUFFIX] for name, path in aliases.items() if path + _SUFFIX in metrics}
+    return {name: value for name, value in metrics.items() if not name.endswith(_SUFFIX)} | logged
+
+
+class _Tap:
+    """One metric, and a copy of it that sees one batch.
+
+    Attributes:
+        metric: the module's.
+        scratch: the copy.
+        calls: what it was given in this batch.
+        in_batch: whether a batch is under way.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.scratch = copy.deepcopy(metric)
+        for part in (*metric.modules(), *self.scratch.modules()):
+            part.distributed_available_fn = _nothing_to_gather
+        self.metric = metric
+        self.calls: list[Any] = []
+        self.in_batch = False
+        self._own = {name: getattr(metric, name) for name in ("update", "forward", "compute", "reset")}
+        for name in self._own:
+            setattr(metric, name, getattr(self, f"_{name}"))
+
+    def __deepcopy__(self, memo: Any) -> _Tap:
+        return self  # a copied module's metrics are shared
+
+    def begin(self) -> None:
+        self.calls = []
+        self.in_batch = True
+        if self.scratch.device != self.metric.device:
+            self.scratch.to(self.metric.device)
+        self.scratch.reset()
+
+    def reset(self) -> None:
+        self._own["reset"]()
+
+    def update(self, calls: Any) -> None:
+        for args, kwargs in calls:
+            self._own["update"](*args, **kwargs)
+
+    def number(self) -> torch.Tensor:
+        value = self._own["compute"]() if self.metric.update_called else None
+        return value if isinstance(value, torch.Tensor) and value.numel() == 1 else torch.tensor(math.nan)
+
+    def _update(self, *args: Any, **kwargs: Any) -> None:
+        self._require_batch("update")
+        self.calls.append([list(args), kwargs])
+        self.scratch.update(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_batch("forward")
+        self.calls.append([list(args), kwargs])
+        return self.scratch(*args, **kwargs)
+
+    def _compute(self) -> Any:
+        if self.in_batch:
+            return self.scratch.compute()
+        if not self.metric.update_called:
+            raise TaskError(
+                f"the metric {type(self.metric).__name__} was computed outside a step, and has seen nothing. "
+                "In training a metric knows its batch alone: log it in training_step, with on_epoch=True for "
+                "the mean over the epoch."
+            )
+        return self._own["compute"]()
+
+    def _reset(self) -> None:
+        (self.scratch.reset if self.in_batch else self._own["reset"])()
+
+    def _require_batch(self, what: str) -> None:
+        if not self.in_batch:
+            raise TaskError(
+                f"the metric {type(self.metric).__name__}: {what} outside a step. Call it in training_step, "
+                "validation_step or test_step, where Paceline sees which samples it is given."
+            )
+
+
+def _nothing_to_gather() -> bool:
+    return False

@@ -1,0 +1,449 @@
+"""When checkpoints are saved, and from which one a run continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from paceline.core.errors import CheckpointError, NotSavedError, UnwritableError
+from paceline.core.options import parse_interval
+from paceline.data.ledger import LedgerEntry, LedgerWriter, recorded_until, superseded_at
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.reduction_tree import equal_shares
+from paceline.parallel.world import World
+from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
+from paceline.runs.checkpoint_store import holds_version, newest_verified
+from paceline.runs.checkpointer import Backup, Checkpointer, load, restore
+from paceline.training.reproducibility import current_pins
+from paceline.training.run_context import Run
+from paceline.training.schedule import is_due
+from paceline.training.state import Progress
+
+# --- Which checkpoint all ranks continue from ---
+
+
+_log = logging.getLogger(__name__)
+
+
+def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | None:
+    """The state of the newest checkpoint that verifies on every rank, or None where there is none.
+
+    Raises:
+        CheckpointError: there are some, and none can be used: nothing is lost without being asked for.
+    """
+    directory = run.directory
+    failed: list[str] = []
+    passed_over = 0
+    may_restore = True
+    while True:
+        choice: dict[str, Any] = {"path": None, "skipped": []}
+        if world.rank == 0:
+            found = newest_verified(directory.checkpoints, excluding=failed)
+            path, skipped = found.path, list(found.skipped)
+            if path is None and may_restore:
+                may_restore = False
+                path, reasons = _restored(run)
+                skipped += reasons
+            choice = {"path": path and path.name, "skipped": skipped}
+        choice = world.broadcast_json(choice)
+        if world.rank == 0:
+            for reason in choice["skipped"]:
+                _log.warning("passed over a checkpoint: %s", reason)
+                directory.append_event("fallback", reason=reason)
+        passed_over += len(choice["skipped"])
+        if choice["path"] is None:
+            if passed_over:
+                raise CheckpointError(
+                    f"no checkpoint in {directory.checkpoints} can be used, for the reasons above. Restore "
+                    "one from a copy, or remove that folder to train from the start."
+                )
+            return None
+        path = directory.checkpoints / choice["path"]
+        try:
+            checkpoint, problem = load(path), ""
+        except CheckpointError as error:
+            checkpoint, problem = None, str(error)
+        problems = [p for p in world.all_gather_json(problem) if p]
+        if checkpoint is not None and not problems:
+            _compare(run, world, run_id, path, checkpoint.manifest.info)
+            if passed_over and world.rank == 0:
+                _log.warning(
+                    "continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step
+                )
+            return checkpoint.state
+        _log.warning(
+            "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
+        )
+        if world.rank == 0:
+            directory.append_event("fallback", reason=problems[0])
+        failed.append(path.name)
+        passed_over += 1
+
+
+def _restored(run: Run) -> tuple[Path | None, list[str]]:
+    """A backup, copied back into the run; None where there is none that verifies. And why others do not."""
+    if not run.directory.exists() or run.backup is None:
+        return None, []
+    path, reasons = restore(run.backup, run.directory.checkpoints)
+    if path is not None:
+        _log.warning(
+            "no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup
+        )
+    return path, list(reasons)
+
+
+def _compare(run: Run, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
+    """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
+    # The same task may have another name by now: its file was moved.
+    now = dataclasses.replace(
+        recorded, run=run_id, shards=run.num_shards, pins=current_pins(run.config, run.device)
+    )
+    require_same_run(path, recorded, now)
+    changed = differences(recorded.pins, now.pins)
+    if changed and world.rank == 0:
+        _log.warning(
+            "this process differs from the one that wrote %s, so the model will be equal within rounding, "
+            "not bit for bit: %s",
+            path.name,
+            "; ".join(changed),
+        )
+
+
+# --- Each process's checkpointer and backup, for all the worlds that the process takes part in ---
+
+
+_BACKUP_END_S = 60.0  # how long the run's end waits for its last backup
+
+
+@contextmanager
+def open_checkpointer(run: Run) -> Iterator[Checkpointer]:
+    """A checkpointer for ``run``; what it commits is told in an event and, with ``--backup-to``, copied."""
+    backup: Backup | None = None
+
+    def committed(path: Path, info: CheckpointInfo) -> None:
+        nonlocal backup
+        run.directory.append_event("checkpoint", step=info.step, version=info.state_version)
+        if backup is None and run.backup is not None:
+            backup = Backup(run.backup, run.config.keep, copied, failed)
+        if backup is not None:
+            backup.take(path, info)
+
+    def copied(path: Path, info: CheckpointInfo) -> None:
+        run.directory.append_event("backup", step=info.step, version=info.state_version)
+
+    def failed(error: CheckpointError, info: CheckpointInfo) -> None:
+        run.directory.append_event("backup failed", step=info.step, error=str(error))
+        _log.warning("no backup of step %d: %s It is made up for with the next checkpoint.", info.step, error)
+
+    checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep, committed)
+    try:
+        yield checkpointer
+    finally:
+        try:
+            checkpointer.close()
+        except CheckpointError as error:
+            # Whoever needed it has waited for it; it is not what ends this process.
+            _log.warning("%s", error)
+    # Reached at the run's end only: a stop or an error waits for no other disk.
+    if backup is not None and not backup.finish(_BACKUP_END_S):
+        _log.warning("the last backup was not complete after %g s, and is left.", _BACKUP_END_S)
+
+
+# --- When a state is saved, and what must be on disk before it counts ---
+
+
+LAST_TRIES_S = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between the tries to write what the run cannot end without."""
+
+_MOST_UNSURE_BYTES = 2**20  # of the ledger, which a run that never saves would keep in memory
+_FLUSH_EVERY = 64
+RECENT_STEPS = 4 * _FLUSH_EVERY
+"""How many steps' ledger entries each rank keeps: more than a dead rank 0 can have kept to itself."""
+
+
+def insist(write: Callable[[], None]) -> None:
+    """Write what the run cannot end without; where the disk does not take it, try again for a while.
+
+    Raises:
+        NotSavedError, UnwritableError, OSError: the last try failed too.
+    """
+    for delay_s in LAST_TRIES_S:
+        try:
+            return write()
+        except (NotSavedError, UnwritableError, OSError) as error:
+            _log.warning("%s Trying again in %g s.", error, delay_s)
+            time.sleep(delay_s)
+    return write()
+
+
+def lacks_steps(directory: Path, recent: deque[LedgerEntry]) -> bool:
+    """Whether steps may be on nobody's record: the disk took no ledger for more than ``recent`` holds."""
+    return len(recent) == recent.maxlen and (recorded_until(directory) or 0) < recent[0].version
+
+
+class _SupersededError(CheckpointError):
+    """A save that comes too late: a later generation went on from an earlier state."""
+
+
+class Saver:
+    """Writes the run's checkpoints and ledger, on rank 0; the others only keep time with it.
+
+    A disk that is full or fails does not end the training: it is told, what was saved before stays, and
+    the next save that is due tries again.
+
+    Args:
+        run: the run.
+        world: the ranks.
+        progress: where the state stands that is continued from.
+        recent: the last steps' ledger entries as far as this rank knows them; kept up to date. A new
+            rank 0 writes those that an earlier one did not get to disk.
+        checkpointer: this process's; it goes on writing when the world is left.
+        copies: the last rank keeps a copy of the best model in memory, in case that rank 0 dies before
+            it has written it.
+
+    Attributes:
+        save_s: the longest time from the beginning of a save to its commit so far.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        world: World,
+        progress: Progress,
+        recent: deque[LedgerEntry],
+        checkpointer: Checkpointer,
+        *,
+        copies: bool,
+    ) -> None:
+        self._run = run
+        self._world = world
+        self._recent = recent
+        self._checkpointer = checkpointer
+        self._copies = copies and 0 < world.rank == world.world_size - 1
+        self._every = [parse_interval(text, "checkpoint_every") for text in run.config.checkpoint_every]
+        self._pins = current_pins(run.config, run.device)
+        self._saved_version: int | None = None
+        self._saved_at = time.monotonic()
+        self.save_s = 0.0
+        self._ledger: LedgerWriter | None = None
+        self._ledger_fails = False
+        if world.rank == 0:
+            self._ledger = self._open_ledger(progress.version)
+            if holds_version(run.directory.checkpoints, progress.version):
+                self._saved_version = progress.version
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ledger is not None:
+            # The steps that it did not take are in `recent`, on every rank.
+            self._with_patience(self._ledger.close)
+
+    def _open_ledger(self, version: int) -> LedgerWriter:
+        """This generation's file, which says how the state got from what is on disk to ``version``."""
+        directory = self._run.directory.ledger
+        recorded = recorded_until(directory)
+        missing = [entry for entry in self._recent if (recorded or 0) < entry.version <= version]
+        ledger = LedgerWriter(
+            directory,
+            self._run.data.order,
+            generation=self._world.generation,
+            parent_version=recorded if missing else version or None,
+        )
+        self._with_patience(partial(ledger.flush, sync=True))
+        for entry in missing:
+            ledger.append(**entry._asdict())
+        self._with_patience(partial(ledger.flush, sync=False))
+        return ledger
+
+    def _with_patience(self, write: Callable[[], None]) -> None:
+        """Write to the ledger; say once when the disk takes no more of it, and once when it does again."""
+        try:
+            write()
+        except UnwritableError as error:
+            if not self._ledger_fails:
+                _log.warning("%s Training goes on; its entries wait in memory.", error)
+            self._ledger_fails = True
+        else:
+            if self._ledger_fails:
+                _log.warning("the ledger is written again, and complete.")
+            self._ledger_fails = False
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which saving held the training up so far."""
+        return self._checkpointer.stall_s
+
+    def record_step(
+        self, progress: Progress, epoch: int, step_in_epoch: int, sums: StepSums, shares: Sequence[int]
+    ) -> None:
+        """Enter a committed step into the ledger; ``shares`` are each rank's shards."""
+        order = self._run.data.order
+        # A stream's positions are counted from the start of the run.
+        start, stop = (
+            (progress.samples - sums.samples, progress.samples)
+            if order is None
+            else order.batch_range(step_in_epoch)
+        )
+        entry = LedgerEntry(
+            progress.version, epoch, step_in_epoch, start, stop, _ranks(tuple(shares)), sums.checksum
+        )
+        self._recent.append(entry)
+        if self._ledger is not None:
+            self._ledger.append(**entry._asdict())
+            if progress.step % _FLUSH_EVERY == 0:
+                sync = self._ledger.unsure > _MOST_UNSURE_BYTES
+                self._with_patience(partial(self._ledger.flush, sync=sync))
+            self._settle(self._checkpointer.poll, progress)
+
+    def flush_ledger(self) -> None:
+        """Hand the ledger's entries to the operating system."""
+        if self._ledger is not None:
+            self._with_patience(partial(self._ledger.flush, sync=False))
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether a save is due by steps or epochs, or because this is the best model so far."""
+        since = self._run.rounds.begun(progress)
+        return progress.best_version == progress.version or any(
+            is_due(every, progress, since) for every in self._every
+        )
+
+    def is_due_by_clock(self) -> bool:
+        """Whether a save is due by rank 0's clock; the control word tells the others."""
+        return self._ledger is not None and any(
+            every.seconds is not None and time.monotonic() - self._saved_at >= every.seconds
+            for every in self._every
+        )
+
+    def save(self, state: Mapping[str, Any], progress: Progress, *, last: bool = False) -> None:
+        """Save the state in the background, once for each version of it.
+
+        Args:
+            state: what to save.
+            progress: where it stands.
+            last: nothing follows: wait until it is on disk, and try for a while where the disk refuses.
+
+        Raises:
+            CheckpointError: the state cannot be saved, or the last one could not be.
+        """
+        if self._ledger is None:
+            if self._copies and progress.best_version == progress.version:
+                self._checkpointer.hold(state, self._info(progress))
+        elif last:
+            self._save_last(state, progress)
+        else:
+            self._settle(self._checkpointer.wait, progress)
+            if progress.version != self._saved_version:
+                self._settle(partial(self._start, state, progress), progress)
+        self._saved_at = time.monotonic()
+
+    def _start(self, state: Mapping[str, Any], progress: Progress) -> None:
+        # In this order: a failure takes it back.
+        self._saved_version = progress.version
+        self._checkpointer.save(
+            state,
+            self._info(progress),
+            before_commit=self._before_commit(progress.version),
+        )
+
+    def _settle(self, call: Callable[[], None], progress: Progress) -> None:
+        """Learn how an earlier save ended; tell it if it failed."""
+        try:
+            call()
+        except _SupersededError:
+            self._saved_version = None
+        except NotSavedError as error:
+            self._saved_version = None
+            _log.warning("%s Training goes on; the next try is %s.", error, self._next_try(progress))
+            self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
+
+    def _next_try(self, progress: Progress) -> str:
+        tries = [
+            f"after step {-(-progress.step // every.steps) * every.steps}"
+            for every in self._every
+            if every.steps is not None
+        ]
+        tries += ["at an epoch's end" for every in self._every if every.epochs is not None]
+        tries += [f"in {every.seconds:g} s" for every in self._every if every.seconds is not None]
+        return " or ".join(dict.fromkeys(tries)) or "at the end of the run"
+
+    def _save_last(self, state: Mapping[str, Any], progress: Progress) -> None:
+        self._settle(self._checkpointer.wait, progress)
+
+        def write() -> None:
+            assert self._ledger is not None
+            if progress.version != self._saved_version:
+                self._start(state, progress)
+            self._checkpointer.wait()
+            self._ledger.flush(sync=True)
+            self._checkpointer.write_owed()
+
+        def noted() -> None:
+            try:
+                write()
+            except (NotSavedError, UnwritableError) as error:
+                self._saved_version = None
+                self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
+                raise
+
+        try:
+            insist(noted)
+        except (NotSavedError, UnwritableError) as error:
+            found = newest_verified(self._run.directory.checkpoints)
+            kept = "no checkpoint of this run is on disk"
+            if found.path is not None and found.manifest is not None:
+                kept = (
+                    f"the newest checkpoint kept is {found.path.name}, after step {found.manifest.info.step}"
+                )
+            raise CheckpointError(
+                f"{error} This was the last save, tried {len(LAST_TRIES_S) + 1} times; {kept}. "
+                f"Then continue with: paceline resume {self._run.directory.path}"
+            ) from error
+
+    def _before_commit(self, version: int) -> Callable[[], None]:
+        """A checkpoint counts only with the ledger of all its steps on disk."""
+        ledger, directory, generation = self._ledger, self._run.directory.ledger, self._world.generation
+        assert ledger is not None
+        began = time.monotonic()
+
+        def flush() -> None:
+            later = superseded_at(directory, generation)
+            if later is not None and later < version:
+                raise _SupersededError(f"the run went on from state version {later}, without {version}.")
+            ledger.flush(sync=True)
+            self.save_s = max(self.save_s, time.monotonic() - began)
+
+        return flush
+
+    def _info(self, progress: Progress) -> CheckpointInfo:
+        return CheckpointInfo(
+            task=self._run.task_name,
+            run=self._run.run_id,
+            step=progress.step,
+            state_version=progress.version,
+            epoch=progress.epoch,
+            generation=self._world.generation,
+            shards=self._run.num_shards,
+            pins=self._pins,
+            best_version=progress.best_version,
+        )
+
+
+@lru_cache(maxsize=1)
+def _ranks(shares: tuple[int, ...]) -> int | tuple[int, ...]:
+    """How the ledger writes the shares: the number of ranks, or each one's first shard."""
+    if shares == equal_shares(sum(shares), len(shares)):
+        return len(shares)
+    return (0, *itertools.accumulate(shares[:-1]))

@@ -1,0 +1,147 @@
+"""A run's end: the best model on the test split, and ``result.json``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from paceline.core.errors import CheckpointError
+from paceline.parallel.sharded_state import load_module
+from paceline.parallel.strategy_selection import strategy_name
+from paceline.runs.checkpoint_state import model_sha256
+from paceline.runs.checkpoint_store import find_version
+from paceline.runs.checkpointer import load
+from paceline.runs.metrics import finite
+from paceline.runs.phases import OUTSIDE_STEPS
+from paceline.training.evaluation import EvaluationStopped
+from paceline.training.fine_tuning import drift, kept_parent
+from paceline.training.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
+    """Evaluate on the test split; return the content of ``result.json``, the same on every rank.
+
+    Args:
+        trainer: after its ``fit``. Its model becomes the best one.
+        started: ``time.perf_counter()`` when this process began.
+
+    Raises:
+        CheckpointError: the best model's checkpoint is damaged.
+        StopRequested: somebody asked for it; the run is trained, and concluded when it is resumed.
+    """
+    run, world, progress = trainer.run, trainer.world, trainer.state.progress
+    config = run.config
+    world.activity.begin("evaluation")
+    seconds = time.perf_counter() - started
+    phases = trainer.phases()
+    training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)
+    weights = trainer.replica.whole_model(world)
+    sha256 = world.broadcast_json(model_sha256(weights) if world.rank == 0 else None)
+    metrics: dict[str, dict[str, float]] = {}
+    if progress.best_metrics:
+        metrics["val"] = progress.best_metrics
+    test = run.build_evaluator("test")
+    if test is not None:
+        with closing(test):
+            _load_best(trainer)
+            trainer.monitor.activity("evaluating test")
+            trainer.state.callback.evaluation_begins("test", trainer.state.evaluated_module)
+            try:
+                measured = test.run(
+                    trainer.mesh,
+                    trainer.state.evaluated_module,
+                    trainer.stop_asked,
+                    in_step=trainer.replica.in_step,
+                )
+            except EvaluationStopped as stopped:
+                trainer.stop(stopped.stop)
+            metrics["test"] = dict(trainer.state.callback.evaluated("test", measured))
+            trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
+    found = _drift(trainer)
+    phases = trainer.phases()
+    return {
+        "task": run.task_name,
+        "run": str(run.directory.path),
+        "strategy": strategy_name(config, world.world_size),
+        "reduction": config.summed_by if config.comm_hook == "none" else config.comm_hook,
+        **({"sync_every": config.sync_every} if config.sync_every else {}),
+        "world_size": world.world_size,
+        "shards": run.num_shards,
+        "global_batch_size": run.global_batch_size,
+        "seed": config.seed,
+        "steps": progress.step,
+        "epochs": progress.epoch,
+        "samples": progress.samples,
+        "state_version": progress.version,
+        "best_step": progress.best_step,
+        "metrics": finite(metrics),  # JSON has no NaN
+        **({} if found is None else {"drift": found}),
+        **trainer.findings,
+        "model_sha256": sha256,
+        **world.broadcast_json(starts(run.directory.read_events()) if world.rank == 0 else None),
+        "seconds": round(seconds, 3),
+        "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
+        **trainer.strategy.figures,
+        "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
+        "phases_s": {name: round(value, 3) for name, value in phases.items()},
+        "threads": torch.get_num_threads(),
+        "device": str(run.device.type),
+        "torch": str(torch.__version__),
+    }
+
+
+def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How often a run was started again, and how often its group was formed anew after a fault."""
+    views = {event["generation"]: bool(event.get("recovery")) for event in events if event["event"] == "view"}
+    # Where nobody survives, a view starts from a checkpoint: a recovery, and no job of its own.
+    started = [e for e in events if e["event"] == "started" and e["generation"] not in views]
+    return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
+
+
+def _drift(trainer: Trainer) -> dict[str, Any] | None:
+    """How far the evaluated model is from what the run began with, if that was another run's; all ranks."""
+    run, world = trainer.run, trainer.world
+    if run.config.init_from is None:
+        return None
+    weights = trainer.replica.whole_evaluated(world)
+    found, problem = None, None
+    if world.rank == 0:
+        trainer.monitor.activity("comparing with the parent")
+        try:
+            found = drift(run, kept_parent(run.directory), weights)
+        except CheckpointError as error:
+            problem = str(error)  # the training is done, and its result stands
+            _log.warning("no drift: %s", error)
+    found = world.broadcast_json(found if problem is None else {"problem": problem})
+    return dict(found)
+
+
+def _load_best(trainer: Trainer) -> None:
+    """Put the best model's weights into the module that is evaluated."""
+    world, progress, module = trainer.world, trainer.state.progress, trainer.state.evaluated_module
+    if progress.best_version is None or progress.best_step == progress.step:
+        return
+    trainer.replica.valid = False  # from here on the model is not that of the run's end
+    if trainer.replica.in_step:
+        # Each rank takes its part from the directory that all share.
+        state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
+        _load_evaluated(trainer, state)
+        return
+    if world.rank == 0:
+        state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
+        _load_evaluated(trainer, state)
+    world.broadcast_module(module)
+
+
+def _load_evaluated(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    if trainer.state.ema is None:
+        load_module(trainer.state.module, state["model"])
+    else:
+        load_module(trainer.state.ema, state["ema"])

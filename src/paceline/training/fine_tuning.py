@@ -1,0 +1,584 @@
+"""Fine-tuning: weights from elsewhere, LoRA adapters, and how far the weights have moved."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.core.config import ALL_LINEAR, Lora, RunConfig, config_from_mapping
+from paceline.core.errors import CheckpointError, ConfigError, PacelineError, PackageError
+from paceline.core.files import write_atomically
+from paceline.core.task import Task
+from paceline.data.loader import EvalBatches
+from paceline.elastic.worker_group import Agreement, hand_over
+from paceline.parallel.world import World
+from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
+from paceline.runs.checkpoint_store import is_checkpoint, select_checkpoint
+from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
+from paceline.runs.package import open_package
+from paceline.runs.rank_log import loggers_hushed
+from paceline.training.parameter_patterns import listed, names, require_match
+from paceline.training.reproducibility import seed_adapters
+from paceline.training.run_context import Run
+
+# --- Low-rank adapters by peft: put around a model's layers, and merged into their weights again ---
+#
+# Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (https://arxiv.org/abs/2106.09685).
+
+
+_BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_NOISY = ("torchao", "torch.utils._pytree")  # peft looks at it, and it has no part in this
+
+
+def add_adapters(module: nn.Module, lora: Lora) -> None:
+    """Put adapters around linear layers of a model, in place; all but the adapters is frozen.
+
+    Args:
+        module: the model; drawn from torch's generator is what an adapter's A begins with, and B is zero.
+        lora: which layers, and the adapters' size.
+
+    Raises:
+        ConfigError: peft is not installed or refuses a layer, or no linear layer is meant.
+    """
+    layers = target_layers(module, lora)
+    try:
+        with loggers_hushed(*_NOISY):
+            from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs peft, which cannot be imported ({error}). Install it: pip install 'paceline[lora]'"
+        ) from error
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        # Of a list, peft takes a name also for the end of others, whatever layers they are.
+        target_modules="|".join(map(re.escape, layers)),
+        bias="none",
+    )
+    try:
+        with loggers_hushed(*_NOISY):
+            inject_adapter_in_model(config, module)
+    except ValueError as error:
+        raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
+
+
+def target_layers(module: nn.Module, lora: Lora) -> list[str]:
+    """The names of the layers that get an adapter.
+
+    Raises:
+        ConfigError: a target names no linear layer.
+    """
+    linear = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
+    if lora.targets == (ALL_LINEAR,):
+        found = linear[:-1]
+        if not found:
+            raise ConfigError(
+                f"--lora: the model has {len(linear)} linear layers, and {ALL_LINEAR} is all but the last. "
+                "Name them with target=."
+            )
+        return found
+    found = []
+    for target in lora.targets:
+        meant = [name for name in linear if fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")]
+        if not meant:
+            raise ConfigError(
+                f"--lora target={target}: no torch.nn.Linear of the model has such a name. Those there are: "
+                f"{listed(linear) or 'none'}."
+            )
+        found += [name for name in meant if name not in found]
+    return found
+
+
+def merged(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
+    """The state of the model without adapters that computes what the one with them does.
+
+    Args:
+        state: of a model that :func:`add_adapters` has changed.
+        lora: with which.
+
+    Returns:
+        What ``load_state_dict`` of the task's own model takes.
+
+    Raises:
+        CheckpointError: an adapter has only one of its two matrices.
+    """
+    plain = {
+        name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))
+    }
+    for name, a in state.items():
+        if not name.endswith(_A):
+            continue
+        layer = name.removesuffix(_A)
+        if layer + _B not in state or f"{layer}.weight" not in plain:
+            raise CheckpointError(
+                f"the adapter of {layer!r} is incomplete: {layer}{_B} or its layer is missing."
+            )
+        plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + state[layer + _B] @ a * lora.scaling
+    return plain
+
+
+# --- What ``--init-from`` names, a run, a checkpoint or a package; and the copy of its weights in the child
+
+
+_AVERAGED = "module."  # what AveragedModel puts before the names
+
+
+@dataclass(frozen=True)
+class Parent:
+    """What a run begins with.
+
+    Attributes:
+        record: where it comes from, as ``run.toml`` has it.
+        weights: by the names of the task's model, on the CPU or on this rank's device.
+    """
+
+    record: Mapping[str, Any]
+    weights: Mapping[str, torch.Tensor]
+
+
+def read_parent(run: Run, world: World) -> Parent | None:
+    """What ``run`` begins with: its own copy where it exists already; all ranks call this together.
+
+    Rank 0 reads, and gives it to the others, who may be on machines that lack it.
+
+    Returns:
+        None where the run has no ``--init-from``.
+
+    Raises:
+        ConfigError: it is not there, or damaged; on all ranks.
+        PeerLostError: a rank is gone.
+    """
+    source = run.config.init_from
+    if source is None:
+        return None
+    parent, problem = None, None
+    if world.rank == 0:
+        try:
+            parent = kept_parent(run.directory) if run.directory.exists() else find_parent(source)
+        except PacelineError as error:
+            problem = str(error)
+    problem = world.broadcast_json(problem)
+    if problem is not None:
+        raise ConfigError(problem)
+    given = {} if parent is None else {"record": dict(parent.record), "weights": dict(parent.weights)}
+    behind = tuple(range(1, world.world_size))
+    received = hand_over(world, Agreement(0, 0, behind), given)
+    if received is not None:
+        parent = Parent(received["record"], received["weights"])
+    assert parent is not None
+    return parent
+
+
+def find_parent(source: str) -> Parent:
+    """What ``--init-from`` names: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
+
+    Raises:
+        ConfigError: there is no such thing.
+        CheckpointError: it does not verify.
+    """
+    path, which = _parsed(source)
+    if RunDirectory(path).exists():
+        directory = RunDirectory(path)
+        checkpoint = select_checkpoint(directory.checkpoints, which)
+    elif which is None and is_checkpoint(path):
+        directory, checkpoint = RunDirectory(path.absolute().parent.parent), path
+    else:
+        return _of_package(source)
+    saved = load(checkpoint)
+    info = saved.manifest.info
+    entries = evaluated_weights(saved.state, _adapters_of(directory))
+    weights = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+    record = {
+        "source": source,
+        "path": str(checkpoint.absolute()),
+        "run": info.run,
+        "task": info.task,
+        "step": info.step,
+        "version": info.state_version,
+        "model_sha256": model_sha256(weights),
+    }
+    return Parent(record, weights)
+
+
+def _of_package(source: str) -> Parent:
+    """The weights of a package, from its directory or the user's registry."""
+    try:
+        package = open_package(source)
+    except PackageError as error:
+        raise ConfigError(
+            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: "
+            f"{error}"
+        ) from error
+    manifest = package.manifest
+    if manifest.quantization == "int8":
+        raise ConfigError(
+            f"--init-from {source}: the package's weights are int8, which cannot be trained. Use the run "
+            f"{manifest.provenance.run} that it was exported from, or a package without --quantize."
+        )
+    made_by = manifest.provenance
+    weights = read_tensors(package.read_weights())
+    record = {
+        "source": source,
+        "path": str(package.path.absolute()),
+        "package": package.digest,
+        "run": made_by.run,
+        "task": made_by.task,
+        "step": made_by.step,
+        "version": made_by.state_version,
+        "model_sha256": model_sha256(weights),
+    }
+    return Parent(record, weights)
+
+
+def _parsed(source: str) -> tuple[Path, str | None]:
+    """The path, and which checkpoint in it."""
+    before, at, which = source.rpartition("@")
+    if not at or Path(source).exists():
+        return Path(source).expanduser(), None
+    return Path(before).expanduser(), which
+
+
+def _adapters_of(directory: RunDirectory) -> Lora | None:
+    """What ``--lora`` the parent was trained with; a checkpoint alone has none that could be known."""
+    if not directory.exists():
+        return None
+    return config_from_mapping(directory.read_complete_manifest()["config"], "run.toml").adapters
+
+
+def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
+    """The weights of a checkpoint that were evaluated: the moving average, where there is one.
+
+    Args:
+        state: the checkpoint's.
+        lora: the adapters that its run was trained with.
+
+    Returns:
+        What ``load_state_dict`` of the task's own model takes; adapters are merged.
+
+    Raises:
+        CheckpointError: there is no model in it, or one with adapters that ``lora`` does not know of.
+    """
+    if "model" not in state:
+        raise CheckpointError("the checkpoint holds no model.")
+    entries = state["model"]
+    if "ema" in state:
+        entries = {
+            name.removeprefix(_AVERAGED): value
+            for name, value in state["ema"].items()
+            if name.startswith(_AVERAGED)
+        }
+    if lora is not None:
+        return merged(entries, lora)
+    if any(".lora_A." in name for name in entries):
+        raise CheckpointError(
+            "the checkpoint has adapters, and what their product is scaled by stands in the run.toml of its "
+            "run, which is not there. Name the run instead."
+        )
+    return dict(entries)
+
+
+def keep_parent(directory: RunDirectory, parent: Parent) -> dict[str, Any]:
+    """Copy what a run begins with into it, before it exists; rank 0 does.
+
+    Returns:
+        The record, with the copy's SHA-256.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written.
+    """
+    snapshot = Snapshot()
+    snapshot.capture({directory.initial.name: parent.weights})
+    ((_, parts),) = snapshot.contents()
+    content = b"".join(parts)
+    try:
+        write_atomically(directory.initial, content)
+    except OSError as error:
+        raise directory.unwritable(error) from error
+    return {**parent.record, "copy_sha256": hashlib.sha256(content).hexdigest()}
+
+
+def kept_parent(directory: RunDirectory) -> Parent:
+    """The copy that :func:`keep_parent` made.
+
+    Raises:
+        CheckpointError: it is damaged, or gone.
+    """
+    record = directory.read_complete_manifest().get("parent", {})
+    try:
+        content = directory.initial.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"the run's first weights cannot be read: {error}.") from error
+    if hashlib.sha256(content).hexdigest() != record.get("copy_sha256"):
+        raise CheckpointError(
+            f"{directory.initial} is not what the run began with: its SHA-256 is not that in run.toml. "
+            "Restore it from a copy, or start a new run."
+        )
+    return Parent({n: v for n, v in record.items() if n != "copy_sha256"}, read_tensors(content))
+
+
+# --- What a run begins with: weights of another run, adapters, and which parameters are trained ---
+#
+# Weights are read once, when the run is created, and kept in its directory: the parent may be deleted, and
+# whoever begins again begins with the same bits. What else is done to the model is a function of the options,
+# done whenever the model is built.
+
+
+def initialise(
+    module: nn.Module, config: RunConfig, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Change a model, as the task built it, into the one that is trained.
+
+    Args:
+        module: on the CPU, before it is laid out on the ranks.
+        config: the run's options.
+        weights: those of another run, by name; None where the state that is trained comes later.
+
+    Raises:
+        ConfigError: the weights do not fit, an option matches nothing, or nothing is left to train.
+    """
+    anew = names_of_the_new(module, config)
+    if weights is not None:
+        assert config.init_from is not None
+        _load(module, weights, config.init_from, anew, config.reset)
+    if config.adapters is not None:
+        seed_adapters(config.seed)
+        add_adapters(module, config.adapters)
+    if config.freeze:
+        freeze(module, config.freeze)
+
+
+def names_of_the_new(module: nn.Module, config: RunConfig) -> set[str]:
+    """The entries of the model's state that keep the values that the task gave them.
+
+    Raises:
+        ConfigError: there is no such layer, or the last one shares its weights.
+    """
+    state = module.state_dict()
+    anew = {name for name in state for pattern in config.reset if names(pattern, name)}
+    if config.reset_head:
+        head = last_layer(module)
+        anew |= {name for name in state if name.rpartition(".")[0] == head}
+        shared = [
+            name
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if name not in anew and any(parameter is module.get_parameter(own) for own in anew & _own(module))
+        ]
+        if shared:
+            raise ConfigError(
+                f"--reset-head: the last layer ({head}) shares its weights with {listed(shared)}. Name what "
+                "is to begin anew with --reset."
+            )
+    return anew
+
+
+def last_layer(module: nn.Module) -> str:
+    """The name of the last module that has parameters of its own."""
+    *_, last = (name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False))
+    return last
+
+
+def _own(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def _load(
+    module: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    source: str,
+    anew: set[str],
+    reset: Sequence[str],
+) -> None:
+    """Copy the weights of another run, but those that are to begin anew."""
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    for pattern in reset:
+        require_match("--reset", pattern, module, others=weights)
+    unused = {name for name in weights for pattern in reset if names(pattern, name)}
+    wanted = [name for name in state if name not in anew]
+    missing = [name for name in wanted if name not in weights]
+    unexpected = [name for name in weights if name not in state and name not in unused]
+    reshaped = [n for n in wanted if n in weights and weights[n].shape != state[n].shape]
+    if missing or unexpected or reshaped:
+        raise ConfigError(_misfit(module, source, weights, state, missing, unexpected, reshaped))
+    with torch.no_grad():
+        for name in wanted:
+            state[name].copy_(weights[name])
+
+
+def _misfit(
+    module: nn.Module,
+    source: str,
+    weights: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    reshaped: Sequence[str],
+) -> str:
+    """What does not fit, by name, and what helps."""
+    shapes = (f"{n} is {tuple(weights[n].shape)} there and {tuple(state[n].shape)} here" for n in reshaped)
+    lines = [f"--init-from {source}: the weights do not fit the task's model."]
+    lines += [f"  other shapes: {listed(shapes)}"] if reshaped else []
+    lines += [f"  missing there: {listed(missing)}"] if missing else []
+    lines += [f"  not in the model: {listed(unexpected)}"] if unexpected else []
+    head = last_layer(module)
+    wrong = [*missing, *unexpected, *reshaped]
+    if all(name.rpartition(".")[0] == head for name in wrong):
+        lines.append(f"Use --reset-head to begin the last layer ({head}) anew.")
+    else:
+        layers = dict.fromkeys(name.rpartition(".")[0] or name for name in wrong)
+        options = " ".join(f"--reset {layer}" for layer in list(layers)[:4])
+        more = " and so on" if len(layers) > 4 else ""
+        lines.append(f"Begin them anew with {options}{more}, or build the model as it was.")
+    return "\n".join(lines)
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Have parameters keep their values, and batch norms of which all are frozen keep their statistics.
+
+    Such a batch norm stays in evaluation mode, as everywhere in the field: it normalises with the statistics
+    that it has (https://keras.io/guides/transfer_learning).
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    for pattern in patterns:
+        require_match("--freeze", pattern, module, others=module.state_dict())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if any(names(pattern, name) for pattern in patterns):
+            parameter.requires_grad_(False)
+    for name, layer in module.named_modules():
+        if isinstance(layer, _NormBase) and _keeps_statistics(name, layer, patterns):
+            # On the module itself: Module.train() of what holds it asks each part.
+            object.__setattr__(layer, "train", types.MethodType(_stays_in_evaluation, layer))
+            layer.train()
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(f"--freeze {' --freeze '.join(patterns)} leaves nothing to train.")
+
+
+def _keeps_statistics(name: str, layer: nn.Module, patterns: Sequence[str]) -> bool:
+    """Whether all parameters of a batch norm are frozen, or it has none and its statistics are named."""
+    own = [entry for entry, _ in layer.named_parameters()] or list(layer.state_dict())
+    return bool(own) and all(any(names(p, f"{name}.{entry}") for p in patterns) for entry in own)
+
+
+def _stays_in_evaluation(layer: nn.Module, mode: bool = True) -> nn.Module:
+    return nn.Module.train(layer, False)
+
+
+# --- How far a fine-tuned model has gone from its parent: in its weights, and in what it says ---
+
+
+COMPARED_SAMPLES = 2048
+"""About so many samples of the test split, evenly spaced, are predicted by both models."""
+
+_BLOCK = 64  # samples
+
+
+def drift(run: Run, parent: Parent, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What ``result.json`` says of the way from parent to child; nothing is trained.
+
+    Args:
+        run: the child's.
+        parent: what it began with.
+        weights: the child's, of the task's model without adapters.
+
+    Returns:
+        ``relative_l2``, the 2-norm of the change over that of the parent's weights, over all parameters that
+        began with the parent's; ``modules``, the same for each module that has parameters of its own;
+        ``agreement``, the share of ``samples`` test samples that both give the same class, None where the
+        task predicts no classes or its last layer began anew.
+    """
+    child = run.task.build_model()
+    anew = names_of_the_new(child, run.config)
+    parameters = [name for name, _ in child.named_parameters() if name not in anew]
+    whole, modules = relative_l2(parameters, parent.weights, weights)
+    agreement, samples = None, 0
+    if not anew:
+        agreement, samples = _agreement(run, child, parent.weights, weights)
+    return {
+        "relative_l2": whole,
+        "modules": modules,
+        "agreement": agreement,
+        "samples": samples,
+        "new": sorted(anew),
+    }
+
+
+def relative_l2(
+    names: Sequence[str], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> tuple[float | None, dict[str, float | None]]:
+    """The relative 2-norm of the change over all of these parameters, and over those of each module.
+
+    None where the parent's weights are all zero.
+    """
+    squares: dict[str, list[tuple[float, float]]] = {}
+    for name in names:
+        old, new = before[name].detach().cpu().double(), after[name].detach().cpu().double()
+        pair = float((new - old).square().sum()), float(old.square().sum())
+        squares.setdefault(name.rpartition(".")[0], []).append(pair)
+    everywhere = [pair for pairs in squares.values() for pair in pairs]
+    return _ratio(everywhere), {module: _ratio(pairs) for module, pairs in squares.items()}
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
+    change, size = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return (change / size) ** 0.5 if size else None
+
+
+def _agreement(
+    run: Run, model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> tuple[float | None, int]:
+    task = run.task
+    dataset = task.build_dataset("test")
+    inference = task.build_inference(model.eval())
+    if dataset is None or inference is None or inference.label is None:
+        return None, 0
+    batches = EvalBatches(
+        dataset,
+        _BLOCK,
+        seed=run.config.seed,
+        device=torch.device("cpu"),
+        workers=0,
+        collate=task.collate,
+        split="test",
+    )
+    with closing(batches):
+        count = min(batches.num_blocks, max(1, COMPARED_SAMPLES // _BLOCK))
+        blocks = np.linspace(0, batches.num_blocks - 1, count).astype(int).tolist()
+        said = [_predictions(task, model, weights, batches, blocks) for weights in (before, after)]
+    return float((said[0] == said[1]).double().mean()), len(said[0])
+
+
+@torch.no_grad()
+def _predictions(
+    task: Task,
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    batches: EvalBatches,
+    blocks: Sequence[int],
+) -> torch.Tensor:
+    """The class of each sample, (N,), as a model with these weights says."""
+    model.load_state_dict(dict(weights))
+    inference = task.build_inference(model.eval())
+    assert inference is not None
+    assert inference.label is not None
+    module = inference.module.eval()
+    return torch.cat(
+        [
+            module(*task.inference_batch(batch.batch)[0])[inference.label].reshape(-1)
+            for batch in batches.read(blocks)
+        ]
+    )

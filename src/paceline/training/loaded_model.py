@@ -1,0 +1,230 @@
+"""A run's trained model, from one of its checkpoints, and the evaluation that the run would do of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from paceline.core.callback import Callback, Group
+from paceline.core.config import Lora, RunConfig
+from paceline.core.environment import Environment, default_threads
+from paceline.core.errors import CheckpointError, DataError
+from paceline.parallel.world import Mesh, World, open_world
+from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
+from paceline.runs.checkpoint_store import select_checkpoint
+from paceline.runs.checkpointer import load
+from paceline.runs.directory import RunDirectory
+from paceline.training.control import StopSignals
+from paceline.training.evaluation import Evaluator, Observe
+from paceline.training.fine_tuning import evaluated_weights
+from paceline.training.reproducibility import current_pins, numerics_kept, seed_model
+from paceline.training.run_context import Run
+from paceline.training.run_setup import Request, prepare
+from paceline.training.state import built_model
+
+Device = Literal["auto", "cpu", "cuda"]
+
+Fill = Callable[[Run, nn.Module, Callback], tuple[int, int]]
+"""Loads what was saved into a model and its callback; returns the steps and epochs that it had done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """A model, ready to be evaluated on one process as its run would.
+
+    Attributes:
+        run: what it was trained by; its options are the recorded ones.
+        module: the model, in evaluation mode: the moving average where the run keeps one.
+    """
+
+    run: Run
+    module: nn.Module
+    _world: World
+    _callback: Callback
+
+    def evaluator(self, split: str) -> Evaluator | None:
+        """The evaluator of "val" or "test", or None where the run has no such split; close it.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        return self.run.build_evaluator(split)
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        split: str,
+        observe: Observe | None = None,
+        *,
+        module: nn.Module | None = None,
+    ) -> dict[str, float]:
+        """The metrics of a split, by name: those that the run itself would record.
+
+        Args:
+            evaluator: of the split.
+            split: its name.
+            observe: told of each block.
+            module: evaluated instead of the model.
+
+        Raises:
+            TaskError: the task's metrics are not what they should be.
+        """
+        module = self.module if module is None else module
+        self._callback.evaluation_begins(split, module)
+        mesh = Mesh(self._world, {"dp": 1})
+        measured = evaluator.run(mesh, module, lambda: 0, observe=observe)
+        return dict(self._callback.evaluated(split, measured))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Evaluated):
+    """The model of one of a run's checkpoints.
+
+    Attributes:
+        path: the checkpoint's directory.
+        info: what the checkpoint is of.
+        is_best: whether it is the best model so far.
+    """
+
+    path: Path
+    info: CheckpointInfo
+    is_best: bool
+
+    @property
+    def changed_pins(self) -> list[str]:
+        """In what this process differs from the one that wrote the checkpoint, where bits depend on it."""
+        now = current_pins(self.run.config, self.run.device)
+        return differences(self.info.pins, now)
+
+
+@contextmanager
+def open_trained(
+    directory: RunDirectory, wanted: str | None = None, *, device: Device = "auto"
+) -> Iterator[Trained]:
+    """Build the run's task and model again, and load a checkpoint into it.
+
+    Args:
+        directory: the run's; nothing is written there.
+        wanted: which checkpoint, as :func:`paceline.runs.checkpoint_store.select_checkpoint` says.
+        device: where the model goes; ``auto`` is a GPU where there is one.
+
+    Raises:
+        UserError: the directory holds no run, or its task or data cannot be built.
+        CheckpointError: there is no such checkpoint, it is damaged, or does not fit the task as it is now.
+    """
+    manifest = directory.read_complete_manifest()
+    path = select_checkpoint(directory.checkpoints, wanted)
+    infos = []
+
+    def fill(run: Run, module: nn.Module, callback: Callback) -> tuple[int, int]:
+        info = _restore(path, module, run.config.adapters, callback)
+        infos.append(info)
+        return info.step, info.epoch
+
+    with open_evaluated(directory, manifest, fill, device=device) as model:
+        (info,) = infos
+        yield Trained(
+            run=model.run,
+            module=model.module,
+            path=path,
+            info=info,
+            is_best=info.best_version == info.state_version,
+            _world=model._world,
+            _callback=model._callback,
+        )
+
+
+@contextmanager
+def open_evaluated(
+    directory: RunDirectory, manifest: Mapping[str, Any], fill: Fill, *, device: Device = "auto"
+) -> Iterator[Evaluated]:
+    """Build a recorded task and its model again, and have them filled.
+
+    Args:
+        directory: the run's, for messages; nothing is read or written there.
+        manifest: the tables ``task`` and ``config`` of ``run.toml``.
+        fill: loads what was saved.
+        device: where the model goes; ``auto`` is a GPU where there is one.
+
+    Raises:
+        UserError: the task or its data cannot be built.
+    """
+    alone = Environment()
+    with (
+        numerics_kept(),
+        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        open_world(alone, device=device) as world,
+    ):
+        request = Request(
+            config=RunConfig(run=str(directory.path), device=device),
+            given=frozenset(),
+            task=None,
+            started=time.time(),
+            default_threads=default_threads(alone),
+            quiet=True,
+        )
+        run, _ = prepare(
+            request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1
+        )
+        seed_model(run.config.seed)
+        module = built_model(run.task).to(run.device)
+        callback = run.task.build_callback(module, run.horizon)
+        with closing(callback):
+            step, epoch = fill(run, module, callback)
+            callback.attach(_alone(run, Path(scratch)), step=step, epoch=epoch)
+            module.eval()
+            yield Evaluated(run=run, module=module, _world=world, _callback=callback)
+
+
+def evaluator_of(trained: Evaluated, split: str) -> Evaluator:
+    """The evaluator of a split that there must be.
+
+    Raises:
+        DataError: the run has no such split; the message says which it has.
+    """
+    evaluator = trained.evaluator(split)
+    if evaluator is not None:
+        return evaluator
+    others = []
+    for name in ("test", "val"):
+        other = trained.evaluator(name) if name != split else None
+        if other is not None:
+            other.close()
+            others.append(name)
+    hint = f"Use --split {others[0]}." if others else "It has no test and no validation split."
+    raise DataError(f"{trained.run.directory.path} has no {split} split. {hint}")
+
+
+def _restore(path: Path, module: nn.Module, lora: Lora | None, callback: Callback) -> CheckpointInfo:
+    checkpoint = load(path)
+    state = checkpoint.state
+    try:
+        module.load_state_dict(evaluated_weights(state, lora))
+        callback.load_state_dict(state.get("callback", {}))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit the task as it is now: {error}\n"
+            "Check out the task's code as it was when the run was trained."
+        ) from error
+    return checkpoint.manifest.info
+
+
+def _alone(run: Run, scratch: Path) -> Group:
+    """A group of this process; what the task's loggers write goes nowhere."""
+    return Group(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        device=torch.device(run.device),
+        directory=scratch,
+        log_every=run.config.log_every,
+        gather=lambda value: [value],
+    )

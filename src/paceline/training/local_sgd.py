@@ -1,0 +1,144 @@
+"""How ranks that train apart come together: what is averaged, and what each tells the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.parallel.messages import Averager
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.world import Mesh
+from paceline.training.control import ROW_LENGTH
+from paceline.training.run_context import Run
+from paceline.training.state import Progress, TrainingState
+
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that the ledger does not have yet.
+
+    Attributes:
+        progress: after the step.
+        epoch, step_in_epoch: the step's.
+        sums: this rank's; the checksum is that of all shards once the ranks have come together.
+    """
+
+    progress: Progress
+    epoch: int
+    step_in_epoch: int
+    sums: StepSums
+
+
+class Together:
+    """Averages the state of ranks that train apart, at the end of each round.
+
+    Parameters, buffers and what optimizers keep of each parameter become the mean over the ranks, weighted by
+    their numbers of shards (McMahan et al., "Communication-Efficient Learning of Deep Networks from
+    Decentralized Data", 2017; Yu et al., "On the Linear Speedup Analysis of Communication Efficient Momentum
+    SGD", 2019, for momenta). So all ranks hold the same state then, and a checkpoint is anybody's. The rows
+    and the ledger's checksums of the round travel along, in the one exchange.
+
+    Args:
+        run: what is trained.
+        mesh: the ranks.
+        state: this rank's.
+        shares: the number of shards of each rank.
+    """
+
+    def __init__(self, run: Run, mesh: Mesh, state: TrainingState, shares: Sequence[int]) -> None:
+        self._mesh, self._state = mesh, state
+        self._rounds, self._order = run.rounds, run.data.order
+        self._averager = Averager(mesh.world, shares, ROW_LENGTH + self._rounds.every, _TIMEOUT_S)
+        self._round: list[StepRecord] = []
+        if state.outer is not None:
+            state.outer.begin()
+
+    def agreed(self, sums: StepSums) -> StepSums:
+        """This rank's sums with the samples of all, and finite where all ranks can apply the step.
+
+        With a gradient scaler all of them skip it, or none; that takes a number from each in every step.
+        """
+        assert self._order is not None
+        start, stop = self._order.batch_range(self._state.progress.step_in_epoch)
+        sums = dataclasses.replace(sums, samples=stop - start)
+        if self._state.scaler is None or self._mesh.world.world_size == 1:
+            return sums
+        finite = all(told[0] for told in self._mesh.gather_rows([float(sums.finite)]))
+        return dataclasses.replace(sums, finite=finite)
+
+    def step_done(
+        self, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float]
+    ) -> tuple[list[StepRecord], list[Sequence[float]]]:
+        """Take in a step; where it is its round's last, come together.
+
+        Args:
+            epoch: the step's.
+            step_in_epoch: the step's.
+            sums: of this rank's shards.
+            row: this rank's numbers, which every rank gets to see.
+
+        Returns:
+            The steps of the round, with the checksums of all shards, and every rank's row; nothing within a
+            round.
+
+        Raises:
+            PeerLostError: a rank went away.
+        """
+        progress = self._state.progress
+        self._round.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
+        if not self._rounds.ends(progress):
+            return [], []
+        checksums = [float(record.sums.checksum) for record in self._round]
+        headers = self._averager.average(averaged(self._state), [*row, *checksums])
+        if self._state.outer is not None:
+            self._state.outer.step()
+        done, self._round = self._round, []
+        rows = [header[:ROW_LENGTH] for header in headers]
+        return [self._of_all(record, headers, number) for number, record in enumerate(done)], rows
+
+    def close(self) -> None:
+        """Free the memory that the ranks share."""
+        self._averager.close()
+
+    def _of_all(self, record: StepRecord, headers: Sequence[Sequence[float]], number: int) -> StepRecord:
+        checksum = int(sum(header[ROW_LENGTH + number] for header in headers))
+        return dataclasses.replace(record, sums=dataclasses.replace(record.sums, checksum=checksum))
+
+
+def averaged(state: TrainingState) -> list[torch.Tensor]:
+    """What becomes the mean over the ranks: parameters, buffers, and what optimizers keep in tensors.
+
+    Whatever their shapes: Adafactor keeps a matrix's rows and columns, NAdam a number.
+    """
+    tensors: list[torch.Tensor] = [p for p in state.module.parameters() if p.requires_grad]
+    tensors += state.module.buffers()
+    for optimizer in state.optimizers.values():
+        for parameter, values in optimizer.state.items():
+            tensors += [
+                value
+                for name, value in values.items()
+                # Steps are counted alike everywhere.
+                if isinstance(value, torch.Tensor)
+                and name != "step"
+                and (value.shape == parameter.shape or value.is_floating_point())
+            ]
+    return tensors
+
+
+def require_order(run: Run) -> None:
+    """Refuse streams, whose end all ranks would have to agree on in every step.
+
+    Raises:
+        ConfigError: the training data are streams.
+    """
+    if run.data.order is None:
+        raise ConfigError(
+            "--sync-every needs a dataset with a length: the end of a stream is agreed on in every step. "
+            "Leave --sync-every out, or return a map-style dataset."
+        )

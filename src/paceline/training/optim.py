@@ -1,0 +1,240 @@
+"""What belongs to the optimizer: averages, loss scaling, learning rates of parts, DiLoCo's outer step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from paceline.core.config import parse_lr_scale
+from paceline.parallel.sharded_state import ShardedOptimizer, local_part
+from paceline.training.parameter_patterns import names, require_match
+
+# --- The moving average of the weights ---
+
+
+class MovingAverage(AveragedModel):
+    """torch's exponential moving average, of parameters that may be distributed: each rank averages its part.
+
+    Args:
+        module: a second model, laid out as the first and equal to it, that becomes the average.
+        decay: of the average.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        # AveragedModel would copy the model, which a sharded one does not allow.
+        super().__init__(nn.Module(), multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)  # type: ignore[no-untyped-call]
+        self.module = module
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move the average towards the model."""
+        pairs = zip(_state_parts(self.module), _state_parts(model), strict=True)
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]]
+        groups = defaultdict(list)
+        for average, value in pairs:
+            groups[average.dtype, average.device].append((average, value))
+        for group in groups.values():
+            averages, values = ([pair[side] for pair in group] for side in (0, 1))
+            if self.n_averaged == 0:
+                torch._foreach_copy_(averages, values)
+            else:
+                assert self.multi_avg_fn is not None
+                self.multi_avg_fn(averages, values, self.n_averaged)
+        self.n_averaged += 1
+
+
+def _state_parts(module: nn.Module) -> list[torch.Tensor]:
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return [local_part(tensor.detach()) for tensor in tensors]
+
+
+# --- A gradient scaler for parameters of which each rank may hold a part ---
+
+
+LEAST_SCALE = 2.0**-14
+"""The smallest normal number of a half: gradients that it does not bring into range are not finite at all."""
+
+
+class PartScaler(torch.amp.GradScaler):
+    """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.
+
+    torch's takes no plain parameters beside distributed ones, and decides for each optimizer: a step that
+    only one of them applied would be neither a step nor a skipped one. What other ranks hold of the gradients
+    it does not see: whether all of it is finite, the ranks agree on before.
+    """
+
+    def unscale_all(self, optimizers: Collection[Optimizer], *, finite: bool) -> bool:
+        """Unscale the gradients of a step.
+
+        Args:
+            optimizers: of all parameters.
+            finite: whether the gradients of all ranks are.
+
+        Returns:
+            Whether the optimizers are to apply it: none does where a gradient is not finite.
+        """
+        for optimizer in optimizers:
+            self.unscale_(optimizer)
+        found = list(chain.from_iterable(self._found_inf_per_device(each).values() for each in optimizers))
+        finite = finite and not any(inf.item() for inf in found)
+        if not finite:
+            for inf in found:
+                inf.fill_(1.0)
+        return finite
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        held = SimpleNamespace(param_groups=[{"params": _gradient_parts(optimizer)}])
+        unscaled: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+            cast(Optimizer, held), inv_scale, found_inf, allow_fp16
+        )
+        # torch's steps with no optimizer of which it has looked at nothing.
+        return unscaled or {found_inf.device: found_inf}
+
+
+def _gradient_parts(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Tensors whose ``grad`` is what this rank holds of each gradient."""
+    parts = []
+    if isinstance(optimizer, ShardedOptimizer):
+        for gradient in optimizer.gradients():
+            part = gradient.detach()
+            part.grad = gradient
+            parts.append(part)
+        return parts
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                part = local_part(parameter.detach())
+                part.grad = local_part(parameter.grad)
+                parts.append(part)
+    return parts
+
+
+# --- Learning rates that differ within a model: ``--lr-scale`` ---
+
+
+_KEY = "paceline_lr_scale"
+
+
+def scale_rates(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Sequence[str]) -> None:
+    """Divide the optimizers' parameter groups so that each has one factor, and note it in the group.
+
+    The group's ``lr`` stays what the task and its schedulers make of it, since a schedule such as
+    ``OneCycleLR`` sets it for all groups alike; the factor comes in with :func:`scaled`.
+
+    Args:
+        optimizers: as the task built them.
+        module: the model.
+        scales: the values of ``--lr-scale``; the last one that matches counts.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    factors: dict[int, float] = {}
+    for text in scales:
+        pattern, factor = parse_lr_scale(text)
+        require_match("--lr-scale", pattern, module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if names(pattern, name):
+                factors[id(parameter)] = factor
+    for optimizer in optimizers.values():
+        for group in list(optimizer.param_groups):
+            _divide(optimizer, group, factors)
+
+
+def _divide(optimizer: Optimizer, group: dict[str, Any], factors: Mapping[int, float]) -> None:
+    members: dict[float, list[int]] = {}
+    for index, parameter in enumerate(group["params"]):
+        members.setdefault(factors.get(id(parameter), 1.0), []).append(index)
+    lists: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
+    shared = {key: value for key, value in group.items() if key not in lists}
+    for number, (factor, indices) in enumerate(members.items()):
+        part = {key: [values[index] for index in indices] for key, values in lists.items()}
+        if number == 0:
+            group.update({**part, _KEY: factor})
+        elif "param_names" in part:
+            named = list(zip(part["param_names"], part["params"], strict=True))
+            optimizer.add_param_group({**shared, "params": named, _KEY: factor})
+        else:
+            optimizer.add_param_group({**shared, **part, _KEY: factor})
+
+
+def rate(group: Mapping[str, Any]) -> Any:
+    """The learning rate with which a group's parameters are updated."""
+    return group["lr"] * group.get(_KEY, 1.0)
+
+
+@contextmanager
+def scaled(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+    """Within, each group's ``lr`` is what updates its parameters; afterwards it is as before."""
+    groups = [
+        group
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        if group.get(_KEY, 1.0) != 1.0
+    ]
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = rate(group)
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
+
+
+# --- The outer optimizer of DiLoCo: what follows the change that the ranks' steps apart made on average ---
+#
+# Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+
+
+class OuterOptimizer:
+    """SGD with Nesterov momentum, whose gradient is where a round began minus where it ended on average.
+
+    It keeps the weights at which the round began; at a synchronisation these are the model's own, so that a
+    checkpoint holds the momentum only.
+
+    Args:
+        module: the model.
+        lr, momentum: of the outer steps.
+    """
+
+    def __init__(self, module: nn.Module, *, lr: float, momentum: float) -> None:
+        self._parameters: list[torch.Tensor] = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
+        self._base = [parameter.detach().clone() for parameter in self._parameters]
+        self._optimizer = SGD(self._base, lr=lr, momentum=momentum, nesterov=True)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A round begins at the model's weights."""
+        torch._foreach_copy_(self._base, self._parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """End a round: the model's weights are the ranks' average; then the next one begins."""
+        for base, parameter in zip(self._base, self._parameters, strict=True):
+            base.grad = base - parameter
+        self._optimizer.step()
+        torch._foreach_copy_(self._parameters, self._base)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momentum."""
+        return dict(self._optimizer.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the momentum; options stay what they are now."""
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state["state"], "param_groups": groups})

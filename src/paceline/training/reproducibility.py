@@ -1,0 +1,124 @@
+"""What decides the bits of a run besides its options: random keys, versions and numerics."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.core.config import RunConfig
+from paceline.core.option_sets import select
+from paceline.data.order import derive_key
+
+# --- What the bits of a run depend on besides task, configuration and seed ---
+
+
+_PINNED = select(lambda its: its.fingerprint)
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def numerics_kept() -> Iterator[None]:
+    """Put back at exit what :func:`configure_numerics` sets: a script may go on after its training."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    workspace = os.environ.get(_WORKSPACE)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
+
+
+def configure_numerics(config: RunConfig, threads: int) -> None:
+    """Set what makes equal inputs give equal bits, for the whole process; see :func:`numerics_kept`."""
+    torch.set_num_threads(threads)
+    exact = config.summed_by == "exact"
+    torch.backends.cudnn.benchmark = not exact
+    if exact:
+        # Read by cuBLAS when its first handle is made.
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Filling every torch.empty() would cost more than it could ever find.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def current_pins(config: RunConfig, device: torch.device) -> dict[str, str | int | bool]:
+    """The pins of this process; equal pins promise equal bits."""
+    options = {name: getattr(config, name) for name in _PINNED}
+    options |= {"threads": torch.get_num_threads(), "reduction": config.summed_by}
+    return {
+        "torch": str(torch.__version__),
+        "device": _device_model(device),
+        **{name: 0 if value is None else value for name, value in options.items()},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+    }
+
+
+def _device_model(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+# --- Randomness is keyed, not consumed: every draw depends on (seed, what it is for), never on history ---
+
+
+# Tags 1 to 9 belong to the order of the data.
+_MODEL, _SHARD, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
+
+
+def seed_model(seed: int) -> None:
+    """Before the model is built: every rank builds the same."""
+    _seed(derive_key(seed, _MODEL))
+
+
+def seed_adapters(seed: int) -> None:
+    """Before adapters are put around a model's layers; what was imported or drawn before is no matter."""
+    _seed(derive_key(seed, _ADAPTERS))
+
+
+def seed_shard(seed: int, step: int, shard: int) -> None:
+    """Before a shard's forward: dropout is the same whichever rank computes it, and whenever."""
+    _seed(derive_key(seed, _SHARD, step, shard))
+
+
+def seed_evaluation(seed: int, block: int) -> None:
+    """Before an evaluation batch."""
+    _seed(derive_key(seed, _EVALUATION, block))
+
+
+def verification_key(seed: int, step: int) -> int:
+    """Decides which shard of a step is verified, and by whom: a 64-bit number, and no state."""
+    return derive_key(seed, _VERIFICATION, step)
+
+
+def _seed(key: int) -> None:
+    # torch.manual_seed() also looks for every other kind of accelerator: 65 us against 1 us.
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)

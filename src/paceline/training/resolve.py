@@ -1,0 +1,167 @@
+"""From options to a run: what is left open is decided once, when the run is created."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError, DataError
+from paceline.core.option_sets import merge_resumed_config, require_unchanged
+from paceline.core.options import parse_shuffle
+from paceline.core.task import Task
+from paceline.data.order import Carved, DataOrder, balanced, carve, checked_sizes
+from paceline.data.stream import ShardedStream, as_stream
+
+
+def resolve(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
+    """Fill in what the task recommends and what ``auto`` means; also what to say aloud about it.
+
+    Raises:
+        ConfigError: the result cannot work.
+    """
+    notes = []
+    shards = config.shards
+    if shards is None:
+        shards = task.defaults.shards if config.accumulate == 1 else "auto"
+    if shards in (None, "auto"):
+        ranks = config.data_ranks(world_size)
+        shards = ranks * config.accumulate
+        notes.append(f"shards: {shards} ({ranks} processes x {config.accumulate}), fixed for this run")
+    batch = config.global_batch_size or task.defaults.global_batch_size or task.recommended_batch_size()
+    epochs = config.epochs
+    if epochs is None and config.max_steps is None:
+        epochs = task.defaults.epochs
+    resolved = dataclasses.replace(
+        config,
+        shards=shards,
+        global_batch_size=batch,
+        epochs=epochs,
+        best=config.best or task.defaults.best,
+    )
+    check_world(resolved, world_size)
+    return resolved, notes
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse processes that the mesh is not for, and more of them than shards.
+
+    Raises:
+        ConfigError: says which numbers work.
+    """
+    assert isinstance(config.shards, int)
+    world_size = config.data_ranks(world_size)
+    if world_size > config.shards:
+        raise ConfigError(
+            f"{world_size} processes cannot share {config.shards} shards: each needs at least one. "
+            f"Use --nproc {config.shards} or fewer, or create the run with --shards {world_size} or more "
+            "(12 divides well)."
+        )
+
+
+def continued(config: RunConfig, given: Collection[str], recorded: RunConfig) -> RunConfig:
+    """The options of a run that is continued: the recorded ones, and what may change.
+
+    Args:
+        config: the options now.
+        given: the names of those that were asked for.
+        recorded: the options with which the run was created.
+
+    Raises:
+        ConfigError: an option that decides the model's bits was given another value.
+    """
+    require_unchanged(vars(config), given, recorded)
+    return RunConfig(**merge_resumed_config(vars(config), given, recorded))
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The training data and how long the run goes on.
+
+    Attributes:
+        train: the dataset, where it is map-style.
+        stream: the dataset, where it is one of streams.
+        order: of the training samples; None for streams.
+        carved: where a validation split is taken out of ``train``.
+        val: the task's own validation split, or None.
+        total_steps: of the whole run; None for streams run by epochs.
+    """
+
+    train: Any
+    stream: ShardedStream | None
+    order: DataOrder | None
+    carved: Carved | None
+    val: Any
+    total_steps: int | None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None for streams."""
+        return None if self.order is None else self.order.steps_per_epoch
+
+
+def plan_data(config: RunConfig, task: Task) -> DataPlan:
+    """Build the training and validation datasets and the order of the samples.
+
+    Raises:
+        ConfigError: batch, shards and data do not fit together.
+        DataError: a dataset is missing or of an unknown kind.
+    """
+    assert isinstance(config.shards, int)
+    assert config.global_batch_size is not None
+    train = task.build_dataset("train")
+    if train is None:
+        raise DataError(
+            f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.'
+        )
+    val = task.build_dataset("val")
+    if config.early_stop is not None and val is None and config.val_fraction is None:
+        raise ConfigError(
+            f"--early-stop needs a validation split, and {type(task).__name__} has none. "
+            "Carve one out of the training data with --val-fraction 0.1, or leave --early-stop out."
+        )
+    stream = as_stream(train)
+    if stream is not None:
+        if config.val_fraction is not None:
+            raise ConfigError("--val-fraction needs a dataset with a length; a stream has none.")
+        if "pp" in config.methods and config.pp_schedule == "pipedream":
+            raise ConfigError(
+                "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
+                "there is one. Use --pp-schedule 1f1b."
+            )
+        return DataPlan(train, stream, None, None, val, config.max_steps)
+    if not callable(getattr(train, "__len__", None)):
+        raise DataError(
+            f"the train dataset ({type(train).__name__}) has no length and is no IterableDataset. "
+            "Return a map-style dataset (__len__ and __getitem__) or a stream."
+        )
+    num_samples = len(train)
+    carved = None
+    if config.val_fraction is not None:
+        if val is not None:
+            raise ConfigError(
+                f"{type(task).__name__} has its own validation split; leave --val-fraction out."
+            )
+        carved = carve(num_samples, config.val_fraction, config.seed)
+        num_samples = len(carved.train)
+    order = DataOrder(
+        num_samples,
+        config.global_batch_size,
+        config.shards,
+        config.seed,
+        task.min_shard,
+        parse_shuffle(config.shuffle),
+    )
+    sizes = task.sample_sizes(train)
+    if sizes is not None:
+        known = checked_sizes(sizes, len(train), type(task).__name__)
+        order = balanced(order, known if carved is None else known[carved.train(np.arange(num_samples))])
+    total_steps = config.max_steps
+    if total_steps is None:
+        assert config.epochs is not None
+        total_steps = config.epochs * order.steps_per_epoch
+    return DataPlan(train, None, order, carved, val, total_steps)

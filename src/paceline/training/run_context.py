@@ -1,0 +1,278 @@
+"""A run that all ranks agreed on, and the parts that are built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.core.callback import Horizon
+from paceline.core.config import RunConfig
+from paceline.core.option_sets import select
+from paceline.core.options import parse_interval
+from paceline.core.task import Task
+from paceline.data.loader import EvalBatches, build_loader, resolve_workers
+from paceline.data.samples import Loader
+from paceline.data.stream import StreamLoader
+from paceline.parallel.strategy import AMP_DTYPES, Placement, Rehearsal, Strategy, StrategyOptions
+from paceline.parallel.strategy_selection import build_placement, build_strategy
+from paceline.parallel.world import Mesh, World
+from paceline.runs.directory import RunDirectory, backup_path
+from paceline.runs.monitor import Monitor
+from paceline.runs.trackers import RUN_ID, Tracked, TrackerWriter, make_tracker
+from paceline.training.control import ROW_LENGTH, StopSignals
+from paceline.training.evaluation import Evaluator
+from paceline.training.resolve import DataPlan
+from paceline.training.schedule import Deadline, Rounds
+
+if TYPE_CHECKING:
+    from paceline.runs.profiler import StepProfiler
+
+_STEP_TIMEOUT_S = 1800.0
+_EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
+_NOT_TRACKED = select(lambda its: its.scope == "place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a trainer works on.
+
+    Attributes:
+        task_name: as the checkpoints record it.
+        config: with nothing left open.
+        device: this process's.
+        processes: how many share this machine.
+        directory: on rank 0's machine at least.
+        signals: who asks for a stop.
+        deadline: when the job has to stop by itself.
+        quiet: show nothing on the terminal.
+        referee: the socket of whoever is asked after each evaluation whether the run goes on.
+    """
+
+    task: Task
+    task_name: str
+    config: RunConfig
+    data: DataPlan
+    device: torch.device
+    processes: int
+    directory: RunDirectory
+    signals: StopSignals
+    deadline: Deadline
+    quiet: bool
+    referee: Path | None = None
+
+    @cached_property
+    def run_id(self) -> str:
+        """What no other run is called, from ``run.toml``: there once the run is created."""
+        return str(self.directory.read_complete_manifest()["id"])
+
+    @property
+    def backup(self) -> Path | None:
+        """Where the checkpoints are copied to: a folder of the run's own in ``--backup-to``."""
+        return backup_path(self.config.backup_to, self.run_id)
+
+    @property
+    def num_shards(self) -> int:
+        """S."""
+        assert isinstance(self.config.shards, int)
+        return self.config.shards
+
+    @property
+    def global_batch_size(self) -> int:
+        """G, in samples."""
+        assert self.config.global_batch_size is not None
+        return self.config.global_batch_size
+
+    @property
+    def rounds(self) -> Rounds:
+        """When ranks that train apart come together."""
+        return Rounds(self.config.sync_every or 1, self.data.steps_per_epoch, self.data.total_steps)
+
+    @property
+    def horizon(self) -> Horizon:
+        """What a task's callback is told of the run."""
+        return Horizon(
+            total_steps=self.data.total_steps,
+            steps_per_epoch=self.data.steps_per_epoch,
+            eval_every=parse_interval(self.config.eval_every, "eval_every"),
+        )
+
+    @property
+    def shares_by_speed(self) -> bool:
+        """Whether ranks that are slower may compute fewer shards."""
+        config = self.config
+        return config.balance == "auto" and config.summed_by in ("exact", "fast") and not config.rigid
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A fresh context of the run's precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, AMP_DTYPES[self.config.precision])
+
+    def build_loader(self, *, workers: int | None = None) -> Loader:
+        """The training data.
+
+        Args:
+            workers: processes that read it; by default as the options say.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        data, task = self.data, self.task
+        if data.stream is not None:
+            return StreamLoader(
+                data.stream,
+                global_batch_size=self.global_batch_size,
+                num_shards=self.num_shards,
+                min_shard=task.min_shard,
+                seed=self.config.seed,
+                device=self.device,
+                collate=task.collate,
+            )
+        assert data.order is not None
+        return build_loader(
+            data.train,
+            data.order,
+            seed=self.config.seed,
+            device=self.device,
+            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes)
+            if workers is None
+            else workers,
+            collate=task.collate,
+            index_map=None if data.carved is None else data.carved.train,
+        )
+
+    def build_evaluator(self, split: str) -> Evaluator | None:
+        """The evaluator of "val" or "test", or None where the task has no such split.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        batches = self.build_eval_batches(split)
+        if batches is None:
+            return None
+        return Evaluator(
+            self.task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split
+        )
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of a block of an evaluation."""
+        return _EVAL_SHARDS * -(-self.global_batch_size // self.num_shards)
+
+    def build_eval_batches(self, split: str) -> EvalBatches | None:
+        """What "val" or "test" is evaluated in, or None where the task has no such split.
+
+        Raises:
+            DataError: the dataset cannot be read.
+        """
+        data, task, index_map = self.data, self.task, None
+        if split == "val" and data.carved is not None:
+            dataset, index_map = data.train, data.carved.val
+        else:
+            dataset = data.val if split == "val" else task.build_dataset(split)
+        if dataset is None:
+            return None
+        return EvalBatches(
+            dataset,
+            self.eval_batch_size,
+            seed=self.config.seed,
+            device=self.device,
+            workers=resolve_workers(dataset, task.collate, self.config.workers, self.processes),
+            collate=task.collate,
+            index_map=index_map,
+            split=split,
+        )
+
+    def build_mesh(self, world: World) -> Mesh:
+        """The ranks of ``world``, laid out as the options say; all of them build it together.
+
+        Raises:
+            ConfigError: the options are for another number of ranks.
+        """
+        return Mesh(world, self.config.axes(world.world_size))
+
+    def build_placement(self, mesh: Mesh, rehearsal: Rehearsal) -> Placement:
+        """How the model lies on the ranks.
+
+        Args:
+            mesh: the ranks.
+            rehearsal: what may be tried of the task for it.
+
+        Raises:
+            ConfigError: it cannot lie so on so many.
+        """
+        return build_placement(self.config, mesh, self.task, rehearsal)
+
+    def build_strategy(self, module: nn.Module, mesh: Mesh, shares: tuple[int, ...]) -> Strategy:
+        """The strategy, with the model in it; all ranks build it together.
+
+        Raises:
+            ConfigError: it cannot work with so many processes.
+        """
+        return build_strategy(module, mesh, self.config, self.strategy_options(shares))
+
+    def strategy_options(self, shares: tuple[int, ...]) -> StrategyOptions:
+        """What every strategy is built with.
+
+        Args:
+            shares: of each rank that has data of its own.
+        """
+        return StrategyOptions(
+            shares=shares,
+            kind="exact" if self.config.summed_by == "exact" else "fast",
+            row_length=ROW_LENGTH,
+            timeout_s=_STEP_TIMEOUT_S,
+            compile=self.config.compile,
+            static_graph=self.task.static_graph,
+            global_batch_size=self.global_batch_size,
+            directory=self.directory.path,
+        )
+
+    def build_monitor(self, world: World, first_step: int) -> Monitor:
+        """What shows and records this rank's progress from a step on."""
+        return Monitor(
+            self.directory,
+            rank=world.rank,
+            world_size=world.world_size,
+            computing=world.num_computing,
+            total_steps=self.data.total_steps,
+            steps_per_epoch=self.data.steps_per_epoch,
+            first_step=first_step,
+            log_every=self.config.log_every,
+            quiet=self.quiet,
+            device=self.device,
+            trackers=self._build_trackers,
+        )
+
+    def _build_trackers(self, earlier: Sequence[Mapping[str, Any]]) -> list[TrackerWriter]:
+        if not self.config.log_to:
+            return []
+        manifest = self.directory.read_complete_manifest()
+        tracked = Tracked(
+            id=self.run_id,
+            name=self.directory.path.name,
+            task=self.task_name,
+            directory=self.directory,
+            options={
+                **{k: v for k, v in manifest["config"].items() if k not in _NOT_TRACKED},
+                **{f"task.{name}": value for name, value in manifest["task"]["fields"].items()},
+            },
+            tags={RUN_ID: self.run_id, "paceline.run": str(self.directory.path.absolute())},
+        )
+        names = dict.fromkeys(self.config.log_to)
+        return [TrackerWriter(name, make_tracker(name), tracked, earlier) for name in names]
+
+    def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
+        """The profiler that ``--profile`` asks for."""
+        if not self.config.profile:
+            return None
+        from paceline.runs.profiler import profile_steps
+
+        return profile_steps(self.directory, steps=self.config.profile, first=first_step, monitor=monitor)

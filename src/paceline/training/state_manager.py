@@ -1,0 +1,216 @@
+"""One rank's copy of all that training changes: begun, taken from elsewhere, or given away."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.data.ledger import LedgerEntry
+from paceline.data.samples import Loader
+from paceline.data.stream import StreamLoader
+from paceline.parallel.strategy import Placement, Whole
+from paceline.parallel.world import Mesh, World
+from paceline.parallel.wrap_units import checkpoint_activations
+from paceline.training.checkpoint_manager import RECENT_STEPS
+from paceline.training.fine_tuning import initialise, merged
+from paceline.training.reproducibility import seed_model
+from paceline.training.run_context import Run
+from paceline.training.state import TrainingState, built_model
+from paceline.training.step import FirstBatch
+
+
+class Replica:
+    """The state, and what goes with it from one rank to another.
+
+    Attributes:
+        valid: whether ``state`` is whole, and so is what its version says.
+        recent: the last steps' ledger entries.
+        loader: of the training data, whose positions belong to the state; set it once that is built.
+
+    Args:
+        run: what is trained.
+
+    Raises:
+        UserError: the task's model or optimizers cannot be built.
+    """
+
+    loader: Loader
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._placement: Placement = Whole()
+        self._weights: Mapping[str, Tensor] | None = None  # another run's, while a state is begun with them
+        # Where each rank holds all of it: who cannot build it says so before others wait for this one. A new
+        # run that begins with another's weights has to wait for these.
+        waits = run.config.init_from is not None and not run.directory.exists()
+        self._state: TrainingState | None = None
+        if not run.config.shards_state and not waits:
+            self._state = self._new_state()
+        self.valid, self._pristine = False, True
+        self.recent: deque[LedgerEntry] = deque(maxlen=RECENT_STEPS)
+
+    @property
+    def state(self) -> TrainingState:
+        """The model and all that changes with it; built when it is first asked for.
+
+        Raises:
+            UserError: the task's model or optimizers cannot be built.
+        """
+        if self._state is None:
+            self._state = self._new_state()
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """The state's version."""
+        return 0 if self._state is None else self._state.progress.version
+
+    def close(self) -> None:
+        """Let go of the state."""
+        if self._state is not None:
+            self._state.callback.close()
+            self._state = None
+
+    def _new_state(self) -> TrainingState:
+        run = self._run
+        seed_model(run.config.seed)
+        module = self._placement.place(self._built_model(), run.device)
+        twin = None
+        if run.config.ema is not None:
+            twin = self._placement.twin(self._built_model, module, run.device)
+        state = TrainingState(run.task, run.config, module, run.device, run.horizon, twin)
+        state.optimizers = dict(self._placement.take_optimizers(state.optimizers))
+        return state
+
+    def _built_model(self) -> nn.Module:
+        config = self._run.config
+        module = built_model(self._run.task)
+        initialise(module, config, self._weights)
+        if config.checkpoint_activations != "none":
+            checkpoint_activations(
+                module,
+                config.checkpoint_activations,
+                config.checkpoint_blocks,
+                to_the_end="tp" in config.methods,
+            )
+        return module
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The state changes in here: it is not valid until the end, nor after an error."""
+        self.valid = False
+        yield
+        self.valid = True
+
+    def restore(
+        self,
+        mesh: Mesh,
+        saved: Mapping[str, Any] | None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Begin, or go on from a checkpoint; all ranks do so together.
+
+        Args:
+            mesh: the ranks.
+            saved: the state of the checkpoint, the same on all ranks; None to begin.
+            weights: of another run, the same on all ranks, to begin with.
+
+        Raises:
+            CheckpointError: ``saved`` does not fit the task.
+            ConfigError: ``weights`` do not.
+            PeerLostError: a rank is gone.
+        """
+        self.valid = False
+        self.recent.clear()
+        self._placement = self._run.build_placement(mesh, FirstBatch(self._run))
+        if self._run.config.shards_state or not self._pristine or weights is not None:
+            self.close()  # before another one takes its place in memory
+        if saved is not None:
+            self.take(saved)
+            return
+        if weights is not None:
+            self._weights = weights
+            self._state = self._new_state()
+            self._weights = None
+        if not self._run.config.shards_state:
+            # A model may be built with randomness that no seed of torch's reaches.
+            mesh.world.broadcast_module(self.state.module)
+            if self.state.ema is not None:
+                mesh.world.broadcast_module(self.state.ema)
+        self.valid, self._pristine = True, False
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that a checkpoint or another rank gave.
+
+        Raises:
+            CheckpointError: it does not fit the task.
+        """
+        self.valid, self._pristine = False, False
+        self.state.load_state_dict(state)
+        if isinstance(self.loader, StreamLoader) and "streams" in state:
+            self.loader.load_state_dict(state["streams"])
+        if "recent" in state:
+            self.recent.clear()
+            self.recent.extend(LedgerEntry(*entry) for entry in state["recent"])
+        self.valid = True
+
+    def whole_state(self, world: World) -> dict[str, Any]:
+        """The state as one process would have it, on rank 0; all ranks call this together."""
+        return dict(self._placement.whole(self.state.state_dict(), keep=world.rank == 0))
+
+    def whole_model(self, world: World) -> dict[str, Any]:
+        """The model's state as one process would have it, on rank 0; all ranks call this together."""
+        return dict(self._placement.whole(self.state.module.state_dict(), keep=world.rank == 0))
+
+    def whole_evaluated(self, world: World) -> dict[str, Tensor]:
+        """The evaluated weights by the names of the task's model, on rank 0; all ranks call this."""
+        whole = self._placement.whole(self.state.evaluated_module.state_dict(), keep=world.rank == 0)
+        if world.rank != 0:
+            return {}
+        weights = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+        adapters = self._run.config.adapters
+        return weights if adapters is None else merged(weights, adapters)
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
+        self._placement.clip_gradients(self.state.module, max_norm)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether whoever calls the model needs the other ranks to call theirs."""
+        return self._placement.in_step
+
+    def give(self) -> dict[str, Any]:
+        """The state for a rank that lacks it: what :meth:`take` takes."""
+        state = {**self.state.state_dict(), "recent": [list(entry) for entry in self.recent]}
+        if isinstance(self.loader, StreamLoader):
+            epoch, step = self.state.progress.epoch, self.state.progress.step_in_epoch
+            state["streams"] = self.loader.positions(epoch, step, range(self._run.num_shards))
+        return state
+
+    def gather_positions(self, world: World, shards: Iterable[int] | None = None) -> dict[str, Any] | None:
+        """Have all ranks know where each one's streams stand; they call this together.
+
+        Args:
+            world: the ranks.
+            shards: this rank's; those that it has read where None is given.
+
+        Returns:
+            Positions by shard; None where the dataset is no stream.
+        """
+        if not isinstance(self.loader, StreamLoader):
+            return None
+        progress = self.state.progress
+        furthest: dict[str, Any] = {}
+        own = self.loader.reading if shards is None else shards
+        mine = self.loader.positions(progress.epoch, progress.step_in_epoch, own)
+        for of_rank in world.all_gather_json(mine):
+            for shard, position in of_rank.items():
+                if shard not in furthest or furthest[shard]["step"] < position["step"]:
+                    furthest[shard] = position
+        self.loader.add_positions(furthest)
+        return furthest

@@ -1,0 +1,1 @@
+"""The tasks that come with Paceline; `paceline.core.task_loading.RECIPES` names them."""

@@ -1,0 +1,338 @@
+"""The one function that every launcher starts: ``python -m paceline.training.worker JOB.toml``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.environment import Environment, default_threads, detect_environment
+from paceline.core.errors import (
+    CheckpointError,
+    NonFiniteLossError,
+    PeerLostError,
+    RunDirectoryError,
+    RunInUseError,
+    StopRequested,
+    UserError,
+)
+from paceline.core.files import DISK_ERRORS
+from paceline.core.job import Job, default_run_path
+from paceline.core.options import parse_duration_s, parse_hang_timeout
+from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, signals_handled
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import describe, exit_code_of, failure_of, read_failure, record_failure
+
+if TYPE_CHECKING:
+    from paceline.core.task import Task
+    from paceline.elastic.worker_channel import Member
+    from paceline.parallel.world import World
+
+_SETTLE_S = 1.0
+_runs = itertools.count()
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that ``argv`` names; return the process's exit code."""
+    dump_stacks_on_signal()
+    job = Job.from_toml(Path(argv[0]))
+    environment = detect_environment(rdzv_endpoint=job.config.rdzv_endpoint)
+    if environment.source == "torchrun":
+        die_with_parent()
+    try:
+        return run_reported(job, environment)[0]
+    except KeyboardInterrupt:  # before signals are handled: nothing has begun
+        return 130
+
+
+def preload() -> None:
+    """Import what a worker needs sooner or later: one that is forked from this process has it at once."""
+    # torch.use_deterministic_algorithms() imports this, which takes more than a second.
+    import torch._inductor.config  # noqa: F401
+
+    import paceline.runs.console
+    import paceline.training.elastic_worker  # noqa: F401
+    from paceline.runs.metrics import preload_tensorboard
+
+    preload_tensorboard()
+
+
+def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+    """Run a job as a member that an agent has forked; return the process's exit code.
+
+    Args:
+        job_file: the job.
+        channel: the descriptor of this worker's end of its channel.
+        slot: names its log.
+        terminal: descriptors of the agent's stdout and stderr.
+    """
+    from paceline.elastic.worker_channel import Channel, Member, Retired
+
+    dump_stacks_on_signal()
+    job = Job.from_toml(job_file)
+    assert job.config.run is not None, "an agent names the run"
+    directory = RunDirectory(Path(job.config.run))
+    member = Member(Channel.of(channel), job.config.heartbeat)
+    member.activity.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
+    try:
+        _run_member(job, member, directory, slot, terminal)
+    except Retired:
+        return 0
+    except Exception as raised:
+        error = _explained(raised, directory)
+        member.beat()  # the agent judges by the step at which it happened
+        if isinstance(error, UserError | NonFiniteLossError | CheckpointError) and directory.exists():
+            with suppress(OSError):
+                directory.append_event("failed", slot=slot, error=str(error).partition("\n")[0])
+        return record_failure(directory, slot, error)
+    finally:
+        member.leave()
+    return 0
+
+
+def _run_member(
+    job: Job, member: Member, directory: RunDirectory, slot: int, terminal: tuple[int, int]
+) -> None:
+    from paceline.core.task_loading import TaskReference
+    from paceline.runs.rank_log import capture_rank_output, show_on
+    from paceline.training.control import StopSignals
+    from paceline.training.elastic_worker import train_as_member
+    from paceline.training.run_setup import Request
+
+    config, processes, world_size = job.config, job.config.nproc, job.world_size
+    assert isinstance(processes, int), "an agent counts the processes"
+    assert world_size is not None
+    task = None if job.fields is None else TaskReference(config.task, job.fields).load()
+    environment = Environment(
+        rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
+    )
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals(launched=True))
+        directory.error_of(slot).unlink(missing_ok=True)
+        stack.enter_context(capture_rank_output(directory, slot, processes))
+        stack.enter_context(_messages_shown(job.quiet))
+        shown = slot == 0
+
+        def at_rank_0() -> None:
+            nonlocal shown
+            if not shown:
+                shown = True
+                show_on(terminal, stack)
+
+        train_as_member(
+            Request(
+                given=job.given,
+                config=config,
+                task=task,
+                started=job.started,
+                default_threads=default_threads(environment),
+                quiet=job.quiet,
+                referee=_referee(job),
+            ),
+            member,
+            directory,
+            signals,
+            processes=processes,
+            world_size=world_size,
+            at_rank_0=at_rank_0,
+        )
+
+
+def run_reported(
+    job: Job, environment: Environment, task: Task | None = None
+) -> tuple[int, dict[str, Any] | None]:
+    """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
+    directory = RunDirectory(Path(job.config.run)) if job.config.run else None
+    try:
+        return 0, run(job, environment, task)
+    except Exception as raised:
+        error = _explained(raised, directory)
+        if directory is not None and directory.path.is_dir() and not isinstance(error, RunInUseError):
+            record_failure(directory, environment.rank, error)
+            if directory.exists() and not isinstance(error, StopRequested | PeerLostError):
+                with suppress(OSError):
+                    directory.append_event(
+                        "failed", rank=environment.rank, error=str(error).partition("\n")[0]
+                    )
+        if not job.supervised:
+            _tell(error, environment, directory)
+        return exit_code_of(error), None
+
+
+def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
+    """The same error, or one that says what to do about a disk that takes no more."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return error
+    explained = RunDirectoryError(
+        f"cannot write {error.filename or (directory.path if directory else 'the run directory')}: "
+        f"{error.strerror}. What was saved before is untouched. Make room, then give the same command again."
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def run(job: Job, environment: Environment, task: Task | None = None) -> dict[str, Any]:
+    """Join the world, train, and return the content of ``result.json``.
+
+    Args:
+        job: what to do.
+        environment: who this process is.
+        task: the task itself, where a script has built it.
+
+    Raises:
+        PacelineError: as :func:`paceline.training.session.train` says.
+    """
+    from paceline.core.task_loading import TaskReference
+    from paceline.parallel.rendezvous import settled
+    from paceline.parallel.world import open_world
+    from paceline.runs.rank_log import capture_rank_output
+    from paceline.training.control import StopSignals
+    from paceline.training.reproducibility import numerics_kept
+    from paceline.training.run_setup import Request
+    from paceline.training.session import train
+
+    config = job.config
+    init_timeout_s = parse_duration_s(config.init_timeout, "init_timeout")
+    kept = partial(settled, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
+    # A script may train several runs, and after a restart trains them again in the same order.
+    key = f"paceline/run/{next(_runs)}"
+    if task is None and job.fields is not None:
+        task = TaskReference(config.task, job.fields).load()
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
+        stack.enter_context(numerics_kept())
+        mine = RunDirectory(Path(config.run or default_run_path(config.task)))
+        if environment.rank == 0:
+            if config.run is None:
+                mine = RunDirectory(Path(kept(key, lambda: str(mine.path))))
+            mine.create()
+            stack.enter_context(mine.locked())
+        # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
+        with signals_handled(WORKER_STOP_SIGNALS, signal.SIG_DFL):
+            world = stack.enter_context(
+                open_world(
+                    environment,
+                    device=config.device,
+                    backend=config.backend,
+                    interface=config.interface,
+                    init_timeout_s=init_timeout_s,
+                    comm_debug=config.comm_debug,
+                    generation=_next_generation(mine) if environment.rank == 0 else 0,
+                )
+            )
+        if environment.rank == 0 and config.resume != "auto":
+
+            def checked() -> str:
+                mine.check_resume(config.resume)
+                return config.resume
+
+            # Once a job: torchrun's restarts find the run that the job itself began.
+            kept(f"{key}/resume", checked)
+        # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
+        directory = RunDirectory(Path(world.broadcast_json(str(mine.path))))
+        directory.create()
+        directory.error_of(world.rank).unlink(missing_ok=True)
+        stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
+        stack.enter_context(_messages_shown(job.quiet))
+        _watch_over(job, world, directory, stack)
+        request = Request(
+            given=job.given,
+            config=dataclasses.replace(config, run=str(directory.path)),
+            task=task,
+            started=job.started,
+            default_threads=default_threads(environment),
+            quiet=job.quiet,
+            referee=_referee(job),
+        )
+        return train(request, world, directory, signals)
+
+
+def _referee(job: Job) -> Path | None:
+    return None if job.referee is None else Path(job.referee)
+
+
+def _watch_over(job: Job, world: World, directory: RunDirectory, stack: ExitStack) -> None:
+    """Have a hang noticed, and end the job, for as long as the stack is open."""
+    from paceline.elastic.hang import Watchdog
+
+    limit_s = parse_hang_timeout(job.config.hang_timeout)
+    world.activity.limit_steps_to(limit_s)
+    # A lone process holds nobody up; it may be in a debugger.
+    if limit_s == math.inf or (limit_s is None and world.world_size == 1):
+        return
+
+    def tell(text: str) -> None:
+        if not job.supervised:
+            print(f"paceline: {text}", file=sys.stderr)
+
+    stack.enter_context(
+        Watchdog(
+            world.activity,
+            directory,
+            rank=world.rank,
+            world_size=world.world_size,
+            generation=world.generation,
+            one_host=world.one_host,
+            tell=tell,
+        )
+    )
+
+
+def _next_generation(directory: RunDirectory) -> int:
+    from paceline.data.ledger import generations
+
+    return max(generations(directory.ledger), default=-1) + 1
+
+
+@contextmanager
+def _messages_shown(quiet: bool) -> Iterator[None]:
+    """Show Paceline's own log messages, on stderr as it is now; with ``quiet`` only its warnings."""
+    logger, handler = logging.getLogger("paceline"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    before = logger.level
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _tell(error: Exception, environment: Environment, directory: RunDirectory | None) -> None:
+    """Print the error, unless this rank is a victim or rank 0 says the same."""
+    failure = failure_of(environment.rank, error)
+    if isinstance(error, StopRequested):
+        if environment.rank == 0:
+            print(f"paceline: {error}", file=sys.stderr)
+        return
+    if failure.victim and environment.world_size > 1:
+        print(f"paceline: rank {environment.rank} also ends: {error}", file=sys.stderr)
+        return
+    if isinstance(error, UserError) and environment.rank != 0 and _rank_0_says_so(error, directory):
+        return
+    print(f"paceline: {describe(failure, directory)}", file=sys.stderr)
+
+
+def _rank_0_says_so(error: Exception, directory: RunDirectory | None) -> bool:
+    """Whether rank 0 failed with the same message; a wrong option fails everywhere at about the same time."""
+    deadline = time.monotonic() + _SETTLE_S
+    while directory is not None and time.monotonic() < deadline:
+        told = read_failure(directory.error_of(0))
+        if told is not None:
+            return told.message == str(error)
+        time.sleep(0.05)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""Two pictures of a search: its learning curves, and which parameters went with which result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import LaunchError
+from paceline.tune.history import Trial, Trials
+from paceline.tune.search import Dimension, Search
+from paceline.tune.status import show_value
+
+_SIZE = (9.0, 5.0)  # inches
+_MOST_TICKS = 8
+_DECADES = 100  # from there on powers of ten are marked
+_ROOM = 0.04  # above and below an axis's values
+
+
+def draw(search: Search, journal: Trials, directory: Path) -> list[Path]:
+    """Write ``curves.svg`` and ``parallel.svg``; return those that were written.
+
+    Args:
+        search: what was searched.
+        journal: what is known of its trials.
+        directory: where to.
+
+    Raises:
+        LaunchError: the plotting library is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise LaunchError(f"there are no plots ({error}). Run: pip install 'paceline[report]'") from error
+    best = journal.best(search.metric_name, search.mode)
+    rated = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
+    if not rated:
+        return []
+    written = []
+    for name, plot in (("curves", _curves), ("parallel", _parallel)):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        plot(figure, search, rated, best)
+        path = directory / f"{name}.svg"
+        figure.savefig(path, metadata={"Date": None})
+        written.append(path)
+    return written
+
+
+def _colour(search: Search, trials: Sequence[Trial]) -> Any:
+    """From a value to a colour; the better the darker: the background is white."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    values = _finals(search, trials)
+    scale = Normalize(min(values), max(values) if max(values) > min(values) else min(values) + 1)
+    return ScalarMappable(scale, colormaps["viridis_r" if search.mode == "max" else "viridis"])
+
+
+def _finals(search: Search, trials: Sequence[Trial]) -> list[float]:
+    best = [trial.best(search.metric_name, search.mode) for trial in trials]
+    return [value for value in best if value is not None]
+
+
+def _curves(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
+    """The metric over the steps, a line for each trial; a cross where it ended early."""
+    axes = figure.add_subplot()
+    colour = _colour(search, trials)
+    values = _finals(search, trials)
+    for trial, value in zip(trials, values, strict=True):
+        steps, ys = zip(*trial.curve(search.metric_name), strict=True)
+        is_best = trial is best
+        axes.plot(
+            steps,
+            ys,
+            color=colour.to_rgba(value),
+            linewidth=2.5 if is_best else 1.0,
+            marker="o" if trial.state in ("finished", "goal") else "x",
+            markevery=[-1],
+            markersize=5,
+            zorder=3 if is_best else 2,
+            label=f"trial {trial.number}, the best" if is_best else None,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"{search.metric_name} (val)")
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; a cross: it did not come to its end")
+    axes.grid(alpha=0.3)
+    if best is not None:
+        axes.legend()
+
+
+def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
+    """Parallel coordinates (Inselberg): an axis for each parameter and one for the result, a line a trial."""
+    axes = figure.add_subplot()
+    colour = _colour(search, trials)
+    values = _finals(search, trials)
+    dimensions = search.parsed_space.dimensions
+    low, high = min(values), max(values)
+    # The better, the further on top.
+    ranked = sorted(zip(trials, values, strict=True), key=lambda pair: pair[1], reverse=search.mode == "min")
+    for trial, value in ranked:
+        parameters = search.parsed_space.parameters(trial.number)
+        ys = [_height(dimension, parameters[dimension.field]) for dimension in dimensions]
+        ys.append((value - low) / (high - low) if high > low else 0.5)
+        width = 2.5 if trial is best else 1.0
+        axes.plot(range(len(ys)), ys, color=colour.to_rgba(value), linewidth=width, alpha=0.9)
+    for place, dimension in enumerate(dimensions):
+        for height, text in _ticks(dimension):
+            axes.annotate(
+                text,
+                (place, height),
+                xytext=(4, 0),
+                textcoords="offset points",
+                fontsize=8,
+                va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
+                zorder=4,
+            )
+    for place in range(len(dimensions) + 1):
+        axes.axvline(place, color="0.3", linewidth=0.8, zorder=3)
+    axes.set_xticks(range(len(dimensions) + 1), [*(d.field for d in dimensions), search.metric_name])
+    axes.set_yticks([])
+    axes.set_ylim(-_ROOM, 1 + _ROOM)
+    axes.set_xlim(-0.15, len(dimensions) + 0.15)
+    for side in ("top", "left", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: the best")
+    figure.colorbar(colour, ax=axes, label=f"{search.metric_name} (val)")
+
+
+def _height(dimension: Dimension, value: Any) -> float:
+    """Where a value lies on its axis, from 0 to 1."""
+    if dimension.kind == "choice":
+        return dimension.values.index(value) / max(1, len(dimension.values) - 1)
+    low, high = dimension.bounds
+    if dimension.kind == "log":
+        return (math.log(float(value)) - math.log(low)) / (math.log(high) - math.log(low))
+    return (float(value) - low) / (high - low)
+
+
+def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
+    """What is written at an axis: all choices, or some values of a range."""
+    if dimension.kind == "choice":
+        return [(_height(dimension, value), str(value)) for value in dimension.values]
+    low, high = dimension.bounds
+    values: Sequence[float]
+    if dimension.kind == "int":
+        every = max(1, math.ceil((high - low) / _MOST_TICKS))
+        values = [*range(int(low), int(high), every), int(high)]
+    elif dimension.kind == "log" and high / low >= _DECADES:
+        powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        between = [10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5]
+        values = [low, *between, high]
+    elif dimension.kind == "log":
+        values = [low, float(f"{math.sqrt(low * high):.2g}"), high]
+    else:
+        values = [low, *(float(f"{low + (high - low) * part:.3g}") for part in (0.25, 0.5, 0.75)), high]
+    return [(_height(dimension, value), show_value(value)) for value in values]

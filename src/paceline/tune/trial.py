@@ -1,0 +1,390 @@
+"""One trial: a run that a scheduler may stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.config import config_from_mapping
+from paceline.core.environment import variables_of_another_job
+from paceline.core.errors import LaunchError, RunDirectoryError
+from paceline.core.files import read_json_lines, write_atomically
+from paceline.core.job import Job
+from paceline.core.parent_death import die_with_parent, tethered
+from paceline.core.signals import WORKER_STOP_SIGNALS
+from paceline.launch.ray import own_variables
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import read_failure
+from paceline.tune.history import TrialState
+
+# --- Forks one trial after another, with torch imported: ``python -m paceline.tune.trial FD`` ---
+#
+# So a trial begins in milliseconds, and has a process of its own all the same: nothing of one trial is left
+# for the next. This process has no threads, and ends with the process that started it; its trials end with
+# it.
+
+
+LONGEST = 65536
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fork a trial for each request, one at a time, and tell how it ended."""
+    from paceline.training.worker import preload
+
+    with socket.socket(fileno=int(argv[0])) as orders:
+        preload()
+        # What asks trials to stop is sent to these themselves.
+        for number in WORKER_STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        while content := orders.recv(LONGEST):
+            order = json.loads(content)
+            process = os.fork()
+            if process == 0:
+                orders.close()
+                os._exit(_trial(Path(order["job"]), Path(order["output"])))
+            orders.send(json.dumps({"started": process}).encode())
+            _, status = os.waitpid(process, 0)
+            orders.send(json.dumps({"exited": os.waitstatus_to_exitcode(status)}).encode())
+    return 0
+
+
+def _trial(job_file: Path, output: Path) -> int:
+    """Be a trial; what it prints goes into its own file."""
+    die_with_parent(parent=os.getppid())
+    for stop_signal in WORKER_STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_DFL)
+    os.setsid()
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    code = 1
+    try:
+        code = run_trial(Job.from_toml(job_file))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def run_trial(job: Job) -> int:
+    """Train as ``paceline train`` does: here, or with several processes; return the exit code."""
+    from paceline.core.errors import PacelineError
+    from paceline.launch.local_run import launch
+
+    try:
+        return launch(job)[0]
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+# --- A trial at work: the process that trains, and what it asks after each evaluation ---
+
+
+_POLL_S = 0.1
+_START_S = 120.0
+_SAVE_S = 60.0
+OUTPUT = "output.log"
+
+
+class TrialDiedError(LaunchError):
+    """The trial's process was killed; its run goes on from its last checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a trial is to do.
+
+    Attributes:
+        options: of its run.
+        iteration: evaluations that are known already.
+        step: of the last of them; earlier ones are not told again.
+        stop_file: while it is there, the trial saves and ends.
+    """
+
+    options: Mapping[str, Any]
+    iteration: int
+    step: int
+    stop_file: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a trial has to say: an evaluation, its end, or both.
+
+    Attributes:
+        iteration: evaluations so far.
+        step: steps at the last of them.
+        metrics: of it.
+        state: "running", or how the trial ended; "waiting" where it was stopped from outside, and can go on.
+        message: why it failed.
+    """
+
+    iteration: int
+    step: int
+    metrics: Mapping[str, float | None]
+    state: TrialState = "running"
+    message: str = ""
+
+
+class TrialServer:
+    """The process that trials are forked from; see :mod:`paceline.tune.trial`."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._popen = subprocess.Popen(
+                tethered([sys.executable, "-m", "paceline.tune.trial", str(theirs.fileno())]),
+                # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
+                env=variables_of_another_job(own_variables()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._popen.pid
+
+    def start(self, job: Path, output: Path) -> int:
+        """Start a trial; return its process id.
+
+        Raises:
+            TrialDiedError: the server has ended.
+        """
+        self.socket.settimeout(_START_S)
+        with suppress(OSError):
+            self.socket.send(json.dumps({"job": str(job), "output": str(output)}).encode())
+        started = self.receive()
+        if "started" not in started:
+            raise TrialDiedError("the process that starts trials ended, and did not say why")
+        return int(started["started"])
+
+    def receive(self) -> dict[str, Any]:
+        """What it has to tell; nothing where it has ended."""
+        try:
+            return dict(json.loads(self.socket.recv(LONGEST) or b"{}"))
+        except (OSError, ValueError):
+            return {}
+
+    def close(self) -> None:
+        """End it, and what trial it has."""
+        self.socket.close()
+        self._popen.kill()
+        self._popen.wait()
+
+
+class RunningTrial:
+    """Starts a trial, or goes on with it, and takes what it says.
+
+    Args:
+        server: starts it.
+        order: what it is to do.
+    """
+
+    def __init__(self, server: TrialServer, order: Order) -> None:
+        self._server, self._order = server, order
+        self._directory = RunDirectory(Path(order.options["run"]))
+        self._iteration, self._step = order.iteration, order.step
+        self._metrics: Mapping[str, float | None] = {}
+        self._connection: socket.socket | None = None
+        self._received = b""
+        self._asked = False
+        self._exit_code: int | None = None
+        self._told_to_stop = False
+        # A socket's path is at most 107 characters long, and a run's directory may be on a network's disk.
+        self._private = Path(tempfile.mkdtemp(prefix="paceline-tune-", dir="/tmp"))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._private / "referee"))
+        self._listener.listen()
+        self._process = 0
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+
+    def _start(self) -> None:
+        self._await_lock()
+        for old in self._directory.logs.glob("rank-*.error.json"):
+            old.unlink()
+        config = config_from_mapping(dict(self._order.options), "tune.json")
+        job = Job(
+            config=config,
+            given=frozenset(self._order.options),
+            quiet=True,
+            referee=str(self._private / "referee"),
+        )
+        self._directory.create()
+        file = self._directory.path / "trial.toml"
+        write_atomically(file, job.to_toml().encode())
+        self._process = self._server.start(file, self._directory.logs / OUTPUT)
+
+    def _await_lock(self) -> None:
+        """Wait for a process of before, which notices only now that nobody wants it any more."""
+        deadline = time.monotonic() + _SAVE_S
+        while self._directory.is_running():
+            if time.monotonic() > deadline:
+                raise RunDirectoryError(f"{self._directory.path} is in use by another process.")
+            time.sleep(_POLL_S)
+
+    def next(self) -> Told:
+        """Let it go on, and wait for its next evaluation or its end.
+
+        Raises:
+            TrialDiedError: its process was killed.
+        """
+        if self._asked:
+            self._answer(go_on=True)
+        while self._exit_code is None:
+            self._heed_stop_file()
+            message = self._receive()
+            if message is None:
+                continue
+            if message["step"] <= self._step:  # it does again what a kill has cost
+                self._answer(go_on=True)
+                continue
+            self._step, self._metrics = int(message["step"]), dict(message["metrics"])
+            # Counted by what the run has kept: a run that goes on after a kill tells some of them again.
+            self._iteration = sum(step <= self._step for step in self._evaluations())
+            if not message["finished"]:
+                return self._told("running")
+            self._answer(go_on=True)
+        return self._ended(self._exit_code)
+
+    def end(self) -> None:
+        """Have it save and stop, where it is at work, and wait for that."""
+        try:
+            if self._asked:
+                with suppress(OSError):
+                    self._answer(go_on=False)
+            elif self._exit_code is None:
+                self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + _SAVE_S
+            while self._exit_code is None and time.monotonic() < deadline:
+                if self._receive() is not None:
+                    self._answer(go_on=False)
+            if self._exit_code is None:
+                self._signal(signal.SIGKILL)
+                while self._exit_code is None:
+                    self._receive()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for each in (self._connection, self._listener):
+            if each is not None:
+                each.close()
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._process, number)
+
+    def _heed_stop_file(self) -> None:
+        if not self._told_to_stop and self._order.stop_file.exists():
+            self._told_to_stop = True
+            self._signal(signal.SIGTERM)
+
+    def _answer(self, *, go_on: bool) -> None:
+        self._asked = False
+        assert self._connection is not None
+        with suppress(OSError):
+            self._connection.sendall((json.dumps({"go_on": go_on}) + "\n").encode())
+
+    def _receive(self) -> dict[str, Any] | None:
+        """What it asks, where it does within a moment; its end is noted."""
+        watched = [self._server.socket, self._listener]
+        if self._connection is not None:
+            watched.append(self._connection)
+        ready, _, _ = select.select(watched, [], [], _POLL_S)
+        if self._connection in ready:
+            assert self._connection is not None
+            try:
+                content = self._connection.recv(LONGEST)
+            except ConnectionResetError:  # killed before it has read the last answer
+                content = b""
+            self._received += content
+            line, separator, rest = self._received.partition(b"\n")
+            if separator:
+                self._received, self._asked = rest, True
+                return dict(json.loads(line))
+            if not content:
+                self._connection.close()
+                self._connection = None
+        elif self._listener in ready:
+            # Another rank 0 asks, where the one before it was lost.
+            if self._connection is not None:
+                self._connection.close()
+            self._connection, self._received = self._listener.accept()[0], b""
+        elif self._server.socket in ready:
+            self._exit_code = int(self._server.receive().get("exited", -signal.SIGKILL))
+        return None
+
+    def _told(self, state: TrialState, message: str = "") -> Told:
+        return Told(
+            iteration=self._iteration, step=self._step, metrics=self._metrics, state=state, message=message
+        )
+
+    def _ended(self, code: int) -> Told:
+        """How it ended.
+
+        Raises:
+            TrialDiedError: it was killed.
+        """
+        if code == 0:
+            self._take_last_evaluation()
+            return self._told("finished")
+        if code in (75, 130):
+            return self._told("waiting")
+        failures = [read_failure(path) for path in sorted(self._directory.logs.glob("rank-*.error.json"))]
+        recorded = [failure for failure in failures if failure is not None]
+        causes = [failure for failure in recorded if not failure.victim]
+        first = min(causes, key=lambda failure: failure.time, default=None)
+        if first is not None and first.type == "NonFiniteLossError":
+            return self._told("diverged", first.message)
+        if first is not None and first.type != "Killed":
+            return self._told("failed", f"{first.type}: {first.message}")
+        # Where those that said why they ended had only lost another rank, that one was killed.
+        if not recorded and code > 0 and code != 128 + signal.SIGKILL:
+            return self._told("failed", self._last_line() or f"exit code {code}")
+        raise TrialDiedError(f"trial {self._directory.path.name} was killed")
+
+    def _take_last_evaluation(self) -> None:
+        """A run that had finished before asks nothing; its file says what it would have told."""
+        evaluations = self._evaluations()
+        if evaluations and max(evaluations) > self._step:
+            self._step, self._iteration = max(evaluations), len(evaluations)
+            self._metrics = evaluations[self._step]
+
+    def _evaluations(self) -> dict[int, Mapping[str, float | None]]:
+        """The metrics of the run's evaluations, by step."""
+        records = read_json_lines(self._directory.metrics)
+        of_val = (r for r in records if r.get("kind") == "eval" and r.get("split") == "val")
+        return {int(record["step"]): record["metrics"] for record in of_val}
+
+    def _last_line(self) -> str:
+        with suppress(OSError):
+            lines = (self._directory.logs / OUTPUT).read_text(errors="replace").strip().splitlines()
+            return lines[-1].removeprefix("paceline: ") if lines else ""
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

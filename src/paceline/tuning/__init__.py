@@ -1,1 +1,0 @@
-"""Searches for the hyperparameters of a task, on Ray Tune."""

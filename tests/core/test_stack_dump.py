@@ -1,0 +1,174 @@
+"""Where a process is, asked from outside, whatever it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.core.stack_dump import (
+    Frame,
+    Whereabouts,
+    all_stacks,
+    describe_silence,
+    frames_of,
+    stacks_of,
+    state_of,
+    whereabouts,
+)
+
+OURS = str(Path(paceline.__file__).parent / "training" / "trainer.py")
+TORCH = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+CODE = """
+import re
+import sys
+import threading
+
+{offer}
+
+def grip():
+    print("there", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+def spin():
+    print("there", flush=True)
+    while True:
+        pass
+
+def fifo():
+    print("there", flush=True)
+    open(sys.argv[2]).read()
+
+globals()[sys.argv[1]]()
+"""
+
+
+def start(processes: Any, path: Path, way: str, *, offered: bool = True) -> subprocess.Popen[str]:
+    offer = "from paceline.core.stack_dump import offer_stacks; offer_stacks()" if offered else ""
+    (path / "script.py").write_text(CODE.format(offer=offer))
+    os.mkfifo(path / "fifo")
+    started: subprocess.Popen[str] = processes.start([sys.executable, "script.py", way, "fifo"])
+    assert started.stdout is not None
+    assert started.stdout.readline() == "there\n"
+    return started
+
+
+@pytest.mark.parametrize(
+    ("way", "states"),
+    [
+        ("grip", "RS"),
+        ("spin", "RS"),
+        ("fifo", "S"),
+    ],
+)
+def test_silent_process_is_described(
+    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path, way: str, states: str
+) -> None:
+    process = start(run_processes, tmp_path, way)
+
+    def described() -> str:
+        return describe_silence(process.pid, limit_s=10)
+
+    wait_until(lambda: "(script.py:" in described(), "it is where it is to be")
+    assert f"`{way}` (script.py:" in described()
+    assert state_of(process.pid) in states
+    assert "Current thread" in stacks_of(process.pid, limit_s=10)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(process.pid) == "T", "it is stopped")
+    assert described() == "is stopped (SIGSTOP)"
+    process.kill()
+    process.wait()
+    assert (state_of(process.pid), described(), stacks_of(process.pid)) == ("", "", "")
+
+
+def test_process_that_does_not_offer_its_stacks_survives_being_asked(
+    run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
+) -> None:
+    process = start(run_processes, tmp_path, "fifo", offered=False)
+    wait_until(lambda: state_of(process.pid) == "S", "it waits for a writer")
+    assert stacks_of(process.pid) == ""
+    assert describe_silence(process.pid).startswith("holds the interpreter in a call that blocks")
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([], Whereabouts()),
+        (
+            # The user's script, which called Paceline, is not where it is.
+            [Frame("Trainer._step", OURS, 5), Frame("<module>", "/home/me/train.py", 9)],
+            Whereabouts("`Trainer._step` (trainer.py:5)"),
+        ),
+        (
+            [
+                Frame("read", "/venv/lib/python3.11/site-packages/PIL/Image.py", 1),
+                Frame("Faces.__getitem__", "/home/me/faces.py", 88),
+                Frame("Trainer._step", OURS, 5),
+            ],
+            Whereabouts("`Faces.__getitem__` (faces.py:88)", "`read` (Image.py:1)", "", True),
+        ),
+        (
+            [
+                Frame("all_reduce", TORCH, 7),
+                Frame("barrier", TORCH, 8),
+                Frame("Faces.loss", "/home/me/faces.py", 9),
+                Frame("Trainer._step", OURS, 5),
+            ],
+            Whereabouts(
+                "`Faces.loss` (faces.py:9)",
+                "`all_reduce` (distributed_c10d.py:7)",
+                "torch.distributed.barrier",
+                True,
+            ),
+        ),
+        (
+            [Frame("all_gather", TORCH, 7), Frame("World.all_gather_json", OURS, 5)],
+            Whereabouts("`World.all_gather_json` (trainer.py:5)", "`all_gather` (distributed_c10d.py:7)"),
+        ),
+        (
+            # What a split layer is made of waits by itself, wherever somebody looks at a tensor.
+            [
+                Frame("OpOverload.redispatch", TORCH.replace("distributed/distributed_c10d", "_ops"), 6),
+                Frame("wait_tensor", TORCH.replace("distributed_c10d", "_functional_collectives"), 7),
+                Frame("wait", TORCH.replace("distributed_c10d", "_functional_collectives"), 8),
+                Frame("_arrived", OURS, 5),
+            ],
+            Whereabouts(
+                "`_arrived` (trainer.py:5)",
+                "`OpOverload.redispatch` (_ops.py:6)",
+                "torch.distributed.wait_tensor",
+            ),
+        ),
+    ],
+)
+def test_whereabouts(frames: list[Frame], expected: Whereabouts) -> None:
+    assert whereabouts(frames) == expected
+
+
+def test_own_threads() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        entered.set()
+        go_on.wait()
+
+    thread = threading.Thread(target=wait_here, name="waiting-for-the-test")
+    thread.start()
+    try:
+        entered.wait()
+        assert thread.ident is not None
+        place = whereabouts(frames_of(thread.ident))
+        assert "wait_here` (test_stack_dump.py:" in place.where
+        assert all_stacks(first=thread.ident).startswith("Thread waiting-for-the-test:\n")
+    finally:
+        go_on.set()
+        thread.join()

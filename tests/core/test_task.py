@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from paceline.core.errors import TaskError
+from paceline.core.task import Task
+from paceline.core.task_loading import (
+    RECIPES,
+    TaskReference,
+    build_task,
+    load_task_class,
+    parse_assignments,
+    task_assignments,
+    task_fields,
+)
+
+GOOD = """
+from dataclasses import dataclass
+import paceline
+
+@dataclass
+class Small(paceline.Task):
+    lr: float = 0.1
+
+@dataclass
+class Large(Small):
+    width: int = 64
+
+class NoTask:
+    pass
+"""
+
+
+@dataclass
+class Kinds(Task):
+    """A field of each kind that the command line knows."""
+
+    number: float = 0.5
+    count: int = 3
+    name: str = "a"
+    on: bool = False
+    mode: Literal["fast", "slow", 3] = "fast"
+    sizes: list[int] = field(default_factory=lambda: [1])
+    pair: tuple[float, str] = (1.0, "b")
+    limit: float | None = None
+    note: str | None = None
+    anything: Any = None
+
+
+@dataclass
+class NoDefault(Task):
+    lr: float
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Iterator[Path]:
+    modules, path = set(sys.modules), list(sys.path)
+    yield tmp_path / "mine.py"
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules:
+        del sys.modules[name]
+
+
+def test_a_class_in_a_file_is_found(task_file: Path) -> None:
+    task_file.write_text(GOOD)
+    task = TaskReference(f"{task_file}:Large", {"lr": "0.5", "width": "8"}).load()
+    assert task_fields(task) == {"lr": 0.5, "width": 8}
+    assert type(task) is load_task_class(f"{task_file}:Large"), "the file is imported once"
+
+
+def test_recipes_and_modules_are_found() -> None:
+    for name, where in RECIPES.items():
+        assert load_task_class(name) is load_task_class(where)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            "fashion-mist",
+            ["'fashion-mist' is not a recipe and names no class", "file.py:Name", "fashion-mnist"],
+        ),
+        ("{file}", ["names no class"]),
+        ("{file}:Smal", ["has no 'Smal'", "It defines: Small, Large"]),
+        ("{file}:NoTask", ["NoTask is not a task; it must be a dataclass that extends paceline.Task"]),
+        ("{file}x.py:Small", ["there is no file", "x.py"]),
+        ("no_such_package.tasks:Small", ["there is no module 'no_such_package'"]),
+    ],
+)
+def test_a_wrong_name_is_refused_with_what_there_is(task_file: Path, spec: str, words: list[str]) -> None:
+    task_file.write_text(GOOD)
+    with pytest.raises(TaskError) as caught:
+        load_task_class(spec.format(file=task_file))
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import torch\nclass A(:\n", ["syntax error in", "mine.py, line 2", "class A(:"]),
+        ("import no_such_library\n", ["mine.py imports 'no_such_library', which is not installed"]),
+        ("x = 1\n", ["has no 'Small'", "defines no task"]),
+    ],
+)
+def test_a_broken_file_is_refused(task_file: Path, text: str, words: list[str]) -> None:
+    task_file.write_text(text)
+    with pytest.raises(TaskError) as caught:
+        load_task_class(f"{task_file}:Small")
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_file_that_failed_is_read_again(task_file: Path) -> None:
+    task_file.write_text("class A(:\n")
+    with pytest.raises(TaskError):
+        load_task_class(f"{task_file}:Small")
+    task_file.write_text(GOOD)
+    assert load_task_class(f"{task_file}:Small").__name__ == "Small"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("number", "1e-3", 0.001),
+        ("number", 2, 2.0),
+        ("count", "7", 7),
+        ("count", 7.0, 7),
+        ("name", "1", "1"),
+        ("name", "none", "none"),
+        ("on", "yes", True),
+        ("on", "0", False),
+        ("mode", "slow", "slow"),
+        ("mode", "3", 3),
+        ("sizes", "[4, 5]", [4, 5]),
+        ("sizes", "4,5", [4, 5]),
+        ("pair", "(2, 'c')", (2.0, "c")),
+        ("limit", "none", None),
+        ("limit", "0.5", 0.5),
+        ("anything", "{'a': 1}", {"a": 1}),
+    ],
+)
+def test_text_becomes_the_fields_type(name: str, text: Any, value: Any) -> None:
+    built = getattr(build_task(Kinds, {name: text}), name)
+    assert built == value
+    assert type(built) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("number", "fast", "Kinds.number must be float, but 'fast' was given"),
+        ("number", True, "Kinds.number must be float, but True was given"),
+        ("count", "1.5", "Kinds.count must be int, but '1.5' was given"),
+        ("count", "none", "Kinds.count must be int"),
+        ("on", "maybe", "Kinds.on must be bool"),
+        ("mode", "medium", "Kinds.mode must be"),
+        ("sizes", "4", "Kinds.sizes must be list"),
+        ("sizes", "[4", "Kinds.sizes must be list"),
+        ("limit", "low", "Kinds.limit must be float or NoneType, but 'low' was given"),
+        ("size", "3", "Kinds has no field 'size'. Its fields: number, count, name"),
+    ],
+)
+def test_a_wrong_value_names_field_type_and_value(name: str, text: Any, wanted: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        build_task(Kinds, {name: text})
+    assert wanted in str(caught.value)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(
+        TaskError, match=r"NoDefault cannot be built: .*'lr'.* Give the missing fields with --set"
+    ):
+        build_task(NoDefault, {})
+
+
+def test_assignments() -> None:
+    assert parse_assignments(["lr=0.1", "name = a=b", "lr=0.2"]) == {"lr": "0.2", "name": "a=b"}
+    for wrong in ("lr", "=3"):
+        with pytest.raises(TaskError, match="write it as field=value"):
+            parse_assignments([wrong])
+
+
+def test_a_tasks_fields_as_assignments_build_it_again() -> None:
+    task = Kinds(number=0.1, name="b=c", mode=3, sizes=[4], pair=(2.0, " d "), note="none so", anything=[0])
+    assert build_task(Kinds, parse_assignments(task_assignments(task))) == task
+    assert task_assignments(Kinds(count=3)) == ("sizes=[1]",), "what is the default is left out"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("name", " a"), ("name", "a\n"), ("note", "None"), ("anything", "3")]
+)
+def test_a_text_that_would_be_read_as_another_value_is_refused(name: str, value: str) -> None:
+    with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which the job would"):
+        task_assignments(Kinds(**{name: value}))
+
+
+def test_fields_must_be_recordable() -> None:
+    assert task_fields(Kinds(sizes=[2]))["sizes"] == [2]
+    with pytest.raises(TaskError, match=r"Kinds\.anything is a object; fields must be numbers, strings"):
+        task_fields(Kinds(anything=object()))
+
+
+def test_what_a_task_must_define_says_so() -> None:
+    task = Kinds()
+    for call, name in (
+        (task.build_model, "build_model"),
+        (lambda: task.build_dataset("train"), "build_dataset"),
+        (lambda: task.build_optimizer(None), "build_optimizer"),  # type: ignore[arg-type]
+        (lambda: task.loss(None, None), "loss"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TaskError, match=f"Kinds must define {name}"):
+            call()
+    assert task.build_scheduler(None, 3) is None  # type: ignore[arg-type]
+    assert not task.metrics(None, None)  # type: ignore[arg-type]
+    assert not task.build_metrics()

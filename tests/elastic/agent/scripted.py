@@ -1,0 +1,117 @@
+"""A zygote whose workers are scripted: they keep to the protocol of membership, and train nothing.
+
+``python scripted.py FD``. The job's file holds the script of each worker, by its number of starts:
+``{"steps": n, "world": members at the end, "faults": {"SLOT:NTH_START": [step, kind]}}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from paceline.core import errors
+from paceline.elastic import forkserver
+from paceline.elastic.worker_channel import Channel, Member, Retired
+from paceline.runs.directory import RunDirectory
+from paceline.runs.failures import record_failure
+from paceline.training import worker
+
+
+class Stop(Exception):
+    """A signal asked this worker to save and leave."""
+
+
+def on_signal(number: int, frame: object) -> None:
+    raise Stop(number)
+
+
+def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, int]) -> int:
+    """Do the script's steps, in step with the others only as far as the agent asks for it."""
+    script = json.loads(job_file.read_text())
+    place_of_work = job_file.parent
+    starts = place_of_work / f"starts-{slot}"
+    with starts.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    nth = len(starts.read_text().splitlines())
+    fault_step, kind = script["faults"].get(f"{slot}:{nth}", [-1, ""])
+    member = Member(Channel.of(channel))
+    left = -1
+    print(f"slot {slot} of {os.getpid()}", flush=True)
+    os.write(terminal[0], f"terminal of {slot}\n".encode())
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+        if kind == "early":
+            end(kind)
+        progress = place_of_work / "step"
+        while True:
+            place = member.next_view(left, "test")
+            assert place is not None
+            left = place.generation
+            with (place_of_work / "views").open("a") as file:
+                file.write(json.dumps([place.generation, place.rank, place.world_size, slot]) + "\n")
+            if kind == "bug":
+                end(kind)
+            member.pulse.step = int(progress.read_text()) if progress.exists() else 0
+            member.joined(left)
+            while not (member.broken(left) or member.should_reform(left)):
+                step = int(progress.read_text()) if progress.exists() else 0
+                member.pulse.step = step
+                if step >= script["steps"] and place.world_size == script["world"]:
+                    return 0
+                # Who stops does so among all: then it is the same view each time.
+                if kind == "loses" and step >= fault_step:
+                    # It does no step without the peer, and notices before the agent that it is gone.
+                    while not (place_of_work / f"late-{left}").exists():
+                        time.sleep(0.01)
+                    break
+                if kind and step >= fault_step and (kind != "stop" or place.world_size == script["world"]):
+                    if kind == "late":
+                        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks no more whether to stop
+                        (place_of_work / f"late-{left}").touch()
+                    end(kind)
+                if place.rank == 0 and step < script["steps"]:
+                    (place_of_work / "step.new").write_text(str(step + 1))
+                    (place_of_work / "step.new").rename(progress)
+                time.sleep(0.01)
+    except Retired:
+        return 0
+    except Stop as asked:
+        (place_of_work / f"asked-{slot}").write_text(str(asked))
+        return 130 if asked.args[0] == signal.SIGINT else 75
+    except Exception as error:
+        member.beat()
+        return record_failure(RunDirectory(place_of_work), slot, error)
+
+
+def end(kind: str) -> None:
+    """Come to the scripted end."""
+    match kind:
+        case "kill" | "early":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "late":
+            time.sleep(0.5)
+            raise ValueError("a bug")
+        case "raise" | "bug":
+            raise ValueError("a bug")
+        case "corrupt":
+            raise errors.CorruptionError(
+                "rank 1 computed another gradient: its machine (m) is not to be trusted."
+            )
+        case "user":
+            raise errors.ConfigError("an option is wrong")
+
+
+worker.main_member = main_member
+
+if __name__ == "__main__":
+    # As the real one does, but without torch: that takes seconds to import.
+    child = forkserver.Zygote(socket.socket(fileno=int(sys.argv[1]))).serve()
+    sys.exit(0 if child is None else child())

@@ -1,0 +1,288 @@
+"""The agent over scripted workers: who is replaced, who is not, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import children, runs
+
+from paceline.core.process_group import LocalSpec
+from paceline.elastic.consensus.discovery import Company
+from paceline.elastic.consensus.messages import Roster
+from paceline.elastic.consensus.witness import LeaseDirectory
+from paceline.runs.directory import RunDirectory
+
+DRIVER = Path(__file__).with_name("driver.py")
+
+
+class Job:
+    """An agent in a process of its own, and what its workers leave in the run's directory."""
+
+    def __init__(self, processes: Any, path: Path, wait_until: Callable[..., None]) -> None:
+        self.processes, self.path, self.wait_until = processes, path, wait_until
+
+    def start(
+        self,
+        nproc: int,
+        faults: Mapping[str, Any],
+        *,
+        steps: int = 200,
+        max_restarts: int = 8,
+        recover: str = "inplace",
+    ) -> subprocess.Popen[str]:
+        script = {"steps": steps, "world": nproc, "faults": faults}
+        (self.path / "job.json").write_text(json.dumps(script))
+        started: subprocess.Popen[str] = self.processes.start(
+            [sys.executable, DRIVER, str(nproc), str(max_restarts), recover], cwd=self.path
+        )
+        return started
+
+    def run(self, nproc: int, faults: Mapping[str, Any], **options: Any) -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(nproc, faults, **options))
+
+    def finish(self, popen: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        done: subprocess.CompletedProcess[str] = self.processes.finish(popen)
+        assert self.alive() == [], "workers are left"
+        return done
+
+    def wait_for_step(self, popen: subprocess.Popen[str], step: int) -> None:
+        def there() -> bool:
+            assert popen.poll() is None, popen.communicate()
+            file = self.path / "step"
+            return file.exists() and int(file.read_text()) >= step
+
+        self.wait_until(there, f"step {step}")
+
+    def wait_gone(self, pids: list[int]) -> None:
+        self.wait_until(lambda: not any(runs(pid) for pid in pids), f"the end of {pids}")
+
+    def pids(self, slot: int) -> list[int]:
+        return [int(line) for line in (self.path / f"starts-{slot}").read_text().split()]
+
+    def alive(self) -> list[int]:
+        started = [int(pid) for file in self.path.glob("starts-*") for pid in file.read_text().split()]
+        return [pid for pid in started if runs(pid)]
+
+    def views(self) -> dict[int, list[int]]:
+        """The slots of each generation, by rank."""
+        views: dict[int, dict[int, int]] = {}
+        for line in (self.path / "views").read_text().splitlines():
+            generation, rank, _, slot = json.loads(line)
+            views.setdefault(generation, {})[rank] = slot
+        return {g: [of[r] for r in sorted(of)] for g, of in sorted(views.items())}
+
+    def last_view(self) -> list[int]:
+        """The slots of the newest generation but the first."""
+        [_, *later] = self.views().values()
+        return later[-1] if later else []
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        file = self.path / "events.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.fixture
+def job(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> Job:
+    return Job(run_processes, tmp_path, wait_until)
+
+
+def test_without_a_fault_there_is_one_view_and_no_event(job: Job) -> None:
+    done = job.run(3, {})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert job.views() == {0: [0, 1, 2]}
+    assert not (job.path / "events.jsonl").exists()
+
+
+def test_killed_and_stopped_members_are_replaced(job: Job) -> None:
+    done = job.run(3, {"0:1": [50, "kill"], "2:1": [120, "stop"]}, steps=400)
+    assert (done.returncode, done.stderr) == (0, "")
+    views = list(job.views().values())
+    # Survivors go on in their order; whoever joins is last, whether at once or in a view of its own.
+    assert [view for view in views if len(view) == 3] == [[0, 1, 2], [1, 2, 0], [1, 0, 2]]
+    assert [view for view in views if len(view) < 3] in ([], [[1, 2]], [[1, 0]], [[1, 2], [1, 0]])
+    assert [(e["slot"], e["how"]) for e in job.events("fault")] == [
+        (0, "was killed by SIGKILL"),
+        (2, "did not answer within 1.5 s: it is stopped (SIGSTOP)"),
+    ]
+    assert [e["members"] for e in job.events("view")] == views[1:]
+    assert [e["generation"] for e in job.events("joined")] == list(job.views())[1:]
+    assert max(e["seconds"] for e in job.events("view")) >= 1
+    assert f"slot 2 of {job.pids(2)[1]}" in (job.path / "logs/rank-2.log").read_text()
+    # All have the launcher's terminal, whichever of them is rank 0.
+    assert {f"terminal of {slot}" for slot in range(3)} <= set(done.stdout.splitlines())
+
+
+def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> None:
+    (job.path / "logs/rank-1.log").mkdir(parents=True)
+    done = job.run(2, {})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"slot 1 of {job.pids(1)[0]}" in done.stdout.splitlines()
+
+
+@pytest.mark.integration
+def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
+    program = (
+        "from paceline.elastic.controller import say; say('the run continues.'); print('so does the agent')"
+    )
+    with open("/dev/full", "w") as full:
+        popen = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full)
+        assert popen.communicate(timeout=60)[0] == b"so does the agent\n"
+
+
+def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory(tmp_path)
+    company = Company(LocalSpec(command=("job.toml",), directory=directory), directory, None)
+    company.begin(None, LeaseDirectory(tmp_path / "nowhere", "0" * 32))
+    for _ in range(3):
+        assert company.take_lease(Roster(1, ("a", "b")), frozenset("a")) is None
+    assert capsys.readouterr().err.count("cannot be used: No such file or directory") == 1
+
+
+def test_where_all_die_all_are_started_again(job: Job) -> None:
+    done = job.run(2, {"0:1": [50, "kill"], "1:1": [50, "kill"]})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(job.pids(0)) == len(job.pids(1)) == 2
+    assert sorted(list(job.views().values())[-1]) == [0, 1]
+
+
+def test_a_worker_that_dies_before_the_first_view_is_replaced(job: Job) -> None:
+    done = job.run(2, {"1:1": [0, "early"]})
+    assert done.returncode == 0
+    assert job.views() == {0: [0, 1]}
+
+
+def test_an_exception_after_progress_is_a_fault(job: Job) -> None:
+    done = job.run(2, {"1:1": [20, "raise"]})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [e["how"] for e in job.events("fault")] == ["exited with status 1"]
+
+
+@pytest.mark.parametrize(("kind", "step", "code"), [("user", 50, 2), ("bug", 0, 1)])
+def test_an_error_that_would_happen_again_ends_the_job(job: Job, kind: str, step: int, code: int) -> None:
+    done = job.run(2, {"1:1": [step, kind]})
+    assert done.returncode == code
+    assert done.stderr.startswith(
+        "paceline: an option is wrong"
+        if kind == "user"
+        else "paceline: rank 1 failed first: ValueError: a bug"
+    )
+    assert len(job.pids(1)) == 1
+
+
+def test_a_worker_that_computes_wrongly_is_replaced_once(job: Job) -> None:
+    done = job.run(2, {"1:1": [0, "corrupt"]})
+    assert (done.returncode, done.stderr) == (0, "")
+    (view,) = job.events("view")[:1]
+    assert view["recovery"] is True
+
+
+def test_a_machine_that_computes_wrongly_again_ends_the_job(job: Job) -> None:
+    done = job.run(2, {"1:1": [20, "corrupt"], "1:2": [40, "corrupt"]})
+    assert done.returncode == 1
+    assert done.stderr.startswith("paceline: rank 1 computed another gradient: its machine (m)")
+    assert len(job.pids(1)) == 2
+
+
+def test_a_fault_that_always_comes_back_ends_the_job_and_names_the_step(job: Job) -> None:
+    always = {f"{slot}:{nth}": [80, "kill"] for nth in range(1, 9) for slot in range(2)}
+    done = job.run(2, always, max_restarts=3)
+    assert done.returncode == 1
+    assert "was killed by SIGKILL" in done.stderr
+    assert re.search(r"still at step \d+ after 3 replacements", done.stderr)
+
+
+@pytest.mark.parametrize(("allowed", "starts"), [(0, 1), (1, 2)])
+def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(
+    job: Job, allowed: int, starts: int
+) -> None:
+    # The one that has lost its peer says so while the other still writes down its error.
+    faults = {f"{slot}:{nth}": [20, kind] for nth in (1, 2, 3) for slot, kind in ((0, "loses"), (1, "late"))}
+    done = job.run(2, faults, max_restarts=allowed, recover="restart")
+    assert done.returncode == 1
+    assert len(job.pids(0)) == len(job.pids(1)) == starts
+    assert re.search(rf"still at step \d+ after {allowed} replacements", done.stderr)
+    assert done.stderr.startswith("paceline: rank 1 failed first: ValueError: a bug")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)]
+)
+def test_a_signal_is_passed_on_once_and_nobody_is_started_after_it(job: Job, number: int, code: int) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    popen.send_signal(number)
+    done = job.finish(popen)
+    assert (done.returncode, done.stderr) == (code, "")
+    passed_on = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    assert {(job.path / f"asked-{slot}").read_text() for slot in range(2)} == {str(passed_on)}
+    assert len(job.pids(0)) == len(job.pids(1)) == 1
+
+
+def test_a_second_signal_kills(job: Job) -> None:
+    popen = job.start(2, {"0:1": [20, "stop"]}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    os.kill(job.pids(1)[0], signal.SIGSTOP)
+    popen.send_signal(signal.SIGTERM)
+    popen.send_signal(signal.SIGINT)
+    assert job.finish(popen).returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def test_workers_do_not_survive_an_agent_that_is_killed(job: Job) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    family = [child.pid for child in children(popen.pid, recursive=True)]
+    # Not even one that is stopped, and would see no end of file.
+    os.kill(job.pids(1)[0], signal.SIGSTOP)
+    popen.kill()
+    job.wait_gone(family)
+
+
+def test_a_run_is_in_use_until_its_last_worker_has_gone(job: Job) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    second = job.processes.run([sys.executable, DRIVER, "2", "8", "inplace"], cwd=job.path)
+    assert "is in use by another process" in second.stderr
+    assert popen.poll() is None
+    popen.send_signal(signal.SIGTERM)
+    assert job.finish(popen).returncode == 75
+
+
+def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    workers = {job.pids(0)[0], job.pids(1)[0]}
+    (zygote,) = children(popen.pid)
+    (host,) = [child for child in children(zygote.pid) if child.pid not in workers]
+    os.kill(host.pid, signal.SIGSTOP)
+    os.kill(job.pids(1)[0], signal.SIGKILL)  # the next view needs a store
+    job.wait_gone([host.pid])
+    job.wait_until(lambda: job.last_view() == [0, 1], "both again")
+    popen.send_signal(signal.SIGTERM)
+    assert job.finish(popen).returncode == 75
+
+
+def test_the_zygote_and_the_store_host_are_replaced_too(job: Job) -> None:
+    popen = job.start(2, {}, steps=10**6)
+    job.wait_for_step(popen, 20)
+    workers = {job.pids(0)[0], job.pids(1)[0]}
+    (zygote,) = children(popen.pid)
+    others = [child for child in children(zygote.pid) if child.pid not in workers]
+    assert len(others) == 1
+    others[0].kill()
+    zygote.kill()
+    os.kill(job.pids(1)[0], signal.SIGKILL)
+    job.wait_until(lambda: job.last_view() == [0, 1], "both again")
+    popen.send_signal(signal.SIGTERM)
+    assert job.finish(popen).returncode == 75
+    assert len(job.pids(0)) == 1
+    assert len(job.pids(1)) == 2

@@ -1,0 +1,48 @@
+"""The process that forks workers, asked without an agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+SLOW = """
+import os, signal, socket, sys, time
+from paceline.training import worker
+from paceline.elastic.forkserver import Zygote
+from paceline.core.signals import WORKER_STOP_SIGNALS
+
+setsid = os.setsid
+
+def late():
+    time.sleep(0.5)
+    setsid()
+
+os.setsid = late
+worker.main_member = lambda *arguments: time.sleep(600)
+for number in WORKER_STOP_SIGNALS:
+    signal.signal(number, signal.SIG_IGN)
+child = Zygote(socket.socket(fileno=int(sys.argv[1]))).serve()
+sys.exit(0 if child is None else child())
+"""
+
+
+def test_a_worker_heeds_what_it_is_sent_as_soon_as_it_is_there(run_processes: Any, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel, other = socket.socketpair()
+    with ours, channel, other:
+        with theirs:
+            command = [sys.executable, "-c", SLOW, str(theirs.fileno())]
+            popen = run_processes.start(command, pass_fds=(theirs.fileno(),))
+        request = {"fork": 1, "slot": 0, "job": str(tmp_path / "job.json")}
+        socket.send_fds(ours, [json.dumps(request).encode()], [other.fileno()])
+        content, (pidfd,), _, _ = socket.recv_fds(ours, 4096, 1)
+        told = json.loads(content)
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        os.close(pidfd)
+        assert json.loads(ours.recv(4096)) == {"exited": told["pid"], "code": -signal.SIGTERM}
+    assert run_processes.finish(popen).returncode == 0

@@ -1,0 +1,78 @@
+"""Messages between agents' leaderships: they arrive as they were sent, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.elastic.consensus.messages import (
+    KINDS,
+    Accept,
+    Announce,
+    Claim,
+    ElectionMessage,
+    Promise,
+    Propose,
+    Refuse,
+    Resign,
+    Roster,
+    Term,
+    Vote,
+    VoteError,
+    decode,
+    encode,
+)
+
+TERM = Term(3, "b")
+ROSTER = Roster(4, ("a", "b", "é"))
+MESSAGES: list[ElectionMessage] = [
+    Claim(TERM, ROSTER),
+    Promise(TERM, ROSTER, None),
+    Promise(TERM, ROSTER, Vote(Term(2, "a"), Roster(5, ("a",)))),
+    Refuse(TERM, ROSTER, Term(7, "c")),
+    Propose(TERM, ROSTER, Roster(5, ("a",))),
+    Accept(TERM, ROSTER, 5),
+    Announce(TERM, ROSTER),
+    Resign(TERM, ROSTER),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_a_message_arrives_as_it_was_sent(message: ElectionMessage) -> None:
+    document = json.loads(json.dumps(encode(message)))
+    assert document["kind"] in KINDS
+    assert decode(document) == message
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(
+    message=st.sampled_from(MESSAGES),
+    change=st.dictionaries(
+        st.sampled_from(["kind", "term", "committed", "accepted", "promised", "roster", "generation", "x"]),
+        JSON,
+        min_size=1,
+    ),
+)
+def test_anything_else_is_refused_or_is_a_message(message: ElectionMessage, change: dict[str, Any]) -> None:
+    document = {**encode(message), **change}
+    with suppress(VoteError):
+        assert encode(decode(document)) == document
+
+
+def test_a_message_lacks_nothing() -> None:
+    for name in encode(MESSAGES[2]):
+        document = encode(MESSAGES[2])
+        del document[name]
+        with pytest.raises(VoteError, match="cannot be read"):
+            decode(document)

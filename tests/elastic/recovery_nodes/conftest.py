@@ -1,0 +1,29 @@
+"""What tests of runs on several machines share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from tests.elastic.recovery_nodes.runs import OPTIONS, TASK, Run
+from tests.lab.machines import Machines
+
+
+@pytest.fixture(scope="package")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model of the same run, of one process that nobody disturbed."""
+    path = tmp_path_factory.mktemp("undisturbed")
+    (path / "small.py").write_text(TASK)
+    command = [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run", "run"]
+    subprocess.run(command, cwd=path, capture_output=True, timeout=120, check=True)
+    sha256: str = json.loads((path / "run/result.json").read_text())["model_sha256"]
+    return sha256
+
+
+@pytest.fixture(params=[2])
+def run(request: pytest.FixtureRequest, machines: Machines, wait_until: Callable[..., None]) -> Run:
+    """A run on two machines, or as many as the test's parameter says."""
+    return Run(machines(request.param)[0].lab, wait_until)

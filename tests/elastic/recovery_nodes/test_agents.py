@@ -1,0 +1,229 @@
+"""Agents that die, stop, lose each other, turn machines away: one side goes on, and with the same bits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.elastic.recovery_nodes.runs import Run
+from tests.lab.machines import Machines, Node, NodeProcess
+from tests.small_disk import small_disk
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def finish(run: Run, undisturbed: str, *processes: NodeProcess) -> dict[str, object]:
+    """These end well, and the model is the undisturbed run's."""
+    run.go_on()
+    for process in processes:
+        assert process.wait(120) == 0, process.text
+    result = run.result()
+    assert result["model_sha256"] == undisturbed
+    return result
+
+
+def alive(node: Node) -> list[int]:
+    """The processes that run on a node; a zombie, which nobody there reaps, does not."""
+    pids = []
+    for process in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                pids.append(process.pid)
+    return pids
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_is_killed(run: Run, undisturbed: str, victim: int) -> None:
+    processes = run.begin(nproc="2,1")
+    run.kill_worker(run.lab.nodes[victim])
+    run.wait_for("fault", lambda event: True, *processes)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *processes)
+    finish(run, undisturbed, *processes)
+    (started,) = (event for event in run.directory.read_events() if event["event"] == "started")
+    assert started["world_size"] == 3  # and nobody went back to a checkpoint
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_agent_alone_is_killed(run: Run, undisturbed: str, victim: int) -> None:
+    processes = run.begin(nproc="1")
+    node, survivor = run.lab.nodes[victim], processes[1 - victim]
+    processes[victim].send_signal(signal.SIGKILL)
+    # Its workers end with it, though none of them was signalled.
+    run.wait_until(lambda: not alive(node), "its workers' end")
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, survivor)
+    assert finish(run, undisturbed, survivor)["world_size"] == 1
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_agent_that_was_stopped_finds_itself_left_out(run: Run, undisturbed: str, victim: int) -> None:
+    processes = run.begin(nproc="1")
+    stopped, survivor = processes[victim], processes[1 - victim]
+    stopped.send_signal(signal.SIGSTOP)
+    run.wait_for("takeover" if victim == 0 else "node lost", lambda event: True, survivor)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, survivor)
+    stopped.send_signal(signal.SIGCONT)
+    assert stopped.wait(60) == 1, stopped.text
+    assert "this machine was left out of the run" in stopped.text
+    assert finish(run, undisturbed, survivor)["world_size"] == 1
+
+
+def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: str) -> None:
+    """And takes part again once it joins anew."""
+    processes = run.begin(nproc="1")
+    run.lab.nodes[1].cut()
+    run.wait_for("paused", lambda event: True, *processes)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *processes)
+    run.lab.nodes[1].heal()
+    run.wait_until(
+        lambda: None in (codes := [p.poll() for p in processes]) and codes != [None, None], "an end"
+    )
+    winner, loser = sorted(processes, key=lambda process: process.poll() is not None)
+    assert loser.wait() == 1
+    assert "this machine was left out of the run" in loser.text
+    again = run.paceline(run.lab.nodes[processes.index(loser)], "join", "run")
+    run.wait_for_joiners(1, winner, again, leader=run.lab.nodes[processes.index(winner)])
+    generation = run.generation()
+    run.step_until(
+        "view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, again
+    )
+    assert finish(run, undisturbed, winner, again)["world_size"] == 2
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) -> None:
+    """Three become two by a majority; two become one by the lease."""
+    processes = run.begin(nproc="1", nodes="3")
+    rosters = [event["nodes"] for event in run.directory.read_events() if event["event"] == "machines"]
+    # Whoever came first leads next; a node's name begins with its machine's.
+    order = [int(name.partition("-")[0].removeprefix("node")) for name in rosters[-1]]
+    assert sorted(order) == [0, 1, 2]
+    assert order[0] == 0
+    second, last = processes[order[1]], processes[order[2]]
+    run.lab.nodes[0].kill()
+    run.wait_for("takeover", lambda event: event["node"] == rosters[-1][1], second, last)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, second, last)
+    generation = run.generation()
+    run.lab.nodes[order[1]].kill()
+    run.wait_for("takeover", lambda event: event["node"] == rosters[-1][2], last)
+    run.hold(16)
+    run.wait_for("joined", lambda event: event["generation"] > generation, last)
+    assert finish(run, undisturbed, last)["world_size"] == 1
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_who_takes_over_holds_the_run_once_the_old_leaders_processes_have_gone(
+    run: Run, undisturbed: str
+) -> None:
+    processes = run.begin(nproc="1", nodes="3")
+    leading, *survivors = processes
+    agent = leading.tree()[0]
+    (zygote,) = agent.children()
+    zygote.suspend()  # it outlives its agent for as long as that
+    agent.kill()
+    run.wait_for("takeover", lambda event: True, *survivors)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *survivors)
+    zygote.resume()
+    run.wait_until(lambda: not alive(run.lab.nodes[0]), "its processes' end")
+    run.wait_until(run.directory.is_running, "the run's lock")
+    assert finish(run, undisturbed, *survivors)["world_size"] == 2
+    assert not run.directory.is_running()
+
+
+def test_a_full_disk_does_not_end_who_takes_over(
+    machines: Machines, wait_until: Callable[..., None], tmp_path: Path, undisturbed: str
+) -> None:
+    with small_disk(tmp_path / "disk", "16m"):
+        run = Run(machines(3)[0].lab, wait_until)
+        run.directory.path.symlink_to(tmp_path / "disk")
+        leading, *survivors = run.begin(nproc="1", nodes="3")
+        note = run.directory.agent.read_bytes()
+        ballast = tmp_path / "disk/ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        leading.send_signal(signal.SIGKILL)
+        run.wait_until(lambda: not alive(run.lab.nodes[0]), "its workers' end")
+        run.hold(14)
+        run.wait_until((run.path / "held-14").exists, "two steps more")
+        assert [process.poll() for process in survivors] == [None, None]
+        ballast.unlink()
+        # Other commands reach it once there is room.
+        run.wait_until(lambda: run.directory.agent.read_bytes() != note, "the new leader's socket")
+        assert finish(run, undisturbed, *survivors)["world_size"] == 2
+
+
+def test_machines_lose_each_other_while_a_view_forms(run: Run, undisturbed: str) -> None:
+    processes = run.begin(nproc="1")
+    run.kill_worker(run.lab.nodes[1])
+    run.wait_for("fault", lambda event: True, *processes)
+    run.hold(14)
+    run.lab.nodes[1].cut()
+    # Who does not go on sees in the directory that all is done.
+    assert finish(run, undisturbed, *processes)["world_size"] == 1
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_a_machine_joins_while_another_dies(run: Run, undisturbed: str) -> None:
+    """One alone would be too few."""
+    first, second, third = run.lab.nodes
+    run.hold(12)
+    leading, dying = (run.train(node, "2:3", "1") for node in (first, second))
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading, dying)
+    joining = run.paceline(third, "join", "run")
+    run.wait_for_joiners(1, leading, dying, joining)
+    second.kill()
+    run.hold(14)
+    run.wait_for("view", lambda event: event["nodes"] == 2 and event["generation"] > 0, leading, joining)
+    assert finish(run, undisturbed, leading, joining)["world_size"] == 2
+
+
+def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) -> None:
+    """Of two processes on the other machine one computed; then both do, until all is well again."""
+    processes = run.begin("--spares", "1", nproc="1")
+    run.lab.nodes[0].kill()
+    run.wait_for("takeover", lambda event: True, processes[1])
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, processes[1])
+    assert finish(run, undisturbed, processes[1])["world_size"] == 2
+    views = [event for event in run.directory.read_events() if event["event"] == "view"]
+    assert (views[-1]["world_size"], views[-1]["computing"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [pytest.param("user", "no data here", marks=pytest.mark.slow), ("other", "no disk here")],
+)
+def test_a_machine_that_cannot_take_part_is_sent_home(
+    run: Run, undisturbed: str, how: str, message: str
+) -> None:
+    first, second = run.lab.nodes
+    (run.path / f"refuse-{second.name}").write_text(how)
+    run.hold(12)
+    leading = run.train(first, "1:2", "1")
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
+    joining = run.paceline(second, "join", "run")
+    assert joining.wait(90) == 2, joining.text
+    assert "this machine cannot take part in the run" in joining.text
+    assert message in joining.text
+    assert finish(run, undisturbed, leading)["world_size"] == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_restarts_outlives_a_machine(run: Run) -> None:
+    processes = run.begin("--recover", "restart", "--reduction", "torch")
+    run.lab.nodes[1].kill()
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, processes[0])
+    run.go_on()
+    assert processes[0].wait(120) == 0, processes[0].text
+    assert run.result()["world_size"] == 2

@@ -1,0 +1,122 @@
+"""A run on several machines that die, are cut off, come and go: the model is the undisturbed run's."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from tests.elastic.recovery_nodes.runs import Run
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_machine_is_killed(run: Run, undisturbed: str, victim: int) -> None:
+    """The first one, which leads, or the other: all of it at once, its agent too."""
+    processes = run.begin()
+    survivor = processes[1 - victim]
+    run.lab.nodes[victim].kill()
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, survivor)
+    run.go_on()
+    assert survivor.wait(120) == 0, survivor.text
+    result = run.result()
+    assert result["model_sha256"] == undisturbed
+    assert result["world_size"] == 2
+    lost = [event for event in run.directory.read_events() if event["event"] in ("node lost", "takeover")]
+    assert [event["event"] for event in lost] == (["takeover"] if victim == 0 else ["node lost"])
+
+
+def test_of_two_sides_only_one_goes_on(run: Run, undisturbed: str) -> None:
+    processes = run.begin()
+    run.lab.nodes[1].cut()
+    run.wait_for("paused", lambda event: True, *processes)
+    run.hold(14)
+    run.wait_for("joined", lambda event: True, *processes)
+    run.go_on()
+    run.wait_until(run.directory.result.exists, "the result")
+    # The other side sees in the directory that all is done.
+    codes = [process.wait(60) for process in processes]
+    assert codes == [0, 0], [process.text for process in processes]
+    assert sum("the run pauses" in process.text for process in processes) == 1
+    result = run.result()
+    assert (result["model_sha256"], result["world_size"]) == (undisturbed, 2)
+
+
+@pytest.mark.parametrize("run", [3], indirect=True)
+def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
+    """One begins; two join by the directory alone; one is seen off, and one is asked to leave by a signal."""
+    first, second, third = run.lab.nodes
+    run.hold(12)
+    leading = run.train(first, "1:3", "1")
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
+    joining = run.paceline(second, "join", "run")
+    run.wait_for_joiners(1, leading, joining)
+    run.step_until("view", lambda event: event["nodes"] == 2, leading, joining)
+    last = run.paceline(third, "join", "run", "--nproc", "2")
+    run.wait_for_joiners(2, leading, joining, last)
+    run.step_until(
+        "view", lambda event: event["nodes"] == 3 and event["world_size"] == 4, leading, joining, last
+    )
+    scale = run.paceline(first, "scale", "run", "--nodes", "2")
+    run.wait_for("scale", lambda event: event["nodes"] == 2, leading, joining, last)
+    generation = run.generation()
+    run.step_until("view", lambda event: event["generation"] > generation, leading, joining)
+    assert scale.wait(90) == 0, scale.text
+    assert last.wait(60) == 0, last.text
+    joining.send_signal(signal.SIGTERM)
+    run.wait_for("scale", lambda event: event["nodes"] == 1, leading)
+    run.step_until("machines", lambda event: len(event["nodes"]) == 1, leading)
+    assert joining.wait(60) == 75, joining.text
+    run.go_on()
+    assert leading.wait(90) == 0, leading.text
+    assert run.result()["model_sha256"] == undisturbed
+
+
+def test_a_scheduler_that_repeats_itself_hurries_nobody(run: Run, undisturbed: str) -> None:
+    processes = run.begin(nproc="1")
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for process in processes:
+            process.send_signal(number)
+    run.wait_for_the_stop()
+    run.go_on()
+    assert [process.wait(90) for process in processes] == [75, 75], processes[-1].text
+    (stopped,) = (event for event in run.directory.read_events() if event["event"] == "stopped")
+    assert 10 < stopped["step"] <= 13  # the checkpoint after step 10 is what was waited for
+    nodes = enumerate(run.lab.nodes)
+    again = [run.train(node, "2", "1", "--node-rank", str(rank)) for rank, node in nodes]
+    assert [process.wait(90) for process in again] == [0, 0], again[0].text
+    assert run.result()["model_sha256"] == undisturbed
+
+
+def test_whoever_computes_something_else_is_sent_home(run: Run, undisturbed: str) -> None:
+    first, second = run.lab.nodes
+    run.hold(12)
+    leading = run.train(first, "1:2", "1")
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
+    source = (run.path / "small.py").read_text()
+    (run.path / "small.py").write_text(source.replace("lr=0.05", "lr=0.06"))
+    joining = run.paceline(second, "join", "run")
+    assert joining.wait(90) == 2
+    assert "task is" in joining.text
+    (run.path / "small.py").write_text(source)
+    run.go_on()
+    assert leading.wait(90) == 0, leading.text
+    assert run.result()["model_sha256"] == undisturbed
+
+
+def test_whoever_does_not_hold_the_token_is_not_let_in(run: Run, undisturbed: str) -> None:
+    first, second = run.lab.nodes
+    run.hold(12)
+    leading = run.train(first, "1:2", "1")
+    run.wait_for("checkpoint", lambda event: event["step"] == 10, leading)
+    forged = run.path / "forged"
+    forged.touch(mode=0o600)
+    forged.write_text("0" * 64 + "\n")
+    joining = run.paceline(second, "join", "run", "--token-file", str(forged))
+    run.wait_until(lambda: "a connection was refused" in leading.text, "the refusal")
+    joining.send_signal(signal.SIGTERM)
+    assert joining.wait(60) != 0
+    run.go_on()
+    assert leading.wait(90) == 0, leading.text
+    assert run.result()["model_sha256"] == undisturbed

@@ -1,0 +1,316 @@
+"""What is read of run directories: curves, alerts, states and beats."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.insight.dashboard.made import beat, make_run, record
+
+from paceline.insight.dashboard import Views, log_tail
+from paceline.insight.run_index import MOST_POINTS, Curves, Facts, Index, alerts
+from paceline.runs.directory import RunDirectory
+from paceline.runs.status import BEAT_S, Heartbeat, read_beats
+
+
+def append(path: Path, *lines: str) -> None:
+    with path.open("a") as file:
+        file.write("".join(lines))
+
+
+def test_curves_follow_a_file_that_grows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    curves = Curves(path)
+    curves.update()
+    assert curves.as_json() == {}
+    append(path, json.dumps(record(1, 0.0)) + "\n", json.dumps(record(2, 0.0))[:20])
+    curves.update()
+    assert curves.as_json()["loss"] == {"step": [1], "mean": [1.0]}
+    append(path, json.dumps(record(2, 0.0))[20:] + "\n")
+    append(path, json.dumps({"kind": "eval", "step": 2, "split": "val", "metrics": {"accuracy": 0.5}}) + "\n")
+    curves.update()
+    assert curves.as_json()["loss"]["step"] == [1, 2]
+    assert curves.as_json()["val.accuracy"] == {"step": [2], "mean": [0.5]}
+    assert [row["rank"] for row in curves.ranks] == [0, 1]
+
+
+def test_a_file_that_a_resume_has_replaced_is_read_anew(tmp_path: Path) -> None:
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    append(path, *(json.dumps(record(step, 0.0)) + "\n" for step in range(1, 6)))
+    curves = Curves(path)
+    curves.update()
+    append(other, *(json.dumps(record(step, 0.0)) + "\n" for step in range(1, 4)))
+    other.replace(path)
+    curves.update()
+    assert curves.as_json()["loss"]["step"] == [1, 2, 3]
+
+
+def test_many_records_are_few_points_that_hide_no_spike(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps, spike = 5 * MOST_POINTS + 3, 1234
+    values = {step: 100.0 if step == spike else math.sin(step) for step in range(1, steps + 1)}
+    append(
+        path,
+        *(json.dumps({"kind": "train", "step": s, "loss": v, "ranks": []}) + "\n" for s, v in values.items()),
+    )
+    curves = Curves(path)
+    curves.update()
+    loss = curves.as_json()["loss"]
+    assert len(loss["step"]) <= MOST_POINTS
+    assert loss["step"][-1] == steps
+    assert max(loss["high"]) == 100.0
+    (place,) = (i for i, high in enumerate(loss["high"]) if high == 100.0)
+    assert loss["step"][place - 1] < spike <= loss["step"][place]
+    first = range(1, loss["step"][0] + 1)
+    assert loss["mean"][0] == pytest.approx(sum(values[step] for step in first) / len(first))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "7",
+        '{"kind": "train"}',
+        '{"kind": "train", "step": 1, "loss": "high", "ranks": "none", "logged": {"a": [1]}}',
+        '{"kind": "eval", "step": 1, "split": "val", "metrics": 3}',
+        '{"kind": "train", "step": 1, "loss": true, "lr": NaN, "samples_per_s": Infinity}',
+    ],
+)
+def test_foreign_lines_are_passed_over(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, line + "\n", json.dumps(record(2, 0.0)) + "\n")
+    curves = Curves(path)
+    curves.update()
+    assert curves.as_json()["loss"]["step"] == [2]
+
+
+def facts(**changed: Any) -> Facts:
+    usual: dict[str, Any] = {"state": "running", "problem": None, "events": (), "beats": (), "nonfinite": ()}
+    return Facts(**{**usual, "disk": (2**40, 2**41), "now": 1000.0, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "text"),
+    [
+        ({"state": "crashed"}, "ended", "without a word"),
+        ({"state": "failed", "problem": "rank 1: boom"}, "ended", "rank 1: boom"),
+        ({"nonfinite": [7, 9]}, "loss", "NaN or infinite at step 9"),
+        ({"disk": (2**20, 2**40)}, "disk", "0.00 GiB free"),
+        ({"events": [{"event": "fault", "time": 900.0}] * 2}, "fault", r"\(2 times\)"),
+        ({"events": [{"event": "hang", "time": 900.0}]}, "fault", "training hung"),
+        ({"events": [{"event": "checkpoint failed", "time": 1.0, "error": "full"}]}, "checkpoint", "full"),
+        (
+            {"events": [{"event": "corruption", "time": 1.0, "sentence": "rank 2 ..."}]},
+            "corruption",
+            "rank 2",
+        ),
+    ],
+)
+def test_what_a_person_should_look_at(changed: dict[str, Any], kind: str, text: str) -> None:
+    import re
+
+    (alert,) = alerts(facts(**changed))
+    assert alert.kind == kind
+    assert re.search(text, alert.text)
+
+
+def test_what_is_over_is_no_alert() -> None:
+    events = [
+        {"event": "fault", "time": 1.0},
+        {"event": "checkpoint failed", "time": 2.0, "error": "full"},
+        {"event": "checkpoint", "time": 3.0},
+    ]
+    assert alerts(facts(events=events)) == []
+    assert alerts(facts(disk=(2**20, 2**21), state="finished")) == []
+
+
+def test_a_silent_rank_and_a_run_that_stands_still_are_told(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=1)
+    beat(directory, 0)
+    beat(directory, 1, ago_s=200)
+    beats = read_beats(directory)
+    found = alerts(facts(beats=beats, now=time.time()))
+    assert [alert.kind for alert in found] == ["silent"]
+    assert "rank 1" in found[0].text
+    assert [alert.kind for alert in alerts(facts(beats=beats, now=time.time() + 300))] == [
+        "silent",
+        "progress",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([{"event": "finished"}], "finished"),
+        ([{"event": "failed", "rank": 1, "error": "boom"}], "failed"),
+        ([{"event": "stopped", "cause": "SIGTERM", "step": 3}], "preempted"),
+        ([{"event": "stopped", "cause": "walltime", "step": 3}], "preempted"),
+        ([{"event": "stopped", "cause": "SIGINT", "step": 3}], "stopped"),
+        ([], "crashed"),
+    ],
+)
+def test_the_state_in_a_word(tmp_path: Path, events: list[dict[str, Any]], state: str) -> None:
+    make_run(tmp_path / "run", events, steps=3)
+    _, told = Index([tmp_path]).rows()
+    assert [run["state"] for run in told["runs"]] == [state]
+
+
+def test_a_run_on_another_machine_is_at_work_while_it_beats(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=3)
+    for rank in (0, 1):
+        beat(directory, rank, step=9)
+    (run,) = Index([tmp_path]).rows()[1]["runs"]
+    assert (run["state"], run["step"], run["steps_per_s"]) == ("running", 9, 2.5)
+    with (directory.events).open("a") as file:
+        file.write(json.dumps({"event": "paused", "time": time.time(), "node": "b", "why": "alone"}) + "\n")
+    assert [r["state"] for r in Index([tmp_path]).rows()[1]["runs"]] == ["waiting"]
+
+
+def test_only_what_changed_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
+    for name in ("a", "b", "c"):
+        make_run(tmp_path / name, [{"event": "finished"}], steps=2)
+    index = Index([tmp_path, tmp_path / "a"])
+    tag, told = index.rows()
+    assert sorted(run["name"] for run in told["runs"]) == ["a", "b", "c"]
+    assert not told["part"]
+    assert index.rows(tag)[1]["runs"] == []
+    make_run(tmp_path / "b", [{"event": "failed", "error": "boom"}], steps=2)
+    later, told = index.rows(tag)
+    assert [(run["name"], run["state"]) for run in told["runs"]] == [("b", "failed")]
+    (gone,) = (run["id"] for run in index.rows()[1]["runs"] if run["name"] == "c")
+    (tmp_path / "c").rename(tmp_path / "c-elsewhere")
+    assert index.rows(later)[1]["removed"] == [gone]
+    assert index.directory(gone) is None
+    assert index.rows("00000000-7")[1]["part"] is False
+
+
+def test_what_is_being_removed_is_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    make_run(tmp_path / ".gc-0123456789abcdef")
+    assert [row["name"] for row in Index([tmp_path]).rows()[1]["runs"]] == ["run"]
+
+
+def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.insight.run_index.REFRESH_S", 0.0)
+    make_run(tmp_path / "run", [{"event": "finished"}], steps=2)
+    index = Index([tmp_path])
+    index.rows()
+    monkeypatch.setattr(
+        "paceline.insight.run_index.summarise", lambda directory: pytest.fail("it was read again")
+    )
+    index.rows()
+
+
+def test_a_run_shows_its_task_and_the_options_that_sum_it_up(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=1)
+    manifest = directory.read_manifest()
+    manifest["task"]["fields"] = {"lr": 0.2, "layers": 3}
+    directory.write_manifest({**manifest, "config": {"epochs": 4, "keep": 9}})
+    (row,) = Index([tmp_path]).rows()[1]["runs"]
+    spec = manifest["task"]["spec"]
+    config = Views().detail("0", directory, row)["config"]
+    assert config == {"task": spec, "set": ["lr=0.2", "layers=3"], "epochs": 4}
+
+
+def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", steps=3)
+    directory.manifest.write_text("= = =")
+    append(directory.events, '{"event": "view"}\n')
+    (row,) = Index([tmp_path]).rows()[1]["runs"]
+    assert (row["state"], row["alerts"][0]["kind"]) == ("damaged", "ended")
+    detail = Views().detail("0", directory, row)
+    assert detail["config"] is None
+    assert [problem.partition(":")[0] for problem in detail["problems"]] == ["config", "history"]
+
+
+@pytest.mark.usefixtures("plain_user")
+def test_what_may_not_be_read_hides_no_other_run() -> None:
+    root = Path("runs")
+    make_run(root / "good", [{"event": "finished"}], steps=3)
+    closed, half_open = make_run(root / "closed"), make_run(root / "half-open", steps=3)
+    half_open.events.chmod(0)
+    closed.path.chmod(0)
+    try:
+        index = Index([root, root / "closed", root / "closed" / "inside"])
+        rows = {row["name"]: row for row in index.rows()[1]["runs"]}
+    finally:
+        closed.path.chmod(0o700)
+    assert {name: row["state"] for name, row in rows.items()} == {"good": "finished", "half-open": "damaged"}
+    assert "Permission denied" in rows["half-open"]["alerts"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "state"),
+    [
+        ("events.jsonl", b"\xff\xfe\n", "damaged"),
+        ("events.jsonl", b'{"event": "view", "time": null}\n', "damaged"),
+        ("events.jsonl", b'{"event": "view", "time": "noon"}\n', "damaged"),
+        ("metrics.jsonl", b"\xff\xfe\n", "running"),
+        ("metrics.jsonl", b'7\n[]\n{"kind": "train", "epoch": 0, "loss": null}\n', "running"),
+        ("metrics.jsonl", b'{"kind": "train", "epoch": 0, "step": "last"}\n', "damaged"),
+    ],
+)
+def test_a_damaged_file_hides_no_other_run(tmp_path: Path, file: str, line: bytes, state: str) -> None:
+    make_run(tmp_path / "good", [{"event": "finished"}], steps=3)
+    bad = make_run(tmp_path / "bad", steps=0)
+    beat(bad, 0)
+    with (bad.path / file).open("ab") as appended:
+        appended.write(line)
+    with bad.locked():
+        rows = {row["name"]: row for row in Index([tmp_path]).rows()[1]["runs"]}
+    assert {name: row["state"] for name, row in rows.items()} == {"good": "finished", "bad": state}
+    assert bool(rows["bad"]["alerts"]) == (state == "damaged")
+
+
+def test_the_end_of_a_log(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run")
+    directory.log_of(0).write_text("first\n" + "x" * 100_000 + "\nlast\n")
+    (tmp_path / "secret").write_text("secret")
+    directory.log_of(1).symlink_to(tmp_path / "secret")
+    assert log_tail(directory, 0) == "last\n"
+    assert log_tail(directory, 1) is None
+    assert log_tail(directory, 2) is None
+
+
+@pytest.mark.integration
+def test_a_rank_beats_until_it_leaves(
+    tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.runs.status._LEAVE_S", 60.0)
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    heart = Heartbeat(directory, rank=0, world_size=1, step=4)
+    wait_until(lambda: read_beats(directory), "the first beat")
+    (first,) = read_beats(directory)
+    assert (first.step, first.steps_per_s, first.left) == (4, None, False)
+    heart.step = 10
+    seen = [first]
+
+    def moved() -> bool:
+        (beat,) = read_beats(directory)
+        if beat.time != seen[-1].time:
+            seen.append(beat)
+        return beat.step == 10
+
+    wait_until(moved, "the next beat", timeout_s=20 * BEAT_S)
+    before, second = seen[-2:]
+    assert second.steps_per_s is not None
+    assert 0 < second.steps_per_s <= 6 / (second.time - before.time) * 1.01
+    heart.close()
+    assert read_beats(directory)[0].left
+    assert [path.name for path in directory.heartbeats.iterdir()] == ["rank-0.json"]
+
+
+def test_ranks_that_are_no_more_are_left_out(tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run")
+    beat(directory, 2, world_size=3, ago_s=60)
+    for rank in (0, 1):
+        beat(directory, rank, world_size=2)
+    (directory.heartbeats / "rank-9.json").write_text('{"rank": "x"}')
+    assert [b.rank for b in read_beats(directory)] == [0, 1]

@@ -1,0 +1,154 @@
+"""Scores of classifiers are scikit-learn's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    confusion_matrix,
+    f1_score,
+    log_loss,
+    precision_recall_fscore_support,
+)
+
+from paceline.core.errors import TaskError
+from paceline.core.inference import Inference, TensorSpec
+from paceline.core.task import Task
+from paceline.data.samples import MicroBatch
+from paceline.insight.classification import Classification, classify
+from paceline.insight.evaluation_recorder import MISTAKES, Observer, Predictions
+
+
+class Given(Task):
+    """Its batches hold probabilities and classes."""
+
+    def inference_batch(self, batch: Any) -> Any:
+        return [batch[0]], batch[1]
+
+
+def observed(probabilities: torch.Tensor, actual: torch.Tensor, labels: tuple[str, ...] = ()) -> Observer:
+    inference = Inference(
+        module=torch.nn.Identity(),
+        inputs={"x": TensorSpec(dtype="float32", shape=(probabilities.shape[1],))},
+        outputs={"p": TensorSpec(dtype="float32", shape=(probabilities.shape[1],))},
+        labels=labels,
+        probabilities="p",
+    )
+    object.__setattr__(inference, "module", lambda given: {"p": given})
+    observer = Observer(Given(), inference)
+    for number, start in enumerate(range(0, len(actual), 64)):
+        part = (probabilities[start : start + 64], actual[start : start + 64])
+        observer(MicroBatch(number, part, len(part[1]), 0), {})
+    return observer
+
+
+def made(number: int, classes: int, seed: int = 1) -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(seed)
+    actual = torch.randint(classes, (number,), generator=generator)
+    logits = 1.5 * torch.randn(number, classes, generator=generator)
+    logits[torch.arange(number), actual] += 1.5
+    probabilities = logits.double().softmax(dim=1)
+    predictions = observed(probabilities, actual, tuple(f"c{k}" for k in range(classes))).predictions()
+    assert predictions is not None
+    return SimpleNamespace(
+        probabilities=probabilities,
+        actual=actual.numpy(),
+        predictions=predictions,
+        found=classify(predictions),
+    )
+
+
+@pytest.fixture(scope="module", params=[5, 40])
+def case(request: pytest.FixtureRequest) -> SimpleNamespace:
+    return made(700, request.param)
+
+
+def test_scores_are_scikit_learns(case: SimpleNamespace) -> None:
+    found: Classification = case.found
+    predictions: Predictions = case.predictions
+    actual, predicted = case.actual, case.probabilities.argmax(dim=1).numpy()
+    assert np.array_equal(predictions.actual, actual)
+    assert np.array_equal(predictions.predicted, predicted)
+    assert found.accuracy.value == (actual == predicted).mean()
+    assert found.balanced_accuracy.value == pytest.approx(balanced_accuracy_score(actual, predicted))
+    assert found.macro_f1.value == pytest.approx(f1_score(actual, predicted, average="macro"))
+    assert found.nll.value == pytest.approx(log_loss(actual, case.probabilities.numpy()))
+    one_hot = np.eye(case.probabilities.shape[1])[actual]
+    assert found.brier.value == pytest.approx(
+        ((case.probabilities.numpy() - one_hot) ** 2).sum(axis=1).mean()
+    )
+    scores = zip(
+        *precision_recall_fscore_support(actual, predicted, zero_division=0),
+        strict=True,
+    )
+    for score, (precision, recall, f1, support) in zip(found.classes, scores, strict=True):
+        assert score.support == support
+        assert (score.precision.value if score.precision else 0) == pytest.approx(precision)
+        assert (score.recall.value if score.recall else 0) == pytest.approx(recall)
+        assert score.f1 == pytest.approx(f1)
+
+
+def test_intervals_hold_their_values(case: SimpleNamespace) -> None:
+    for name in ("accuracy", "balanced_accuracy", "macro_f1", "nll", "brier"):
+        estimate = getattr(case.found, name)
+        assert estimate.low < estimate.value < estimate.high, name
+
+
+def test_the_matrix_is_shown_where_it_can_be_read(case: SimpleNamespace) -> None:
+    expected = confusion_matrix(case.actual, case.predictions.predicted)
+    if len(expected) > 20:
+        assert case.found.matrix is None
+    else:
+        assert np.array_equal(case.found.matrix, expected)
+    np.fill_diagonal(expected, 0)
+    first = case.found.confusions[0]
+    assert first.count == expected.max()
+    assert expected[int(first.actual[1:]), int(first.predicted[1:])] == first.count
+
+
+def test_the_calibration_error_is_the_mean_gap_over_the_bins(case: SimpleNamespace) -> None:
+    found, confidence = case.found, case.predictions.confidence
+    by_hand = 0.0
+    for k in range(15):
+        inside = (confidence > k / 15) & (confidence <= (k + 1) / 15)
+        if inside.any():
+            gap = case.predictions.right[inside].mean() - confidence[inside].mean()
+            by_hand += inside.mean() * abs(gap)
+    assert found.calibration_error == pytest.approx(by_hand)
+    assert sum(b.count for b in found.bins) == len(confidence)
+    assert found.overconfidence == pytest.approx(confidence.mean() - found.accuracy.value)
+
+
+def test_the_mistakes_are_the_most_confident_ones(case: SimpleNamespace) -> None:
+    predictions: Predictions = case.predictions
+    wrong = np.flatnonzero(~predictions.right)
+    expected = wrong[np.argsort(-predictions.confidence[wrong], kind="stable")][:MISTAKES]
+    assert [m.number for m in predictions.mistakes] == expected.tolist()
+    for mistake in predictions.mistakes:
+        assert torch.equal(mistake.inputs["x"], case.probabilities[mistake.number])
+        assert mistake.actual_probability == pytest.approx(
+            float(case.probabilities[mistake.number, mistake.actual])
+        )
+
+
+def test_a_classifier_without_mistakes_and_classes_without_samples() -> None:
+    predictions = observed(
+        torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 1]), ("a", "b", "c", "d")
+    ).predictions()
+    assert predictions is not None
+    found = classify(predictions)
+    assert predictions.mistakes == ()
+    assert found.accuracy.value == 1.0
+    assert found.confusions == ()
+    assert found.nll.value == 0.0
+    assert [(s.support, s.recall is None, s.f1) for s in found.classes[2:]] == [(0, True, None)] * 2
+
+
+def test_classes_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(TaskError, match="classes 0 to 4, but 'p' has 3 columns"):
+        observed(torch.eye(3)[[0, 1]], torch.tensor([0, 4]))

@@ -1,0 +1,87 @@
+"""The lints: each finds the task that does what it looks for, at its line, and leaves others alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.config import RunConfig
+from paceline.insight.verify.lint import lint
+from paceline.insight.verify.verify import Finding
+
+pytestmark = pytest.mark.integration
+
+TASKS = Path(__file__).with_name("tasks.py")
+
+
+@pytest.fixture(scope="module")
+def tasks() -> Any:
+    spec = importlib.util.spec_from_file_location("verification_tasks", TASKS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def found(tasks: Any, name: str) -> list[Finding]:
+    task = getattr(tasks, name)()
+    config = RunConfig(
+        shards=task.defaults.shards, global_batch_size=task.defaults.global_batch_size, max_steps=4
+    )
+    return lint(task, config)
+
+
+def test_a_task_that_is_right_gets_no_warning(tasks: Any) -> None:
+    assert found(tasks, "Right") == []
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "line", "words"),
+    [
+        ("MeanOfMeans", "mean-of-means", "# a mean over words", r"return paceline\.Loss\(sum, weight\)"),
+        ("UnequalCounts", "unequal-counts", "def metrics", "'accuracy' .* averaged over unequal counts"),
+        ("StepsItsScheduler", "scheduler-steps", "# once a shard", "steps its scheduler itself"),
+        ("Padded", "duplicated-samples", "def build_dataset", "2 of the test data's 32 samples"),
+        ("PaddedTensors", "duplicated-samples", "def build_dataset", "2 of the test data's 32 samples"),
+        ("OwnGenerator", "unkeyed-randomness", "def loss", "the loss .* differently"),
+        ("NoisyData", "unkeyed-randomness", "# goes on from sample to sample", "a sample .* differently"),
+        ("SharedDropout", "shared-randomness", "# each shard drops the same", "the loss seeds torch"),
+        ("Unused", "unused-parameters", "def build_model", r"spare\.weight get no gradient"),
+        ("Forgotten", "unused-parameters", "def build_optimizer", r"3\.weight.* are in no optimizer"),
+        ("TinyShards", "tiny-batch-norm", "def build_model", "over 4 values, those of a shard of 4 samples"),
+        ("ReadsTheRank", "reads-the-rank", "# the rank", "the loss differs from rank to rank"),
+        ("SharesItself", "reads-the-rank", "dist.get_rank()", "the training data and the test data differ"),
+        ("ScalesItsRate", "reads-the-rank", "# by the world", "the learning rates differ"),
+    ],
+)
+def test_what_is_wrong_is_found(tasks: Any, task: str, kind: str, line: str, words: str) -> None:
+    findings = found(tasks, task)
+    assert [finding.lint for finding in findings] == [kind], findings
+    (finding,) = findings
+    assert finding.place is not None
+    path, _, number = finding.place.rpartition(":")
+    assert Path(path) == TASKS
+    lines = TASKS.read_text().splitlines()
+    # A decorated method begins at its decorator.
+    assert line in lines[int(number) - 1], lines[int(number) - 1]
+    assert re.search(words, finding.message), finding.message
+
+
+def test_a_lint_that_fails_says_so(tasks: Any) -> None:
+    @dataclasses.dataclass
+    class Broken(tasks.Right):  # type: ignore[misc,name-defined]
+        def metrics(self, model: Any, batch: Any) -> Any:
+            raise KeyError("nothing")
+
+    task = Broken()
+    (finding,) = lint(task, RunConfig(shards=4, global_batch_size=64, max_steps=4))
+    assert finding.lint == "not-looked-at"
+    assert "check_metrics could not be done: KeyError: 'nothing'" in finding.message

@@ -1,0 +1,418 @@
+"""``paceline doctor`` and ``--preflight``, as users give them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from tests.conftest import children
+from tests.lab.machines import Machines
+from tests.launch.preflight.examined import found, not_passed
+from tests.small_disk import small_disk
+
+from paceline.launch.preflight.spec import CHECKS, Examination, Report, parse_command
+from paceline.launch.rank_env import expand_placeholders
+from paceline.runs.checkpoint_manifest import CheckpointInfo
+from paceline.runs.checkpoint_store import commit
+
+ROOT = Path(__file__).parents[3]
+BROKEN = "import paceline\nimport a_library_that_is_not_there\n"
+SLOW = "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(600)\n"
+
+
+@pytest.fixture(autouse=True)
+def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_this_machine(run_processes: Any, tmp_path: Path) -> None:
+    done = run_processes.paceline("doctor", "--threads", "1", env={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout
+    assert "1 machine: " in done.stdout
+    assert f"{tmp_path} is writable" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [], "no run and no job is begun"
+
+
+def test_another_interpreter_and_other_variables(run_processes: Any, tmp_path: Path) -> None:
+    """They are what is looked at: with them, the examination is a process of its own."""
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nBY=python exec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    (tmp_path / "told.py").write_text("import os\nraise ImportError('{TOLD} {BY}'.format_map(os.environ))\n")
+    words = ("doctor", "told.py:Task", "--threads", "1", "--json", "--env", "TOLD=env")
+    done = run_processes.paceline(*words, "--python", other)
+    assert done.returncode == 1, done.stderr
+    assert "env python" in found(Report.from_json(json.loads(done.stdout)), "task").found
+    assert {path.name for path in tmp_path.iterdir()} <= {"python", "told.py", "state", "__pycache__"}
+
+
+def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any, tmp_path: Path) -> None:
+    done = run_processes.paceline("doctor", "--python", "/nonexistent/python", "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "/nonexistent/python is no program that can be run" in done.stderr
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho No module named paceline >&2\nexit 1\n")
+    bare.chmod(0o755)
+    done = run_processes.paceline("doctor", "--python", bare)
+    assert done.returncode == 1, done.stdout
+    assert f"left no report in {tmp_path}" in done.stderr
+    assert f"Can {bare} import paceline there" in done.stderr
+
+
+def test_an_interface_that_this_machine_does_not_have(run_processes: Any) -> None:
+    done = run_processes.paceline("doctor", "--interface", "nosuch0", "--threads", "1", "--json")
+    assert done.returncode == 1, done.stderr
+    check = found(Report.from_json(json.loads(done.stdout)), "interface")
+    assert check.found.startswith("--interface 'nosuch0' has no IPv4 address here. Those that have: ")
+
+
+def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(
+    run_processes: Any, tmp_path: Path
+) -> None:
+    """Three of a MiB each, and half of a fourth: the next one removes that, and the oldest of the others."""
+    with small_disk(tmp_path / "disk", "6m"):
+        checkpoints = tmp_path / "disk/run/checkpoints"
+        for step in range(3):
+            info = CheckpointInfo(
+                task="tasks:Demo",
+                step=step,
+                state_version=step + 1,
+                epoch=0,
+                generation=0,
+                shards=1,
+                pins={"threads": 1},
+            )
+            commit(checkpoints, info, [("model.safetensors", [bytes(1 << 20)])])
+        (checkpoints / ".tmp-0123").mkdir()
+        (checkpoints / ".tmp-0123/model.safetensors").write_bytes(bytes(1 << 20))
+        done = run_processes.paceline("doctor", "--threads", "1", "--run", "disk/run", "--json")
+    room = found(Report.from_json(json.loads(done.stdout)), "disk-space")
+    assert room.status == "pass", room
+    assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 are there")
+
+
+def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    done = run_processes.paceline("doctor", "broken.py:Task", "--json")
+    assert done.returncode == 1
+    task = found(Report.from_json(json.loads(done.stdout)), "task")
+    assert task.status == "fail"
+    assert "imports 'a_library_that_is_not_there', which is not installed" in task.found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.py:Task"], "there is no file"),
+        (["--on", "nowhere"], "there is no launcher 'nowhere'. Choose one of:"),
+        (["--nproc", "auto"], "--nproc auto does not work here"),
+        (["--nproc", "2,1"], "--nproc 2,1 lists 2 machines, but --nodes is 1."),
+        (["--nodes", "2"], "give the same command on each machine, with --rdzv-endpoint"),
+        (["--checkpoint-size", "large"], "--checkpoint-size must be such as 500MB or 2GiB, but is 'large'."),
+    ],
+)
+def test_bad_input(run_processes: Any, tmp_path: Path, words: list[str], said: str) -> None:
+    done = run_processes.paceline("doctor", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_command_on_two_machines(machines: Machines) -> None:
+    """Without a cluster: each prints the one report that machine 0 has made."""
+    nodes = machines(2)
+    for rank, node in enumerate(nodes):
+        node.start(
+            [
+                *(sys.executable, "-m", "paceline", "doctor", "--nodes", "2", "--run", "shared"),
+                *("--rdzv-endpoint", "node0:29500", "--node-rank", str(rank), "--gpus-per-node", "1"),
+                *("--threads", "1", "--json"),
+            ],
+            env={"XDG_STATE_HOME": str(node.lab.directory / f"state{rank}")},
+        )
+    reports = []
+    for node in nodes:
+        assert node.processes[0].wait(240) == 1, node.processes[0].text
+        reports.append(Report.from_json(json.loads(node.processes[0].text.splitlines()[-1])))
+    assert reports[0] == reports[1]
+    assert reports[0].machines == ("node0", "node1")
+    assert not_passed(reports[0]) == {("gpus", "node0"), ("gpus", "node1")}
+    left = {path.name for path in (nodes[0].lab.directory / "shared/doctor").iterdir()}
+    assert left == {"report.json", "exit-code"}, "no token"
+
+
+def test_a_job_that_preflight_stops(run_processes: Any, tmp_path: Path) -> None:
+    words = ("launch", "--on", "spawn", "--threads", "1", "--preflight")
+    done = run_processes.paceline(*words, "--gpus-per-node", "4", "--", "touch", "started")
+    assert done.returncode == 1
+    assert "preflight fail: " in done.stderr
+    assert "0 GPUs, 4 asked for. Ask the cluster" in done.stderr
+    assert done.stderr.splitlines()[-1] == "paceline: the job is not started."
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> None:
+    words = ("train", "fashion-mnist", "--preflight", "--max-steps", "2", "--threads", "1", "--quiet")
+    done = run_processes.paceline(*words, "--run", "run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "preflight" not in done.stderr, "nothing is wrong"
+    assert json.loads(done.stdout)["steps"] == 2
+    assert not (tmp_path / "run/doctor").exists()
+
+
+def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) -> None:
+    done = run_processes.paceline(
+        *("launch", "--on", "slurm", "--nodes", "2", "--inner", "torchrun", "--name", "mine", "--preflight"),
+        *("--python", "/python", "--dry-run", "--", "/bin/echo", "hello"),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.replace("\\\n", " ").splitlines()]
+    [line] = [line for line in lines if "paceline.launch.node" in line]
+    first, rest = line.split(" --preflight ", 1)
+    assert "/python -m paceline.launch.node" in first
+    assert rest.startswith("'/python -m paceline.launch.preflight.node --directory ")
+    assert "--preflight --nodes '" in rest
+    assert rest.endswith("-- /bin/echo hello &")
+
+
+def test_the_jobs_of_an_array_meet_apart(run_processes: Any) -> None:
+    """They may begin at once, and the first to end removes what its own machines have met by."""
+    done = run_processes.paceline(
+        *("launch", "--on", "slurm", "--nodes", "2", "--array", "0-3", "--preflight", "--dry-run"),
+        *("--", "/bin/echo", "hello"),
+    )
+    assert done.returncode == 0, done.stderr
+    [directory] = re.findall(r"paceline\.launch\.preflight\.node --directory (\S+) ", done.stdout)
+    assert re.search(r"/'\"\$SLURM_ARRAY_TASK_ID\"'/preflight", directory), directory
+
+
+@pytest.mark.parametrize(
+    ("words", "agents"),
+    [
+        (["--on", "slurm", "--nodes", "2"], True),
+        (["--on", "slurm", "--inner", "torchrun"], False),
+        (["--nproc", "2"], True),
+        (["--nproc", "2", "--recover", "none"], False),
+        (["--on", "torchrun", "--recover", "restart"], False),
+    ],
+)
+def test_preflight_knows_who_starts_the_ranks(run_processes: Any, words: list[str], agents: bool) -> None:
+    done = run_processes.paceline("train", "fashion-mnist", *words, "--preflight", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "paceline.launch.preflight.node" in done.stdout
+    assert (" --agents --preflight " in done.stdout) == agents
+
+
+def test_preflight_where_each_rank_is_started(run_processes: Any) -> None:
+    done = run_processes.paceline(
+        *("launch", "--on", "slurm", "--inner", "srun", "--preflight", "--dry-run", "--", "/bin/echo"),
+    )
+    assert done.returncode == 2
+    assert "--preflight needs a command that is started once on each machine, and --inner srun" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (("train", "fashion-mnist", "--on", "slurm", "--nodes", "2", "--init-timeout", "20min"), "1200"),
+        (
+            (
+                *("train", "fashion-mnist", "--nodes", "2", "--node-rank", "0", "--run", "shared"),
+                *("--rdzv-endpoint", "node0:29500", "--init-timeout", "20min"),
+            ),
+            "1200",
+        ),
+        (("launch", "--on", "slurm", "--nodes", "2"), "300"),
+    ],
+)
+def test_how_long_machines_wait_for_each_other(
+    run_processes: Any, tmp_path: Path, words: tuple[str, ...], seconds: str
+) -> None:
+    (tmp_path / "s.py").touch()
+    script = ("--", "s.py") if words[0] == "launch" else ()
+    done = run_processes.paceline(*words, "--preflight", "--dry-run", *script)
+    assert done.returncode == 0, done.stderr
+    assert f" --timeout {seconds} " in done.stdout
+
+
+SAGEMAKER = (
+    *("launch", "--on", "sagemaker", "--image", "i:1", "--role", "arn:aws:iam::123456789012:role/training"),
+    *("--instance-type", "ml.g5.12xlarge", "--s3", "s3://bucket/prefix"),
+)
+KUBERNETES = ("--on", "kubernetes", "--image", "i:1", "--name", "mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*SAGEMAKER, "--nodes", "2"), "and --on sagemaker has none. Leave it out; on one machine it works."),
+        (
+            (*SAGEMAKER, "--distribution", "torch_distributed"),
+            "--preflight: --distribution torch_distributed has the image's own toolkit start the job",
+        ),
+        (
+            ("launch", "--on", "azureml", "--image", "i:1", "--compute", "gpus", "--nodes", "2"),
+            "and --on azureml has none.",
+        ),
+        (("launch", *KUBERNETES, "--nodes", "2"), "Give --volume CLAIM:/PATH, the first one if there are"),
+    ],
+)
+def test_preflight_where_machines_share_no_directory(
+    run_processes: Any, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "s.py").touch()
+    done = run_processes.paceline(*words, "--preflight", "--dry-run", "--", "s.py")
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def examined(done: Any) -> Examination:
+    """What the preflight of a job that was rendered as a Kubernetes Job looks at."""
+    assert done.returncode == 0, done.stderr
+    *_, job = yaml.safe_load_all(done.stdout)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    command = container["command"]
+    words = shlex.split(command[command.index("--preflight") + 1])[3:]
+    placed = expand_placeholders(words, master_addr="pod-0", master_port=29500, node_rank=0, nodes=2)
+    return parse_command(list(placed))[0]
+
+
+def test_where_pods_meet(run_processes: Any, tmp_path: Path) -> None:
+    """In a volume that they share: nothing of the machine that submits is there."""
+    job = (*KUBERNETES, "--kind", "job", "--preflight", "--dry-run")
+    volumes = ("--nodes", "2", "--volume", "runs:/runs", "--volume", "data:/data")
+    script = examined(run_processes.paceline("launch", *job, *volumes, "--", "s.py"))
+    assert script.directory.parent == script.run
+    assert re.fullmatch(r"/runs/jobs/mine-\d+-\d+-[0-9a-f]{6}", str(script.run))
+    task = examined(run_processes.paceline("train", "fashion-mnist", *job, *volumes, "--run", "/runs/a"))
+    assert task.run == Path("/runs/a")
+    assert task.directory == Path("/runs/a/preflight")
+    alone = examined(run_processes.paceline("launch", *job, "--", "s.py"))
+    assert alone.run == Path("/tmp")
+
+
+def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
+    done = run_processes.paceline(
+        *("doctor", "--on", "spawn", "--nodes", "2", "--node-rank", "1", "--rdzv-endpoint", "node0:29500"),
+        *("--nproc", "8,4", "--threads", "2", "--gpus-per-node", "4", "--interface", "ib0", "--run", "/r"),
+        *(
+            "--checkpoint-size",
+            "2GiB",
+            "--keep",
+            "5",
+            "--timeout",
+            "2min",
+            "--python",
+            "/python",
+            "--dry-run",
+        ),
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "# rank 1\n"
+        "GLOO_SOCKET_IFNAME=ib0 \\\n"
+        "  NCCL_SOCKET_IFNAME=ib0 \\\n"
+        "  UCX_NET_DEVICES=ib0 \\\n"
+        "  /python -m paceline.launch.preflight.node --directory /r/doctor --run /r --nproc 8,4 --keep 5 "
+        "--timeout 120 --threads 2 --gpus-per-node 4 --interface ib0 --checkpoint-bytes 2147483648 --nodes 2 "
+        "--node-rank 1 --master-addr node0 --master-port 29500\n"
+    )
+
+
+def test_ctrl_c_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(600)\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "paceline", "doctor", "slow.py:Task"]
+    popen = run_processes.start(command, env={"TMPDIR": str(tmp_path / "tmp")})
+    wait_until((tmp_path / "importing").exists, "the import", 60)
+    below = children(popen.pid, recursive=True)
+    assert below
+    os.kill(popen.pid, signal.SIGINT)
+    assert run_processes.finish(popen).returncode == 130
+    psutil.wait_procs(below, 10)
+    assert not any(process.is_running() for process in below)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGTERM, "the launcher"),
+        (signal.SIGUSR1, "the launcher"),
+        (signal.SIGTERM, "all"),
+        (signal.SIGINT, "all"),
+        (signal.SIGTERM, "the examination"),
+    ],
+)
+def test_a_preflight_that_is_stopped_leaves_nothing(
+    run_processes: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+    number: signal.Signals,
+    to: str,
+) -> None:
+    """Schedulers send a signal to what they have started, or to all processes, in whichever order."""
+    (tmp_path / "tmp").mkdir()
+    doctor = Examination(directory=tmp_path / "preflight", run=tmp_path, preflight=True)
+    popen = run_processes.start(
+        [
+            *(sys.executable, "-m", "paceline.launch.node", "--inner", "spawn", "--nodes", "2"),
+            *("--preflight", shlex.join(doctor.command(sys.executable)), "--", "touch", "started"),
+        ],
+        env={
+            "TMPDIR": str(tmp_path / "tmp"),
+            "PACELINE_NODE_RANK": "0",
+            "PACELINE_NODES": "2",
+            "PACELINE_HOSTS": "127.0.0.1,127.0.0.1",
+            "PACELINE_JOB_ID": str(tmp_path),
+        },
+    )
+    wait_until((tmp_path / "preflight/meeting.json").exists, "waiting for the other machine", 60)
+    assert (tmp_path / "preflight/token").exists()
+    below = children(popen.pid, recursive=True)
+    match to:
+        case "the launcher":
+            popen.send_signal(number)
+        case "all":
+            os.killpg(popen.pid, number)
+        case _:
+            [examination] = children(popen.pid)
+            examination.send_signal(number)
+    done = run_processes.finish(popen)
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr
+    psutil.wait_procs(below, 10)
+    assert not any(process.is_running() for process in below)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "preflight").iterdir()) == []
+    assert not (tmp_path / "started").exists()
+
+
+def test_every_check_is_documented() -> None:
+    page = (ROOT / "docs/doctor.md").read_text()
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
+    assert [f"`{id}`" for id in CHECKS] == [row for row in rows if row.strip("`") in CHECKS]
+
+
+@pytest.mark.slow
+@pytest.mark.horovod
+def test_what_horovod_was_built_with(run_processes: Any) -> None:
+    pytest.importorskip("horovod")
+    done = run_processes.paceline("doctor", "--horovod")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Horovod v")
+    assert "Available Controllers:" in done.stdout

@@ -1,0 +1,149 @@
+"""Ten faults, planted for real on machines in namespaces, and each of them found, named and placed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from tests.lab.machines import Machines, Node
+from tests.launch.preflight.examined import PORT, examine, found, need, not_passed, sh
+
+from paceline.core.environment import HOSTS, NODE_RANK, NODES
+from paceline.launch.preflight.spec import CHECKS, Examination
+
+FIREWALL = """
+nft add table inet filter
+nft add chain inet filter input '{ type filter hook input priority 0; }'
+nft add rule inet filter input "$@" drop
+"""
+
+
+def second_network(nodes: list[Node]) -> None:
+    """An ``eth1`` on each machine, on a switch of its own."""
+    nodes[0].lab.switch.run("ip link add second type bridge forward_delay 0 && ip link set second up")
+    for number, node in enumerate(nodes):
+        node.lab.switch.run(
+            f"ip link add second{number} type veth peer name eth1 netns {node.pid} && "
+            f"ip link set second{number} master second up"
+        )
+        sh(node, f"ip addr add 10.78.0.{number + 1}/24 dev eth1 && ip link set eth1 up")
+
+
+def test_a_healthy_pair(machines: Machines) -> None:
+    nodes = machines(2)
+    report = examine(nodes, "--task", "fashion-mnist", "--threads", "1")
+    assert not_passed(report) == set(), report.checks
+    assert report.status == "pass"
+    assert report.machines == ("node0", "node1")
+    # There are no GPUs, and of two machines either is as near to the other.
+    assert [check.id for check in report.checks] == [
+        id for id in CHECKS if id not in ("gpu-health", "gpu-links", "rendezvous")
+    ], "each check once, for all machines"
+    assert "fashion-mnist, a model of 0.1 MiB" in found(report, "task").found
+    assert "gloo, 2 ranks" in found(report, "all-reduce").found
+    assert found(report, "interface").found == "eth0"
+    directory = nodes[0].lab.directory
+    assert f"{directory} is shared" in found(report, "run-directory").found, "there is no run yet"
+    assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+def test_a_machine_that_differs(machines: Machines) -> None:
+    """Library, clock, name, limit, run directory, interface and GPUs: none of these hides another."""
+    need("faketime")
+    nodes = machines(2)
+    directory = nodes[0].lab.directory
+    metadata = directory / "other/numpy-9.9.9.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 9.9.9\n")
+    hosts = directory / "hosts-of-node1"
+    hosts.write_text(nodes[0].lab.hosts.read_text().replace("10.77.0.2 node1", "127.0.1.1 node1"))
+    (directory / "run").mkdir()
+    sh(nodes[1], 'mount --bind "$1" /etc/hosts && mount -t tmpfs tmpfs "$2"', hosts, directory / "run")
+    path = os.pathsep.join([str(metadata.parents[1]), os.environ.get("PYTHONPATH", "")])
+    report = examine(
+        nodes,
+        *("--gpus-per-node", "1"),
+        own={1: ["--interface", "eth9"]},
+        env={1: {"PYTHONPATH": path}},
+        before={1: ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", "faketime", "-m", "-f", "+90s"]},
+    )
+    assert not_passed(report) == {
+        ("libraries", "all"),
+        ("gpus", "node0"),
+        ("gpus", "node1"),
+        ("interface", "node1"),
+        ("host-name", "node1"),
+        ("clock", "node1"),
+        ("run-directory", "node0"),
+        ("run-directory", "node1"),
+        ("open-files", "node1"),
+    }
+    assert {check.status for check in report.checks} == {"pass", "fail"}
+    assert "9.9.9 (node1)" in found(report, "libraries").found
+    assert found(report, "gpus", "node1").found == "0 GPUs, 1 asked for"
+    assert "node1, resolves to 127.0.1.1" in found(report, "host-name").found
+    assert "give node1 the address 10.77.0.2" in found(report, "host-name").advice
+    assert found(report, "clock").found == "90.0 s ahead of node0"
+    assert "is not the directory of node0" in found(report, "run-directory", "node1").found
+    assert found(report, "interface").found.startswith("--interface 'eth9' has no IPv4 address here")
+    assert found(report, "interface").advice == "Give --interface one of: eth0 (10.77.0.2)"
+    assert found(report, "open-files", "node1").found == "ulimit -n is 64, and 520 are needed"
+    assert "hard limit is 64" in found(report, "open-files", "node1").advice
+
+
+def test_a_blocked_port_a_slow_link_and_the_wrong_interface(machines: Machines) -> None:
+    need("nft")
+    nodes = machines(2)
+    second_network(nodes)
+    nodes[1].slow(mbit_per_s=8)
+    sh(nodes[0], FIREWALL, "iifname", "eth0", "tcp", "dport", str(PORT))
+    report = examine(nodes)
+    assert report.status == "fail"
+    port = found(report, "ports")
+    assert (port.where, port.status) == ("node1 -> node0", "fail")
+    assert port.found == f"port {PORT} of 10.77.0.1: no answer"
+    assert f"open TCP port {PORT}" in port.advice
+    slow = found(report, "bandwidth", "node0 -> node1")
+    assert slow.status == "fail"
+    assert "Mbit/s" in slow.found
+    interface = found(report, "interface")
+    assert interface.advice == "Give --interface eth1"
+    assert interface.status == "warn"
+    assert {id for id, _ in not_passed(report)} == {"ports", "bandwidth", "interface"}
+
+
+def test_a_job_uses_the_faster_network_of_its_preflight(machines: Machines) -> None:
+    nodes = machines(2)
+    second_network(nodes)
+    for node in nodes:
+        node.slow(mbit_per_s=8)
+    directory = nodes[0].lab.directory
+    examination = Examination(directory=directory / "meeting", run=directory, preflight=True)
+    preflight = shlex.join(examination.command(sys.executable))
+    words = ("--inner", "spawn", "--nodes", "2", "--contract", "none", "--preflight", preflight)
+    started = [
+        node.start(
+            [sys.executable, "-m", "paceline.launch.node", *words, "--", "printenv", "GLOO_SOCKET_IFNAME"],
+            env={"OMP_NUM_THREADS": "1", NODE_RANK: str(number), NODES: "2", HOSTS: "node0,node1"},
+        )
+        for number, node in enumerate(nodes)
+    ]
+    assert [process.wait(240) for process in started] == [0, 0], [process.text for process in started]
+    assert all("eth1" in process.text.splitlines() for process in started)
+    assert "paceline: preflight: the job uses --interface eth1." in started[0].text
+
+
+def test_a_full_disk(machines: Machines, tmp_path: Path) -> None:
+    [node] = machines(1)
+    run = node.lab.directory / "run"
+    run.mkdir()
+    sh(node, 'mount -t tmpfs -o size=1m tmpfs "$1" && head -c 900k /dev/zero > "$1/data"', run)
+    report = examine([node], "--checkpoint-bytes", "1000000")
+    assert not_passed(report) == {("run-directory", "node0"), ("disk-space", "node0")}
+    assert found(report, "run-directory").found == f"{run} cannot be written: No space left on device"
+    space = found(report, "disk-space")
+    assert space.status == "fail"
+    assert "3 + 1 checkpoints of 977 KiB" in space.found
+    assert "3.81 MiB are needed" in space.advice

@@ -1,0 +1,173 @@
+"""The variables by which each framework's processes know their place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from paceline.core.environment import Environment
+from paceline.core.errors import ConfigError
+from paceline.launch.rank_env import contract_variables, expand_placeholders, parse_roles
+
+SECOND_OF_FOUR = Environment(
+    source="variables",
+    rank=2,
+    world_size=4,
+    local_rank=0,
+    local_world_size=2,
+    node_rank=1,
+    nodes=2,
+    master_addr="a",
+    master_port=4000,
+)
+
+
+def test_torch() -> None:
+    assert contract_variables("torch", SECOND_OF_FOUR) == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "4000",
+    }
+
+
+def test_none() -> None:
+    assert contract_variables("none", SECOND_OF_FOUR) == {}
+
+
+def test_tensorflow_names_every_worker_and_this_one() -> None:
+    variables = contract_variables("tensorflow", SECOND_OF_FOUR, hosts=("a", "b"))
+    assert json.loads(variables["TF_CONFIG"]) == {
+        "cluster": {"worker": ["a:4000", "a:4001", "b:4000", "b:4001"]},
+        "task": {"type": "worker", "index": 2},
+    }
+
+
+def test_tensorflow_with_roles() -> None:
+    """As TensorFlow wants it: an evaluator is no member of the cluster, and counts by itself."""
+    roles = parse_roles("chief=1,worker=1,ps=1,evaluator=1", 4)
+    configs = [
+        json.loads(
+            contract_variables(
+                "tensorflow",
+                Environment(
+                    source="variables",
+                    rank=rank,
+                    world_size=4,
+                    local_rank=rank,
+                    local_world_size=4,
+                    master_addr="127.0.0.1",
+                    master_port=4000,
+                ),
+                roles=roles,
+            )["TF_CONFIG"]
+        )
+        for rank in range(4)
+    ]
+    assert {json.dumps(config["cluster"]) for config in configs} == {
+        json.dumps({"chief": ["127.0.0.1:4000"], "worker": ["127.0.0.1:4001"], "ps": ["127.0.0.1:4002"]})
+    }
+    assert [(config["task"]["type"], config["task"]["index"]) for config in configs] == [
+        ("chief", 0),
+        ("worker", 0),
+        ("ps", 0),
+        ("evaluator", 0),
+    ]
+
+
+def test_what_tensorflow_cannot_be_told() -> None:
+    with pytest.raises(ConfigError, match="needs the addresses of all 2 machines, but only 1 is known: a"):
+        contract_variables("tensorflow", SECOND_OF_FOUR)
+    with pytest.raises(ConfigError, match="--roles names 1 processes, but there are 4"):
+        contract_variables("tensorflow", SECOND_OF_FOUR, hosts=("a", "b"), roles=("chief",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("boss=1", "with the roles chief, worker, ps, evaluator, but is 'boss=1'"),
+        ("worker=x", "must be such as chief=1,worker=2"),
+        ("worker=3", "names 3 processes, but 2 are started"),
+        ("chief=2", "there can be only one chief"),
+    ],
+)
+def test_wrong_roles(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_roles(text, 2)
+
+
+def test_only_their_own_launchers_keep_these() -> None:
+    with pytest.raises(ConfigError, match=r"kept by mpirun alone\. Use --inner mpi, or --on mpi"):
+        contract_variables("mpi", SECOND_OF_FOUR)
+    with pytest.raises(ConfigError, match="kept by horovodrun alone"):
+        contract_variables("horovod", SECOND_OF_FOUR)
+
+
+@pytest.fixture
+def places(run_processes: Any) -> Callable[..., list[str]]:
+    """What a process is told that ``launchers.rank`` becomes, under a launcher's variables."""
+
+    def start(environ: Mapping[str, str], *options: str) -> list[str]:
+        names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        shown = " ".join(f"${name}" for name in names)
+        done = run_processes.run(
+            [
+                *(sys.executable, "-m", "paceline.launch.rank", "--contract", "torch", *options),
+                *("--", "sh", "-c", f"echo {shown} {{node_rank}}/{{nnodes}}"),
+            ],
+            env=environ,
+        )
+        assert done.returncode == 0, done.stderr
+        return list(done.stdout.split())
+
+    return start
+
+
+def test_a_rank_is_who_its_launcher_says_not_a_profile_or_an_image(places: Callable[..., list[str]]) -> None:
+    of_the_pod = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+    of_the_pod |= {"MASTER_ADDR": "pod-0", "MASTER_PORT": "29500"}
+    of_mpi = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    of_mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpi.items()} | {"PMIX_NAMESPACE": "job"}
+    found = places({**of_the_pod, **of_mpi})
+    assert found == places(of_mpi)
+    assert [*found[:5], found[6]] == ["1", "2", "0", "1", "127.0.0.1", "0/1"]
+    assert found[5] != "29500"
+
+
+@pytest.mark.parametrize(("rank", "machine"), [(0, "0"), (1, "0"), (2, "1"), (3, "2"), (4, "2")])
+@pytest.mark.parametrize("prefix", ["OMPI_COMM_WORLD_", "HOROVOD_"])
+def test_machines_are_numbered_where_they_have_different_numbers_of_ranks(
+    places: Callable[..., list[str]], prefix: str, rank: int, machine: str
+) -> None:
+    local, size = [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)][rank]
+    values = {"RANK": rank, "SIZE": 5, "LOCAL_RANK": local, "LOCAL_SIZE": size}
+    # Horovod counts the machines that have a process of this local rank.
+    values |= {"CROSS_RANK": int(machine) - local * (machine == "2"), "CROSS_SIZE": 2 if local else 3}
+    environ = {f"{prefix}{name}": str(value) for name, value in values.items()}
+    found = places(environ, "--nproc", "2,1,2", "--master-addr", "a", "--master-port", "4000")
+    assert found == [str(rank), "5", machine, "3", "a", "4000", f"{machine}/3"]
+
+
+def test_ranks_that_the_launcher_did_not_number_are_told(run_processes: Any) -> None:
+    words = ("--contract", "torch", "--nproc", "2,1", "--master-addr", "a", "--", "true")
+    done = run_processes.run([sys.executable, "-m", "paceline.launch.rank", *words])
+    assert done.returncode == 2
+    assert "3 ranks are wanted, 2,1 by machine, but the launcher says that there are 1" in done.stderr
+
+
+def test_placeholders_leave_other_braces_alone() -> None:
+    command = ("x", "--url=tcp://{master_addr}:{master_port}", "{node_rank}/{nnodes}", '{"a": {}}')
+    assert expand_placeholders(command, master_addr="a", master_port=4, node_rank=1, nodes=2) == (
+        "x",
+        "--url=tcp://a:4",
+        "1/2",
+        '{"a": {}}',
+    )

@@ -1,0 +1,220 @@
+"""What --dry-run prints, compared whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.process_group import LocalSpec
+from paceline.launch.local_processes import LOCAL_LAUNCHERS, get_local_launcher
+from paceline.runs.directory import RunDirectory
+
+WORKER = ("-m", "paceline.training.worker", "runs/a b/job.toml")
+
+
+def test_inprocess() -> None:
+    rendered = get_local_launcher("inprocess").render(LocalSpec(command=WORKER, python="python", threads=2))
+    assert (
+        rendered.text
+        == """\
+# in this process
+OMP_NUM_THREADS=2 \\
+  python -m paceline.training.worker 'runs/a b/job.toml'
+"""
+    )
+
+
+def test_spawn() -> None:
+    spec = LocalSpec(
+        command=WORKER,
+        python="python",
+        nproc=2,
+        threads=1,
+        master_port=29500,
+        env={"NOTE": "it's"},
+        directory=RunDirectory(Path("runs/a b")),
+    )
+    assert (
+        get_local_launcher("spawn").render(spec).text
+        == """\
+# rank 0
+RANK=0 \\
+  WORLD_SIZE=2 \\
+  LOCAL_RANK=0 \\
+  LOCAL_WORLD_SIZE=2 \\
+  GROUP_RANK=0 \\
+  GROUP_WORLD_SIZE=1 \\
+  MASTER_ADDR=127.0.0.1 \\
+  MASTER_PORT=29500 \\
+  OMP_NUM_THREADS=1 \\
+  NOTE='it'"'"'s' \\
+  python -m paceline.training.worker 'runs/a b/job.toml'
+
+# rank 1
+RANK=1 \\
+  WORLD_SIZE=2 \\
+  LOCAL_RANK=1 \\
+  LOCAL_WORLD_SIZE=2 \\
+  GROUP_RANK=0 \\
+  GROUP_WORLD_SIZE=1 \\
+  MASTER_ADDR=127.0.0.1 \\
+  MASTER_PORT=29500 \\
+  OMP_NUM_THREADS=1 \\
+  NOTE='it'"'"'s' \\
+  python -m paceline.training.worker 'runs/a b/job.toml' \\
+  >>'runs/a b/logs/rank-1.log' 2>&1
+"""
+    )
+
+
+def test_spawn_on_the_second_of_two_machines() -> None:
+    spec = LocalSpec(
+        command=("train.py",),
+        python="python",
+        nproc=1,
+        nodes=2,
+        node_rank=1,
+        rdzv_endpoint="node0:4000",
+        rdzv_id="mine",
+        threads=1,
+    )
+    assert (
+        get_local_launcher("spawn").render(spec).text
+        == """\
+# rank 1
+RANK=1 \\
+  WORLD_SIZE=2 \\
+  LOCAL_RANK=0 \\
+  LOCAL_WORLD_SIZE=1 \\
+  GROUP_RANK=1 \\
+  GROUP_WORLD_SIZE=2 \\
+  MASTER_ADDR=node0 \\
+  MASTER_PORT=4000 \\
+  PACELINE_JOB_ID=mine \\
+  OMP_NUM_THREADS=1 \\
+  python train.py
+"""
+    )
+
+
+def test_torchrun() -> None:
+    spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1)
+    assert (
+        get_local_launcher("torchrun").render(spec).text
+        == """\
+# torchrun, 2 processes
+OMP_NUM_THREADS=1 \\
+  python -m torch.distributed.run --standalone --nproc-per-node=2 \
+--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m paceline.training.worker 'runs/a b/job.toml'
+"""
+    )
+
+
+def test_torchrun_on_several_machines() -> None:
+    spec = LocalSpec(
+        command=("train.py", "--x"),
+        python="python",
+        nproc=4,
+        nodes=2,
+        rdzv_endpoint="node0:4000",
+        threads=1,
+    )
+    assert (
+        get_local_launcher("torchrun").render(spec).text
+        == """\
+# torchrun, 4 processes
+OMP_NUM_THREADS=1 \\
+  python -m torch.distributed.run --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0:4000 \
+--rdzv-id=paceline --nproc-per-node=4 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 train.py --x
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node_rank", "known_by"),
+    [
+        (("10.0.0.5", "gpu-b"), 0, ["--local-addr=10.0.0.5"]),
+        (("10.0.0.5", "gpu-b"), 1, ["--local-addr=gpu-b"]),
+        (("10.0.0.5",), 1, []),
+        ((), 0, []),
+    ],
+)
+def test_torchrun_is_told_what_other_machines_know_this_one_by(
+    hosts: tuple[str, ...], node_rank: int, known_by: list[str]
+) -> None:
+    """Its own idea, ``socket.getfqdn()``, may be ``localhost`` or a name that the others cannot look up."""
+    spec = LocalSpec(
+        command=("train.py",), nodes=2, node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts
+    )
+    [process] = get_local_launcher("torchrun").render(spec).processes
+    assert [word for word in process.argv if word.startswith("--local-addr")] == known_by
+    assert f"--rdzv-conf=is_host={1 - node_rank}" in process.argv
+
+
+def test_torchrun_that_restarts() -> None:
+    spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
+    assert (
+        get_local_launcher("torchrun").render(spec).text
+        == """\
+# torchrun, 2 processes
+OMP_NUM_THREADS=1 \\
+  python -m torch.distributed.run --standalone --nproc-per-node=2 \
+--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --max-restarts=5 \
+-m paceline.training.worker 'runs/a b/job.toml'
+"""
+    )
+
+
+def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> None:
+    spec = LocalSpec(
+        command=WORKER, python="python", nodes=2, rdzv_endpoint="node0:4000", threads=1, recover="restart"
+    )
+    [process] = get_local_launcher("torchrun").render(spec).processes
+    assert process.env == {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    rendered = get_local_launcher("inprocess").render(LocalSpec(command=WORKER, python="python"))
+    assert "OMP_NUM_THREADS" not in rendered.text
+
+
+@pytest.mark.parametrize("name", LOCAL_LAUNCHERS)
+def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    spec = LocalSpec(command=("-c", "raise SystemExit('started')"), directory=directory)
+    assert get_local_launcher(name).render(spec).text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.cold
+@pytest.mark.integration
+def test_rendering_imports_no_torch() -> None:
+    code = (
+        "import sys; from paceline.launch.local_processes import *;"
+        "[get_local_launcher(n).render(LocalSpec(command=('x.py',))) for n in LOCAL_LAUNCHERS];"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_wrong_specs() -> None:
+    with pytest.raises(ConfigError, match=r"no launcher 'slurmm'. Choose one of: inprocess, spawn, torchrun"):
+        get_local_launcher("slurmm")
+    with pytest.raises(ConfigError, match="--on inprocess runs one process, but 2 were asked for"):
+        get_local_launcher("inprocess").render(LocalSpec(command=WORKER, nproc=2))
+    with pytest.raises(ConfigError, match="--nproc must be at least 1, but is 0"):
+        LocalSpec(command=WORKER, nproc=0)
+    with pytest.raises(ConfigError, match="needs --rdzv-endpoint HOST:PORT"):
+        LocalSpec(command=WORKER, nodes=2)
+    with pytest.raises(ConfigError, match="--node-rank must be between 0 and 1, but is 2"):
+        LocalSpec(command=WORKER, nodes=2, node_rank=2, rdzv_endpoint="a:1")
+    with pytest.raises(ConfigError, match="needs --node-rank: 0 on the machine of"):
+        get_local_launcher("spawn").render(LocalSpec(command=WORKER, nodes=2, rdzv_endpoint="a:1"))

@@ -1,0 +1,500 @@
+"""What --dry-run prints for Slurm, compared whole; no Slurm is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.slurm_specs import SCRIPT, TASK, joined, text
+
+from paceline.core.errors import ConfigError
+from paceline.launch.launcher import get_launcher
+from paceline.launch.options import SlurmOptions
+
+
+@pytest.fixture(autouse=True)
+def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_script_with_every_option() -> None:
+    assert (
+        text(
+            SCRIPT,
+            SlurmOptions(
+                partition="gpu",
+                account="me",
+                qos="high",
+                constraint="a100&ib",
+                exclude="gpu[03-04]",
+                mem="64G",
+                comment='my "best" run',
+                module=("cuda/12.4", "openmpi"),
+                conda="torch",
+                setup=("ulimit -l unlimited",),
+                signal_before="5min",
+                requeue=True,
+                output="logs/%x-%j.log",
+                error="logs/%x-%j.err",
+                slurm=("nice=100", "contiguous"),
+            ),
+            command=("/opt/python", "train.py", "--out", "a b"),
+            nodes=(2, 2),
+            nproc=(4,),
+            gpus_per_node=4,
+            cpus_per_task=8,
+            walltime_s=93784,
+            env={"NCCL_DEBUG": "INFO"},
+        )
+        == """\
+# /home/me/jobs/train/job.sh
+#!/bin/bash -l
+#SBATCH --job-name=train
+#SBATCH --chdir=/home/me
+#SBATCH --output=/home/me/logs/%x-%j.log
+#SBATCH --error=/home/me/logs/%x-%j.err
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gres=gpu:4
+#SBATCH --time=1-02:03:04
+#SBATCH --partition=gpu
+#SBATCH --account=me
+#SBATCH --qos=high
+#SBATCH --constraint=a100&ib
+#SBATCH --exclude=gpu[03-04]
+#SBATCH --mem=64G
+#SBATCH --comment="my \\"best\\" run"
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --nice=100
+#SBATCH --contiguous
+
+set -e
+module load cuda/12.4
+module load openmpi
+source "$(conda info --base)/etc/profile.d/conda.sh"
+conda activate torch
+ulimit -l unlimited
+set +e
+rm -f /home/me/jobs/train/exit-code
+# Bash returns from wait when a signal comes, although the step goes on.
+steps=()
+signalled=
+trap 'signalled=1' INT TERM USR1
+wait_for() {
+  local code
+  signalled=1
+  while [ -n "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+  return "$code"
+}
+
+srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 \\
+  /opt/python -m paceline.launch.node --inner torchrun --nodes 2 --nproc 4 -- /opt/python \\
+  train.py --out 'a b' &
+steps+=("$!")
+wait_for "$!"
+code=$?
+# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  echo "paceline: saved; back into the queue" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+echo "$code" >/home/me/jobs/train/exit-code
+exit "$code"
+
+# submit it
+NCCL_DEBUG=INFO \\
+  sbatch --parsable /home/me/jobs/train/job.sh
+"""
+    )
+
+
+def test_a_task_with_an_agent_on_each_machine() -> None:
+    assert (
+        text(TASK, nodes=(1, 3), nproc=(2,), walltime_s=600)
+        == """\
+# /home/me/runs/a/job/job.sh
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --chdir=/home/me
+#SBATCH --output=/home/me/runs/a/job/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --nodes=1-3
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --time=00:10:00
+#SBATCH --signal=USR1@60
+#SBATCH --no-kill
+#SBATCH --requeue
+
+rm -f /home/me/runs/a/job/exit-code
+# Bash returns from wait when a signal comes, although the step goes on.
+steps=()
+signalled=
+trap 'signalled=1' INT TERM USR1
+wait_for() {
+  local code
+  signalled=1
+  while [ -n "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+  return "$code"
+}
+
+hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 3))
+export PACELINE_JOB_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$" PACELINE_NODES="${#hosts[@]}"
+export PACELINE_HOSTS="$(IFS=,; echo "${hosts[*]}")"
+for rank in "${!hosts[@]}"; do
+  export PACELINE_NODE_RANK=$rank
+  srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
+    --nodelist="${hosts[rank]}" --cpus-per-task=2 bash /home/me/runs/a/job/machine.sh \\
+    /opt/python -m paceline.launch.node --inner agent --nodes 1:3 --nproc 2 -- /opt/python -m \\
+    paceline train fashion-mnist --run-dir /home/me/runs/a &
+  steps+=("$!")
+done
+code=1
+finished= stopped=
+for step in "${steps[@]}"; do
+  wait_for "$step"
+  ended=$?
+  case "$ended" in
+    0) finished=1 ;;
+    75) stopped=1 ;;
+    *) code=$ended ;;
+  esac
+done
+# A machine that was lost fails its step, and the others may have finished without it.
+if [ -n "$finished" ] && [ -e /home/me/runs/a/result.json ]; then code=0
+elif [ -n "$stopped" ]; then code=75; fi
+# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  echo "paceline: saved; back into the queue" >&2
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+echo "$code" >/home/me/runs/a/job/exit-code
+exit "$code"
+
+# /home/me/runs/a/job/machine.sh
+#!/bin/bash
+# Runs the agent of a machine. A job that may lose nodes survives that of job.sh too, and nobody would end it:
+# so wait until that machine answers, or Slurm has taken it out of the job.
+trap : TERM USR1
+"$@"
+code=$?
+setting() { scontrol show config | awk -v name="$1" '$1 == name { print $3 }'; }
+port=$(setting SlurmdPort)
+for ((attempt = 0; attempt * 5 < $(setting SlurmdTimeout) + 60; attempt++)); do
+  read -r script_host nodes <<<"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%B %N')"
+  [ -n "$nodes" ] || break
+  if ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$script_host"; then
+    scontrol requeue "$SLURM_JOB_ID"
+    break
+  fi
+  timeout 5 bash -c "</dev/tcp/$script_host/$port" 2>/dev/null && break
+  sleep 5
+done
+exit "$code"
+
+# submit it
+sbatch --parsable /home/me/runs/a/job/job.sh
+"""
+    )
+
+
+def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
+    assert (
+        text(
+            SCRIPT,
+            SlurmOptions(array="0-9%2", exclusive=True, requeue=True),
+            command=("/opt/python", "train.py", "--lr={array_index}"),
+            nodes=(1, 2),
+            nproc=(4,),
+            inner="srun",
+        )
+        == """\
+# /home/me/jobs/train/job.sh
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --chdir=/home/me
+#SBATCH --output=/home/me/jobs/train/slurm-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --nodes=1-2
+#SBATCH --ntasks-per-node=4
+#SBATCH --array=0-9%2
+#SBATCH --exclusive
+#SBATCH --requeue
+
+rm -f /home/me/jobs/train/exit-code-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+# Bash returns from wait when a signal comes, although the step goes on.
+steps=()
+signalled=
+trap 'signalled=1' INT TERM USR1
+wait_for() {
+  local code
+  signalled=1
+  while [ -n "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+  return "$code"
+}
+
+srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * 4)) \\
+  --ntasks-per-node=4 --cpus-per-task=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 4)) /opt/python \\
+  -m paceline.launch.rank --contract torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" &
+steps+=("$!")
+wait_for "$!"
+code=$?
+# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+if [ "$code" -eq 75 ] &&
+  [ "$(squeue --noheader --jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" --format=%T)" = RUNNING ]; then
+  echo "paceline: saved; back into the queue" >&2
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+echo "$code" >/home/me/jobs/train/exit-code-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+exit "$code"
+
+# submit it
+sbatch --parsable /home/me/jobs/train/job.sh
+"""
+    )
+
+
+def test_a_script_that_starts_its_own_processes() -> None:
+    assert (
+        text(
+            SCRIPT,
+            SlurmOptions(no_requeue=True),
+            command=("/opt/python", "main.py", "--dist-url", "tcp://{master_addr}:{master_port}"),
+            inner="spawn",
+            contract="none",
+            nodes=(2, 2),
+        )
+        == """\
+# /home/me/jobs/train/job.sh
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --chdir=/home/me
+#SBATCH --output=/home/me/jobs/train/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --no-requeue
+
+rm -f /home/me/jobs/train/exit-code
+# Bash returns from wait when a signal comes, although the step goes on.
+steps=()
+signalled=
+trap 'signalled=1' INT TERM USR1
+wait_for() {
+  local code
+  signalled=1
+  while [ -n "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+  return "$code"
+}
+
+srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python \\
+  -m paceline.launch.node --inner spawn --nodes 2 --nproc 1 --contract none -- /opt/python \\
+  main.py --dist-url 'tcp://{master_addr}:{master_port}' &
+steps+=("$!")
+wait_for "$!"
+code=$?
+echo "$code" >/home/me/jobs/train/exit-code
+exit "$code"
+
+# submit it
+sbatch --parsable /home/me/jobs/train/job.sh
+"""
+    )
+
+
+def test_in_an_allocation_there_is_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert (
+        text(TASK, nodes=(2, 2), nproc=(2,))
+        == """\
+# /home/me/runs/a/job/job.sh
+#!/bin/bash
+# Bash returns from wait when a signal comes, although the step goes on.
+steps=()
+signalled=
+pass_on() {
+  signalled=1
+  squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' |
+    awk -v name="paceline-$$" '$2 == name { print $1 }' | xargs --no-run-if-empty scancel --signal="$1"
+}
+trap 'pass_on TERM' INT TERM
+trap 'pass_on USR1' USR1
+wait_for() {
+  local code
+  signalled=1
+  while [ -n "$signalled" ]; do
+    signalled=
+    wait "$1"
+    code=$?
+  done
+  return "$code"
+}
+
+hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))
+export PACELINE_JOB_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$$" PACELINE_NODES="${#hosts[@]}"
+export PACELINE_HOSTS="$(IFS=,; echo "${hosts[*]}")"
+for rank in "${!hosts[@]}"; do
+  export PACELINE_NODE_RANK=$rank
+  srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
+    --nodelist="${hosts[rank]}" \\
+    --job-name="paceline-$$" --cpus-per-task="${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}" /opt/python \\
+    -m paceline.launch.node --inner agent --nodes 2 --nproc 2 -- /opt/python -m paceline train \\
+    fashion-mnist --run-dir /home/me/runs/a &
+  steps+=("$!")
+done
+code=1
+finished= stopped=
+for step in "${steps[@]}"; do
+  wait_for "$step"
+  ended=$?
+  case "$ended" in
+    0) finished=1 ;;
+    75) stopped=1 ;;
+    *) code=$ended ;;
+  esac
+done
+# A machine that was lost fails its step, and the others may have finished without it.
+if [ -n "$finished" ] && [ -e /home/me/runs/a/result.json ]; then code=0
+elif [ -n "$stopped" ]; then code=75; fi
+exit "$code"
+
+# in this allocation
+bash /home/me/runs/a/job/job.sh
+"""
+    )
+
+
+def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    limits = {"nodes": (1, 2), "nproc": (2,), "gpus_per_node": 2, "walltime_s": 5400}
+    script = joined(text(SCRIPT, **limits))
+    assert "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
+    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
+    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 " in joined(text(SCRIPT, inner="srun", **limits))
+    script = joined(text(TASK, **limits))
+    assert '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))\n' in script
+    assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
+
+
+def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.mpi.find_mpirun", lambda: ("mpich", "mpiexec.hydra"))
+    two = {"nodes": (2, 2), "nproc": (2,), "inner": "mpi", "contract": "mpi"}
+    script = text(SCRIPT, **two)
+    assert "#SBATCH --ntasks-per-node=2\n" in script
+    assert "mpiexec.hydra -n 4 -ppn 2 -bind-to none /opt/python train.py &\n" in joined(script)
+    script = joined(text(SCRIPT, **{**two, "contract": "torch", "master_port": 4000}))
+    assert "rank --contract torch --master-port 4000 -- /opt/python" in script
+    with pytest.raises(ConfigError, match="--inner mpi needs one number"):
+        text(SCRIPT, **{**two, "nodes": (1, 2)})
+    script = joined(text(SCRIPT, nodes=(2, 2), inner="ray", contract="none"))
+    assert (
+        "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python -m paceline.launch.ray_node" in script
+    )
+
+
+def test_horovodrun_reaches_the_other_machines_by_steps() -> None:
+    script = text(SCRIPT, nodes=(2, 2), nproc=(2,), inner="horovod", contract="horovod")
+    expected = r"""
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"
+# horovodrun starts ranks on other machines by ssh. In a job a step does that: no machine needs an ssh server.
+starters="$(mktemp -d)"
+trap 'rm -r "$starters"' EXIT
+cat >"$starters/ssh" <<END
+#!/bin/bash
+host=
+while [ "\$#" -gt 0 ]; do
+  case "\$1" in
+    -o | -p | -i) shift 2 ;;
+    *) [ -z "\$host" ] || break; host="\$1"; shift ;;
+  esac
+done
+exec srun --overlap --nodes=1 --ntasks=1 --nodelist="\$host" --cpus-per-task=1 sh -c "\$*" </dev/null
+END
+chmod +x "$starters/ssh"
+PATH="$starters:$PATH" horovodrun -np 4 --gloo -H "$hosts" env "PATH=$PATH" /opt/python train.py &
+"""
+    assert expected in joined(script)
+    assert "ssh" not in text(SCRIPT, nproc=(2,), inner="horovod", contract="horovod"), (
+        "on one there is no need"
+    )
+
+
+def test_an_activated_environment_has_its_own_python() -> None:
+    command = (sys.executable, "train.py")
+    script = text(SCRIPT, SlurmOptions(venv="/opt/my env"), command=command, python=sys.executable)
+    assert "source '/opt/my env/bin/activate'\n" in script
+    assert "python -m paceline.launch.node --inner torchrun --nproc 1 -- python train.py &\n" in joined(
+        script
+    )
+    script = text(SCRIPT, SlurmOptions(venv="/opt/env"))
+    assert (
+        "/opt/python -m paceline.launch.node --inner torchrun --nproc 1 -- /opt/python train.py &\n"
+        in joined(script)
+    )
+
+
+def test_preflight_examines_the_python_of_the_environment_that_is_activated() -> None:
+    preflight = (sys.executable, "-m", "paceline.launch.preflight.node")
+    for options in (SlurmOptions(venv="/opt/env"), SlurmOptions(conda="torch")):
+        script = joined(text(SCRIPT, options, python=sys.executable, preflight=preflight))
+        assert " --preflight 'python -m paceline.launch.preflight.node' " in script
+        assert sys.executable not in script
+
+
+def test_a_task_that_must_not_come_back_is_cancelled_where_nobody_ends_it() -> None:
+    script = text(TASK, SlurmOptions(no_requeue=True))
+    assert "#SBATCH --no-requeue\n" in script
+    assert "scontrol requeue" not in script
+    assert 'scancel "$SLURM_JOB_ID"' in script
+
+
+def test_a_task_of_an_array_asks_slurm_for_itself_alone() -> None:
+    """One of them has the number of the whole array as its SLURM_JOB_ID."""
+    sweep = dataclasses.replace(TASK, run=Path("/home/me/runs/{array_index}"))
+    files = get_launcher("slurm").render(sweep, SlurmOptions(array="0-3")).files
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    assert f"scontrol requeue {job}\n" in files["job.sh"]
+    assert f"""<<<"$(squeue --noheader --jobs={job} --format='%B %N')"\n""" in files["machine.sh"]
+    assert f"    scontrol requeue {job}\n" in files["machine.sh"]
+    assert "SLURM_JOB_ID" not in files["machine.sh"]
+
+
+def test_a_sweep_of_tasks_keeps_its_script_beside_the_runs(run_processes: Any, tmp_path: Path) -> None:
+    sweep = ("--array", "0-3", "--seed", "1", "--run", "runs/sweep-{array_index}")
+    done = run_processes.paceline("train", "fashion-mnist", "--on", "slurm", "--dry-run", *sweep)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"# {tmp_path}/runs/sweep-array-index-job/job.sh\n")
+    assert f'--run-dir {tmp_path}/runs/sweep-"$SLURM_ARRAY_TASK_ID" ' in joined(done.stdout)

@@ -1,0 +1,161 @@
+"""``paceline launch --on torchrun`` in all its forms, with scripts that know nothing of Paceline."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PLAIN = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+line = f"rank {dist.get_rank()} of {dist.get_world_size()} sums to {int(total)}"
+os.write(1, " ".join([line, *sys.argv[1:]]).encode() + b"\\n")
+dist.destroy_process_group()
+"""
+
+LOCAL_RANK_ARGUMENT = """
+import argparse, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--local-rank", "--local_rank", type=int, default=-1)
+os.write(1, f"argument {parser.parse_args().local_rank} variable {os.environ['LOCAL_RANK']}\\n".encode())
+"""
+
+FAILS_ONCE = """
+import os, sys, time, torch.distributed as dist
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    # Before a group is there: stock torchrun's restarted workers may meet the keys of an earlier one.
+    if os.environ["RANK"] == "1":
+        sys.exit(3)
+    time.sleep(600)
+dist.init_process_group("gloo")
+dist.barrier()
+os.write(1, f"came back after {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def launch(run_processes: Any, tmp_path: Path) -> Any:
+    """Start ``paceline launch``; several machines are several commands."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "local_rank.py").write_text(LOCAL_RANK_ARGUMENT)
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+
+    def start(*words: str) -> Any:
+        return run_processes.start([sys.executable, "-m", "paceline", "launch", "--threads", "1", *words])
+
+    return start
+
+
+def printed(done: Any) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith(("rank", "argument", "came")))
+
+
+def test_two_jobs_stacked_on_one_machine(launch: Any, run_processes: Any) -> None:
+    both = [launch("--on", "torchrun", "--nproc", "2", "--", "plain.py", name) for name in ("a", "b")]
+    for name, popen in zip(("a", "b"), both, strict=True):
+        assert printed(run_processes.finish(popen)) == [
+            f"rank 0 of 2 sums to 3 {name}",
+            f"rank 1 of 2 sums to 3 {name}",
+        ]
+
+
+def test_machines_that_differ_in_their_processes(launch: Any, run_processes: Any) -> None:
+    meeting = (
+        *("--on", "torchrun", "--nodes", "2", "--nproc", "2,1"),
+        *("--rdzv-endpoint", f"localhost:{run_processes.free_port()}"),
+    )
+    both = [launch(*meeting, "--node-rank", str(rank), "--", "plain.py") for rank in (0, 1)]
+    lines = [line for popen in both for line in printed(run_processes.finish(popen))]
+    assert sorted(lines) == [f"rank {rank} of 3 sums to 6" for rank in range(3)]
+
+
+def test_static_ranks(launch: Any, run_processes: Any) -> None:
+    meeting = (
+        "--on",
+        "torchrun",
+        "--nodes",
+        "2",
+        "--rdzv-endpoint",
+        f"localhost:{run_processes.free_port()}",
+    )
+    static = (*meeting, "--rdzv-backend", "static")
+    both = [launch(*static, "--node-rank", str(rank), "--", "plain.py") for rank in (0, 1)]
+    # Static: machine 1 is rank 1, whichever came first.
+    assert [printed(run_processes.finish(popen)) for popen in both] == [
+        ["rank 0 of 2 sums to 3"],
+        ["rank 1 of 2 sums to 3"],
+    ]
+
+
+def test_workers_meet_at_the_address_that_the_hosts_are_given_by(run_processes: Any, tmp_path: Path) -> None:
+    """What torchrun takes for this machine's name is never asked for: it may mean something only here."""
+    (tmp_path / "meets.py").write_text(
+        "import os\n"
+        "line = 'rank {RANK} meets at {MASTER_ADDR}\\n'.format(**os.environ)\n"
+        "os.write(1, line.encode())\n"
+    )
+    agent = [sys.executable, "-m", "paceline.launch.node", "--inner", "torchrun", "--nodes", "2"]
+    agent += [
+        "--threads",
+        "1",
+        "--master-port",
+        str(run_processes.free_port()),
+        "--",
+        sys.executable,
+        "meets.py",
+    ]
+    place = {"PACELINE_HOSTS": "127.0.0.1,127.0.0.2", "PACELINE_JOB_ID": tmp_path.name}
+    both = [run_processes.start(agent, env={**place, "PACELINE_NODE_RANK": str(rank)}) for rank in (0, 1)]
+    assert sorted(line for popen in both for line in printed(run_processes.finish(popen))) == [
+        "rank 0 meets at 127.0.0.1",
+        "rank 1 meets at 127.0.0.1",
+    ]
+
+
+def test_workers_are_started_again(launch: Any, run_processes: Any) -> None:
+    done = run_processes.finish(
+        launch("--on", "torchrun", "--nproc", "2", "--max-restarts", "3", "--", "fails_once.py")
+    )
+    assert printed(done) == ["came back after 1"] * 2
+
+
+@pytest.mark.slow
+def test_elastic_with_fewer_machines_than_may_come(launch: Any, run_processes: Any) -> None:
+    elastic = ("--on", "torchrun", "--nodes", "1:3", "--nproc", "2", "--max-restarts", "3")
+    done = run_processes.finish(
+        launch(*elastic, "--rdzv-endpoint", f"localhost:{run_processes.free_port()}", "--", "plain.py"),
+        timeout_s=120,
+    )
+    assert printed(done) == ["rank 0 of 2 sums to 3", "rank 1 of 2 sums to 3"]
+
+
+def test_scripts_of_torch_distributed_launch(launch: Any, run_processes: Any) -> None:
+    """Some want ``--local-rank`` as an argument, the others (``--use-env``) the variable."""
+    argument = launch("--on", "torchrun", "--nproc", "2", "--local-rank-argument", "--", "local_rank.py")
+    variable = launch("--on", "torchrun", "--nproc", "2", "--", "local_rank.py")
+    assert printed(run_processes.finish(argument)) == ["argument 0 variable 0", "argument 1 variable 1"]
+    assert printed(run_processes.finish(variable)) == ["argument -1 variable 0", "argument -1 variable 1"]
+
+
+def test_what_torchrun_cannot_do(launch: Any, run_processes: Any) -> None:
+    for words, message in (
+        (("--rdzv-backend", "etcd"), "--rdzv-backend must be c10d or static, but is 'etcd'"),
+        (("--rdzv-backend", "static"), "static needs --node-rank"),
+        (("--nodes", "2"), "--nodes above 1 needs --rdzv-endpoint HOST:PORT"),
+        (("--contract", "tensorflow"), "--contract tensorflow does not work with --on torchrun"),
+    ):
+        done = run_processes.finish(launch("--on", "torchrun", *words, "--", "plain.py"))
+        assert done.returncode == 2
+        assert message in done.stderr

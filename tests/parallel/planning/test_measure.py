@@ -1,0 +1,120 @@
+"""What is found out on fake tensors is what real ones take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import TensorDataset
+
+from paceline.core.errors import TaskError
+from paceline.core.task import Task
+from paceline.parallel.planning.measurement import measure
+from paceline.parallel.planning.model_partition import LiveBytes
+from paceline.training.tasks.transformer import Transformer
+
+
+@dataclasses.dataclass
+class Two(Task):
+    """Two matrices; 8 samples of 16 numbers."""
+
+    reads_values: bool = False
+    width: int = 32
+    adam: bool = False
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(16, self.width, bias=False), nn.ReLU(), nn.Linear(self.width, 4, bias=False)
+        )
+
+    def build_dataset(self, split: str) -> Any:
+        return TensorDataset(torch.ones(8, 16))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Adam(model.parameters()) if self.adam else SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = model(batch[0]).square().mean()
+        if self.reads_values:
+            assert loss.item() >= 0
+        return loss
+
+
+def test_a_view_counts_once_and_not_for_longer_than_it_lives() -> None:
+    before = torch.zeros(10)
+    live = LiveBytes([before])
+    with live:
+        other = before.view(2, 5) + 1
+        view = other.t()
+        assert live.now == 40
+        del other
+        assert live.now == 40
+        del view
+        assert (live.now, live.peak) == (0, 40)
+
+
+def test_two_matrices() -> None:
+    m = measure(Two(), 8, "cpu")
+    assert m.built_for_real is None
+    assert m.parameters == 16 * 32 + 32 * 4
+    assert m.whole.parameter_bytes == m.whole.gradient_bytes == m.whole.optimizer_bytes == 4 * m.parameters
+    assert m.whole.largest_gradient == 4 * 16 * 32
+    # What ReLU returned, what was squared, the loss and its sum; the batch is not the model's.
+    assert m.whole.activations["fp32"].saved == 4 * (8 * 32 + 8 * 4 + 2)
+    # At the end of backward: the first weight's new gradient, that of its output, and three scalars.
+    assert m.whole.activations["fp32"].peak == 4 * (16 * 32 + 8 * 32 + 3)
+    assert m.batch_bytes == 4 * 8 * 16
+    # Forward; both weights' gradients, and that of the first one's output.
+    assert m.whole.flops == 2 * 8 * (2 * 16 * 32 + 3 * 32 * 4)
+    assert m.modules == {"0": 4 * 512, "1": 0, "2": 4 * 128}
+
+
+def test_adam_holds_two_numbers_a_parameter_and_its_steps() -> None:
+    m = measure(Two(adam=True), 8, "cpu")
+    assert m.whole.optimizer_bytes == 2 * m.whole.parameter_bytes + 2 * 4
+
+
+def test_autocast_keeps_copies_of_the_weights() -> None:
+    m = measure(Two(width=4096), 1, "cpu")
+    # The second weight's, for the gradient of what it was multiplied with; the first one's input has none.
+    assert m.whole.activations["bf16"].saved >= 2 * 4096 * 4
+    assert m.whole.activations["fp32"].saved < 2 * 4096 * 4
+    # Of both, while forward runs.
+    assert m.whole.activations["bf16"].peak >= m.whole.parameter_bytes / 2
+
+
+def test_a_loss_that_reads_values_is_run_for_real() -> None:
+    fake, real = measure(Two(), 8, "cpu"), measure(Two(reads_values=True), 8, "cpu")
+    assert real.built_for_real is not None
+    assert "DataDependent" in real.built_for_real
+    assert real.as_json() == fake.as_json() | {"built_for_real": real.built_for_real}
+
+
+def test_what_is_too_large_for_that_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"too large to be run for real here.*GiB"):
+        measure(Two(reads_values=True, width=2**36), 8, "cpu")
+
+
+def test_a_small_dataset_gives_its_samples_again() -> None:
+    assert measure(Two(), 20, "cpu").batch_bytes == 20 * 16 * 4
+
+
+@pytest.mark.integration
+def test_two_ranks_share_a_transformer_s_layers() -> None:
+    m = measure(Transformer(layers=2, width=32, heads=2, context=16, held_out=4), 2, "cpu")
+    assert m.degrees == (2,), "two heads"
+    assert m.halved is not None
+    # Whole on both: norms, and the biases of what is split by rows.
+    whole = 4 * (2 * (4 * 32 + 2 * 32) + 2 * 32)
+    assert m.halved.whole.parameter_bytes == (m.whole.parameter_bytes + whole) // 2
+    assert m.halved.whole.flops < 0.6 * m.whole.flops
+    assert m.halved.whole.reduced_bytes > 0
+    # Embeddings make nothing to speak of: two blocks and the output layer do.
+    assert m.anatomy.most_stages == 3
+    one, two = m.anatomy.stages(2)
+    assert one.parameter_bytes + two.parameter_bytes == m.whole.parameter_bytes
+    assert one.sent_bytes == two.received_bytes == 4 * 2 * 16 * 32

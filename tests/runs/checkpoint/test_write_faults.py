@@ -1,0 +1,56 @@
+"""Writes fail while they are armed, as a full or broken disk lets them fail, and not otherwise."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from paceline.core.errors import PacelineError
+from paceline.core.files import VARIABLE, WriteFaults, fail_if_armed
+from paceline.runs.checkpoint_manifest import CheckpointInfo
+from paceline.runs.checkpoint_store import commit, newest_verified
+
+
+def save(directory: Path, step: int) -> Path:
+    info = CheckpointInfo(
+        task="t",
+        run="r",
+        step=step,
+        state_version=step,
+        epoch=0,
+        generation=0,
+        shards=1,
+        pins={},
+        best_version=None,
+    )
+    return commit(directory, info, [("a.bin", [b"content"])])
+
+
+@pytest.mark.parametrize(("kind", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])
+def test_saves_fail_until_they_are_disarmed(
+    kind: Literal["enospc", "eio"], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = WriteFaults(tmp_path / "faults")
+    for name, value in faults.environment.items():
+        monkeypatch.setenv(name, value)
+    first = save(tmp_path / "c", 1)
+    faults.arm(kind)
+    with pytest.raises(PacelineError, match="cannot save the checkpoint of step 2") as raised:
+        save(tmp_path / "c", 2)
+    assert isinstance(raised.value.__cause__, OSError)
+    assert raised.value.__cause__.errno == number
+    assert newest_verified(tmp_path / "c").path == first
+    faults.disarm()
+    faults.disarm()
+    assert newest_verified(tmp_path / "c").path == first
+    assert save(tmp_path / "c", 2).is_dir()
+
+
+def test_without_the_variable_nothing_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    faults = WriteFaults(tmp_path / "faults")
+    faults.arm("eio")
+    fail_if_armed(tmp_path / "x")

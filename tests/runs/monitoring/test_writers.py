@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from paceline.core.errors import RunDirectoryError
+from paceline.runs.metrics import JsonlWriter, TensorBoardWriter, finite, keep_until
+
+
+def train_record(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    ranks = [
+        {"rank": r, "step_ms": 10.0 + r, "busy": 1.0, "memory_mib": 100.0, "utilisation": math.nan}
+        for r in (0, 1)
+    ]
+    return {"kind": "train", "step": step, "epoch": 0, "loss": loss, "lr": 0.1, "ranks": ranks, **more}
+
+
+def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in tags}
+
+
+def test_every_line_is_json_also_where_numbers_are_not_finite(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.write({"step": 1, "loss": math.nan, "ranks": [{"step_ms": math.inf}], "lr": (-math.inf, 0.5)})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    writer.close()
+    # Read before close: a killed run has its records. `parse_constant` would see NaN or Infinity.
+    assert json.loads(lines[0], parse_constant=pytest.fail) == {
+        "step": 1,
+        "loss": None,
+        "ranks": [{"step_ms": None}],
+        "lr": [None, 0.5],
+    }
+
+
+def test_finite_keeps_everything_else() -> None:
+    value = {"a": 1, "b": "nan", "c": [1.5, None, True]}
+    assert finite(value) == value
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*absent/a/metrics\.jsonl: No such file"):
+        JsonlWriter(tmp_path / "absent" / "a" / "metrics.jsonl")
+    (tmp_path / "tensorboard").write_text("a file where a folder belongs")
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*tensorboard"):
+        TensorBoardWriter(tmp_path / "tensorboard", purge_step=1)
+
+
+def test_a_full_disk_is_told_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    writer = JsonlWriter(Path("/dev/full"))
+    writer.write({"step": 1})
+    writer.write({"step": 2})
+    writer.close()
+    assert [record.message for record in caplog.records] == [
+        "cannot write /dev/full: No space left on device. Training goes on."
+    ]
+
+
+def test_keep_until_drops_later_records_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(json.dumps({"kind": "train", "step": s}) + "\n" for s in (10, 20, 30)) + '{"kind": "tr'
+    )
+    kept = keep_until(path, 20)
+    assert [r["step"] for r in kept] == [10, 20]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_keep_until_leaves_a_file_with_nothing_to_drop_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.write(train_record(10, 0.1 + 0.2))
+    writer.close()
+    before = path.stat().st_ino
+    assert len(keep_until(path, 10)) == 1
+    assert path.stat().st_ino == before
+
+
+def test_keep_until_of_a_new_run_makes_no_file(tmp_path: Path) -> None:
+    assert keep_until(tmp_path / "metrics.jsonl", 0) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, purge_step=1)
+    writer.write(train_record(50, 0.5, samples_per_s=1000.0, imbalance=None, learning_rates=[0.1, 0.2]))
+    writer.write({"kind": "eval", "step": 50, "epoch": 0, "split": "val", "metrics": {"accuracy": 0.75}})
+    # Read before close: a killed run has its curves.
+    scalars = read_scalars(tmp_path)
+    writer.close()
+    assert scalars == {
+        "train/loss": [(50, 0.5)],
+        "train/lr": [(50, pytest.approx(0.1))],
+        "train/lr/0": [(50, pytest.approx(0.1))],
+        "train/lr/1": [(50, pytest.approx(0.2))],
+        "train/samples_per_s": [(50, 1000.0)],
+        "eval/val/accuracy": [(50, 0.75)],
+        "rank/0/step_ms": [(50, 10.0)],
+        "rank/1/step_ms": [(50, 11.0)],
+        "rank/0/memory_mib": [(50, 100.0)],
+        "rank/1/memory_mib": [(50, 100.0)],
+    }
+
+
+def test_a_resumed_run_has_one_point_a_step_in_tensorboard(tmp_path: Path) -> None:
+    first = TensorBoardWriter(tmp_path, purge_step=1)
+    for step in (10, 20, 30):
+        first.write(train_record(step, 1.0))
+    first.close()
+    second = TensorBoardWriter(tmp_path, purge_step=21)
+    for step in (30, 40):
+        second.write(train_record(step, 2.0))
+    second.close()
+    assert read_scalars(tmp_path)["train/loss"] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]

@@ -1,0 +1,71 @@
+"""Packages whose weights are a few bytes: what is tested here reads them, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.inference import TensorSpec
+from paceline.runs.checkpoint_manifest import write_file
+from paceline.runs.package_manifest import Difference, Manifest, Provenance
+from paceline.runs.package_registry import Registry
+
+PutPackage = Callable[..., str]
+
+
+def manifest_of(**changes: Any) -> Manifest:
+    """A manifest with every field set, but for its files."""
+    values: dict[str, Any] = {
+        "name": "demo",
+        "created": "2026-01-02T03:04:05+0000",
+        "inputs": {
+            "x": TensorSpec(dtype="float32", shape=(3,)),
+            "a": TensorSpec(dtype="int64", shape=(None,)),
+        },
+        "outputs": {
+            "probabilities": TensorSpec(dtype="float32", shape=(2,)),
+            "label": TensorSpec(dtype="int64"),
+        },
+        "labels": ("no", "yes"),
+        "probabilities": "probabilities",
+        "label": "label",
+        "metrics": {"accuracy": 0.5},
+        "provenance": Provenance(
+            run="0123456789abcdef",
+            task="tasks.py:Demo",
+            fields={"lr": 0.1},
+            step=4,
+            state_version=5,
+            model_sha256="0" * 64,
+            data={"train_samples": 8},
+            versions={"paceline": "0.1.0"},
+        ),
+        "files": {},
+        "programs": {"pt2": "program.pt2"},
+        "differences": {"pt2": Difference(largest=0.0, equal_labels=1.0, samples=8)},
+    }
+    return Manifest(**(values | changes))
+
+
+@pytest.fixture
+def put_package() -> PutPackage:
+    """Put a package into a registry; its content follows from a seed. Returns its digest."""
+
+    def put(registry: Registry, seed: int = 0, size: int = 2000) -> str:
+        with registry.draft() as draft:
+            files = {
+                name: write_file(draft / name, [name.encode(), bytes([seed]) * size])
+                for name in ("weights.safetensors", "program.pt2", "README.md")
+            }
+            return registry.commit(draft, manifest_of(files=files))
+
+    return put
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    """An empty one."""
+    return Registry(tmp_path / "registry")

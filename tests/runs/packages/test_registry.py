@@ -1,0 +1,150 @@
+"""Names, tags and digests mean one package; what they meant before can come back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runs.packages.conftest import PutPackage
+
+from paceline.cli import main
+from paceline.core.errors import PackageError
+from paceline.runs.package import open_package
+from paceline.runs.package_registry import Reference, Registry, parse_reference, registry_path
+
+
+@pytest.fixture
+def two(registry: Registry, put_package: PutPackage) -> tuple[str, str]:
+    """Two packages; ``demo@prod`` meant the first, and means the second."""
+    digests = put_package(registry, seed=1), put_package(registry, seed=2)
+    for digest in digests:
+        registry.put_tag(Reference("demo", "prod"), digest)
+    return digests
+
+
+def test_every_way_to_name_a_package(registry: Registry, two: tuple[str, str]) -> None:
+    first, second = two
+    registry.put_tag(parse_reference("demo"), first)
+    assert registry.resolve("demo@prod") == second
+    assert registry.resolve("demo") == registry.resolve("demo@latest") == first
+    assert registry.resolve(second) == registry.resolve(second[:8]) == second
+    assert registry.resolve(f"sha256:{second}") == second
+    assert open_package("demo@prod", registry).path == registry.path_of(second)
+
+
+def test_a_tag_goes_back_once_for_each_change(registry: Registry, two: tuple[str, str]) -> None:
+    first, second = two
+    reference = Reference("demo", "prod")
+    before, now = registry.roll_back(reference)
+    assert (before.digest, now.digest) == (second, first)
+    assert registry.resolve("demo@prod") == first
+    with pytest.raises(PackageError, match="nothing to go back to"):
+        registry.roll_back(reference)
+    assert registry.holds(second), "a rollback removes no package"
+
+
+def test_the_same_tag_again_changes_nothing(registry: Registry, two: tuple[str, str]) -> None:
+    reference = Reference("demo", "prod")
+    before = registry.find(reference)
+    assert registry.put_tag(reference, two[1]) == before == registry.find(reference)
+
+
+def test_a_tag_is_forgotten_and_its_package_stays(registry: Registry, two: tuple[str, str]) -> None:
+    registry.remove_tag(Reference("demo", "prod"))
+    assert registry.references() == {}
+    assert registry.holds(two[1])
+    assert not (registry.tags / "demo").exists()
+    with pytest.raises(PackageError, match="there is no demo@prod"):
+        registry.remove_tag(Reference("demo", "prod"))
+
+
+def test_only_what_is_there_is_tagged(registry: Registry) -> None:
+    with pytest.raises(PackageError, match="nothing to tag"):
+        registry.put_tag(Reference("demo", "prod"), "0" * 64)
+    assert registry.references() == {}
+
+
+@pytest.mark.parametrize("text", ["../x", "Demo", "demo@", "demo@../x", "demo@a@b", "", "@prod", "a/b", ".a"])
+def test_names_that_could_be_paths_are_refused(registry: Registry, text: str) -> None:
+    with pytest.raises(PackageError, match="lower-case letters"):
+        registry.resolve(text)
+
+
+def test_what_is_not_there_is_named_with_what_is(registry: Registry, two: tuple[str, str]) -> None:
+    with pytest.raises(PackageError, match=r"no demo@test .*; demo has the tags prod\."):
+        registry.resolve("demo@test")
+    with pytest.raises(PackageError, match=r"no other@latest .*; it has demo\."):
+        registry.resolve("other")
+    with pytest.raises(PackageError, match="is no package's digest"):
+        registry.resolve("f" * 64)
+
+
+def test_a_damaged_tag_is_refused(registry: Registry, two: tuple[str, str]) -> None:
+    file = registry.tags / "demo" / "prod.json"
+    file.write_text('{"digest": "../../x", "earlier": []}')
+    with pytest.raises(PackageError, match="no digest"):
+        registry.resolve("demo@prod")
+
+
+def test_a_draft_that_is_not_committed_leaves_nothing(registry: Registry) -> None:
+    with registry.draft() as draft:
+        (draft / "weights.safetensors").write_bytes(b"half")
+        assert registry.digests() == []
+    assert list(registry.packages.iterdir()) == []
+
+
+def test_where_the_registry_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PACELINE_REGISTRY", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert registry_path() == tmp_path / "paceline" / "registry"
+    monkeypatch.setenv("PACELINE_REGISTRY", str(tmp_path / "own"))
+    assert registry_path() == tmp_path / "own"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    """Run ``paceline registry WORDS``; its exit code, and what it printed, or its error."""
+    monkeypatch.setattr(sys, "argv", ["paceline", "registry", *words])
+    code = main()
+    said = capsys.readouterr()
+    if code:
+        return code, said.err
+    return code, json.loads(said.out) if "--json" in words else said.out
+
+
+def test_the_commands(
+    registry: Registry,
+    two: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    first, second = two
+    monkeypatch.setenv("PACELINE_REGISTRY", str(registry.path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    code, rows = run(monkeypatch, capsys, "ls", "--json")
+    assert code == 0
+    assert {row["digest"]: row["tags"] for row in rows} == {first: [], second: ["demo@prod"]}
+    assert not any(row["trusted"] for row in rows)
+    code, table = run(monkeypatch, capsys, "ls")
+    assert code == 0
+    assert second[:12] in table
+    assert "not trusted" in table
+    assert run(monkeypatch, capsys, "show", "demo@prod", "--json")[1]["digest"] == second
+    code, shown = run(monkeypatch, capsys, "show", "demo@prod")
+    assert "tasks.py:Demo" in shown
+    assert "not trusted" in shown
+    tagged = run(monkeypatch, capsys, "tag", "demo@prod", "old", "--json")[1]
+    assert tagged == {"reference": "demo@old", "digest": second, "before": None}
+    back = run(monkeypatch, capsys, "rollback", "demo@prod", "--json")[1]
+    assert back == {"reference": "demo@prod", "digest": first, "before": second}
+    assert run(monkeypatch, capsys, "untag", "demo@old", "--json")[1]["before"] == second
+    copied = run(monkeypatch, capsys, "push", "demo@prod", str(tmp_path / "other"), "--json")[1]
+    assert open_package(Path(copied["package"])).digest == first
+    assert run(monkeypatch, capsys, "show", "demo@old")[0] == 2
+    (registry.path_of(second) / "program.pt2").write_bytes(b"x")
+    code, error = run(monkeypatch, capsys, "tag", second[:12], "bad")
+    assert code == 2
+    assert "program.pt2 has 1 bytes" in error

@@ -1,0 +1,264 @@
+"""What is exported computes what was trained, in every format, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from tests.conftest import Processes
+from tests.serving.exporting.conftest import TASKS
+
+from paceline.cli import main
+from paceline.core.config import RunConfig
+from paceline.core.errors import PackageError, UntrustedError
+from paceline.runs.checkpoint_state import model_sha256
+from paceline.runs.checkpoint_store import candidates
+from paceline.runs.checkpointer import load
+from paceline.runs.package import Package, open_package
+from paceline.runs.package_registry import Registry
+from paceline.serving.export import ExportRequest, export
+from paceline.serving.formats import load_program, load_with_task
+from paceline.serving.trained_source import Source, open_source
+
+
+@pytest.fixture(scope="module")
+def trained(run_directory: Path) -> Iterator[Source]:
+    with open_source(run_directory, None) as source:
+        yield source
+
+
+def images(samples: int) -> torch.Tensor:
+    return torch.rand(samples, 1, 6, 6, generator=torch.Generator().manual_seed(samples))
+
+
+def test_the_manifest_tells_of_the_run(package: Package, trained: Source, run_directory: Path) -> None:
+    manifest = package.manifest
+    assert manifest.inputs == trained.inference.inputs
+    assert manifest.outputs == trained.inference.outputs
+    assert manifest.labels == ("top", "middle", "bottom")
+    assert set(manifest.differences) == {"safetensors", "pt2", "onnx"}
+    assert manifest.programs == {"pt2": "program.pt2", "onnx": "model.onnx"}
+    for difference in manifest.differences.values():
+        assert difference.samples == 70
+        assert difference.equal_labels == 1
+        assert difference.largest < 1e-5
+    assert manifest.differences["safetensors"].largest == 0
+    origin = manifest.provenance
+    steps = {origin.step} & {3, 6}
+    assert steps
+    saved = [
+        p for p in candidates(run_directory / "checkpoints") if f"-v{origin.state_version:08d}" in p.name
+    ]
+    assert model_sha256(load(saved[0]).state["model"]) == origin.model_sha256
+    assert origin.fields == {"lr": 0.1}
+    result = json.loads((run_directory / "result.json").read_text())
+    assert manifest.metrics == result["metrics"]["test"], "the run's own evaluation, of its best model"
+
+
+def test_a_package_tells_callbacks_of_the_run_what_the_run_told_them(
+    package: Package, trained: Source
+) -> None:
+    options = package.manifest.provenance.data["evaluation"]
+    assert options["eval_every"] == "3steps"
+    assert RunConfig(**options).eval_every == trained.trained.run.config.eval_every
+
+
+def test_the_model_card_says_what_the_manifest_says(package: Package) -> None:
+    card = package.read("README.md").decode()
+    assert "---\n\n# shapes\n\nWhich third of a picture is brightest.\n" in card
+    for word in ("top, 1 middle", "image", "(batch, 1, 6, 6)", package.manifest.provenance.run, "lr = 0.1"):
+        assert word in card
+    # As Hugging Face's own library reads it.
+    results = ModelCard(card).data.eval_results
+    assert results is not None
+    assert {each.metric_type: each.metric_value for each in results} == package.manifest.metrics
+    low, high = (package.manifest.provenance.data["intervals"]["accuracy"][end] for end in ("low", "high"))
+    assert low < package.manifest.metrics["accuracy"] < high
+    assert f"{low:.4g} to {high:.4g} (Wilson score)" in card
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_a_program_takes_any_batch(package: Package, trained: Source, kind: str, samples: int) -> None:
+    expected = trained.inference.module(images(samples))
+    given = load_program(package, kind)([images(samples)])
+    assert list(given) == ["probabilities", "label"]
+    torch.testing.assert_close(given["probabilities"], expected["probabilities"])
+    assert torch.equal(given["label"], expected["label"])
+
+
+def test_the_weights_serve_with_the_tasks_code(package: Package, trained: Source) -> None:
+    for task in (f"{TASKS}:Shapes", trained.task):
+        inference = load_with_task(package, task)
+        given = inference.module(images(5))
+        assert torch.equal(given["probabilities"], trained.inference.module(images(5))["probabilities"])
+
+
+def test_weights_of_another_task_are_refused(package: Package) -> None:
+    with pytest.raises(PackageError, match="do not fit the task"):
+        load_with_task(dataclasses.replace(package), _mlp())
+
+
+def _mlp() -> Any:
+    from paceline.training.tasks.fashion_mnist import FashionMNISTMLP
+
+    return FashionMNISTMLP()
+
+
+def test_another_user_must_trust_the_program_and_not_the_weights(
+    package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert load_program(package, "pt2"), "what this user exported just works"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(UntrustedError, match=package.digest):
+        load_program(package, "pt2")
+    assert load_program(package, "onnx")
+    with pytest.raises(PackageError, match="Name the task yourself"):
+        load_with_task(package)
+    assert load_with_task(package, f"{TASKS}:Shapes")
+
+
+ONNX_WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # an import of it fails
+import numpy, onnxruntime
+from paceline.runs.package import open_package
+package = open_package(sys.argv[1])
+session = onnxruntime.InferenceSession(package.read_program("onnx"), providers=["CPUExecutionProvider"])
+image = numpy.array(json.loads(sys.argv[2]), dtype=package.manifest.inputs["image"].dtype)
+outputs = dict(zip(package.manifest.outputs, session.run(None, {"image": image})))
+print(json.dumps([package.manifest.labels[number] for number in outputs[package.manifest.label]]))
+"""
+
+
+def test_onnx_predicts_where_torch_cannot_be_imported(
+    package: Package, trained: Source, run_processes: Processes
+) -> None:
+    done = run_processes.run(
+        [sys.executable, "-c", ONNX_WITHOUT_TORCH, "shapes@prod", json.dumps(images(4).tolist())]
+    )
+    assert done.returncode == 0, done.stderr
+    labels = trained.inference.module(images(4))["label"]
+    assert json.loads(done.stdout) == [trained.inference.labels[number] for number in labels]
+
+
+@pytest.mark.parametrize(("quantization", "smaller"), [("int8", 0.6), ("bf16", 0.8)])
+def test_quantized_weights_are_smaller_and_say_the_same(
+    package: Package, trained: Source, run_directory: Path, quantization: Any, smaller: float
+) -> None:
+    formats = ("pt2", "onnx") if quantization == "int8" else ("safetensors",)
+    request = ExportRequest(
+        run=run_directory, formats=formats, quantization=quantization, tag=quantization, tolerance=0.05
+    )
+    quantized, _ = export(request, Registry.of_user())
+    sizes = [each.manifest.files["weights.safetensors"].size for each in (quantized, package)]
+    assert sizes[0] < smaller * sizes[1]
+    assert quantized.manifest.quantization == quantization
+    expected = trained.inference.module(images(7))["probabilities"]
+    given = [load_with_task(quantized).module(images(7))["probabilities"]]
+    given += [
+        load_program(quantized, kind)([images(7)])["probabilities"] for kind in quantized.manifest.programs
+    ]
+    assert len(given) == (3 if quantization == "int8" else 1)
+    for probabilities in given:
+        assert 0 < (probabilities - expected).abs().max() < 0.05
+        torch.testing.assert_close(probabilities, given[0], rtol=0, atol=1e-5)
+
+
+def test_of_a_run_with_a_moving_average_that_is_exported(
+    module_processes: Processes, tmp_path: Path, home: Path
+) -> None:
+    run = tmp_path / "averaged"
+    done = module_processes.paceline(
+        *("train", f"{TASKS}:Shapes", "--max-steps", "4", "--ema", "0.5", "--threads", "1", "--run", run)
+    )
+    assert done.returncode == 0, done.stderr
+    state = load(candidates(run / "checkpoints")[0]).state
+    with open_source(run, "last") as source:
+        weights = source.model.state_dict()
+    assert any(not torch.equal(weights[name], value) for name, value in state["model"].items())
+    for name, value in weights.items():
+        assert torch.equal(value, state["ema"][f"module.{name}"]), name
+
+
+def as_task(run_directory: Path, target: Path, name: str) -> Path:
+    """The same run, of another task in the same file."""
+    shutil.copytree(run_directory, target)
+    text = (target / "run.toml").read_text()
+    (target / "run.toml").write_text(text.replace(":Shapes", f":{name}").replace('"Shapes"', f'"{name}"'))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("Drifting", (), r"computes something else .* the first layer that differs is model\.1 \(Drift\)"),
+        ("Branching", (), "cannot trace Classifier"),
+        ("Silent", (), "does not say what its model does for others"),
+        ("Misnamed", (), r"'image' should be float32 \(64, 1, 6, 6\), .* is float64 \(64, 1, 6, 6\)"),
+        ("Untested", (), "neither a test nor a val split"),
+        (
+            "Shapes",
+            ("--quantize", "int8", "--tolerance", "1e-9"),
+            "more than 1e-09; the layer that differs most is",
+        ),
+        ("Shapes", ("--checkpoint", "4"), r"no checkpoint of step 4\. The nearest: 3, 6\."),
+        (
+            "Shapes",
+            ("--checkpoint", "newest"),
+            "best, last or a number of steps such as 500, not 'newest'",
+        ),
+        ("Shapes", ("--tolerance", "-1"), "--tolerance must be"),
+        ("Shapes", ("--name", "../up"), "--name must be"),
+        ("Shapes", ("--tag", "A b"), "--tag must be"),
+        ("Shapes", ("--format", "h5"), "h5"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(
+    run_directory: Path,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setenv("PACELINE_REGISTRY", str(tmp_path / "registry"))
+    run = as_task(run_directory, tmp_path / "run", name)
+    monkeypatch.setattr(sys, "argv", ["paceline", "export", str(run), *words])
+    assert main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("paceline: ") == 1
+    assert re.search(message, said.err), said.err
+    assert not (tmp_path / "registry" / "tags").exists()
+    assert not list((tmp_path / "registry").glob("packages/*"))
+
+
+def test_each_checkpoint_can_be_exported(
+    run_directory: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for wanted, step in (("3", 3), ("last", 6)):
+        words = ["export", str(run_directory), "--checkpoint", wanted, "--format", "safetensors", "--json"]
+        monkeypatch.setattr(sys, "argv", ["paceline", *words])
+        assert main() == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["reference"] == "shapes@latest"
+        assert said["manifest"]["provenance"]["step"] == step
+        assert open_package(Path(said["package"])).digest == said["digest"]
+    monkeypatch.setattr(sys, "argv", ["paceline", "registry", "rollback", "shapes", "--json"])
+    assert main() == 0
+    assert open_package("shapes").manifest.provenance.step == 3

@@ -1,0 +1,115 @@
+"""Programs of models whose inputs have more than one open size, and states with ties."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.inference import Inference, TensorSpec
+from paceline.serving.formats import (
+    capture,
+    load_onnx,
+    load_pt2,
+    load_weights,
+    quantize,
+    save_onnx,
+    save_pt2,
+    weights_bytes,
+)
+from paceline.serving.trained_source import inference_of
+from paceline.training.tasks.transformer import Transformer
+
+TASK = Transformer(layers=1, width=16, heads=2, context=12, tied=True)
+
+
+def tokens(samples: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 256, (samples, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.integration
+def test_a_transformer_takes_texts_of_any_length(tmp_path: Path) -> None:
+    inference = inference_of(TASK, TASK.build_model())
+    program = capture(inference, [tokens(4, 12) + 1])
+    save_pt2(program, tmp_path / "program.pt2")
+    save_onnx(program, list(inference.inputs), list(inference.outputs), tmp_path / "model.onnx")
+    computes = {
+        "pt2": load_pt2((tmp_path / "program.pt2").read_bytes()),
+        "onnx": load_onnx((tmp_path / "model.onnx").read_bytes(), list(inference.outputs)),
+    }
+    # As it is written where there are more than 2 GB of weights; its directory is not looked at.
+    apart, beside = tmp_path / "apart.onnx", tmp_path / "apart.onnx.data"
+    whole = onnx.load(tmp_path / "model.onnx")
+    onnx.save_model(whole, apart, save_as_external_data=True, location=beside.name, size_threshold=1024)
+    content, weights = apart.read_bytes(), beside.read_bytes()
+    beside.unlink()
+    computes["onnx, weights apart"] = load_onnx(content, list(inference.outputs), {beside.name: weights})
+    for samples, length in ((1, 1), (1, 12), (3, 5), (7, 2)):
+        expected = inference.module(tokens(samples, length))["probabilities"]
+        for compute in computes.values():
+            given = compute([tokens(samples, length)])["probabilities"]
+            torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
+    assert program.example_inputs is not None
+    (example,) = program.example_inputs[0]
+    assert not example.any(), "no sample gets into a program"
+
+
+class Masked(nn.Module):
+    """The mean of numbers where a mask is 1, and their count."""
+
+    def forward(self, numbers: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = mask.sum(dim=1)
+        return {"mean": (numbers * mask).sum(dim=1) / count, "count": count}
+
+
+def test_two_open_sizes_that_must_be_equal() -> None:
+    inference = Inference(
+        module=Masked(),
+        inputs={
+            "odd-name": TensorSpec(dtype="float32", shape=(None,)),
+            "mask": TensorSpec(dtype="float32", shape=(None,)),
+        },
+        outputs={"mean": TensorSpec(dtype="float32"), "count": TensorSpec(dtype="float32")},
+    )
+    program = capture(inference, [torch.rand(3, 8), torch.ones(3, 8)]).module()
+    for samples, length in ((1, 1), (4, 8), (2, 30)):
+        inputs = torch.rand(samples, length), torch.ones(samples, length)
+        torch.testing.assert_close(program(*inputs), inference.module(*inputs))
+
+
+def test_what_is_tied_is_kept_once_and_comes_back_tied() -> None:
+    model = TASK.build_model()
+    content = weights_bytes(model)
+    embedding = 256 * 16 * 4
+    assert len(content) < sum(t.numel() * 4 for t in model.state_dict().values()) - embedding // 2
+    fresh = TASK.build_model()
+    load_weights(fresh, content, None)
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+    assert fresh.head.weight is fresh.token_embedding.weight
+
+
+@pytest.mark.parametrize(("quantization", "step"), [("int8", 1 / 254), ("bf16", 1 / 256)])
+def test_rounding_is_to_the_nearest(quantization: str, step: float) -> None:
+    layers = {"linear": nn.Linear(8, 5), "conv": nn.Conv2d(3, 4, 3), "up": nn.ConvTranspose2d(3, 4, 2)}
+    model = nn.ModuleDict(layers).requires_grad_(False)
+    before = {name: layer.weight.clone() for name, layer in layers.items()}
+    assert quantize(model, quantization) == 3  # type: ignore[arg-type]
+    for name, weight in before.items():
+        channel = 1 if name == "up" else 0
+        others = [dim for dim in range(weight.dim()) if dim != channel]
+        largest = weight.abs().amax(dim=others, keepdim=True)
+        error = (layers[name].weight - weight).abs()
+        assert bool((error <= largest * step * 1.001).all()), name
+        assert bool((error > 0).any()), name
+
+
+def test_a_channel_of_zeros_stays_zero() -> None:
+    layer = nn.Linear(4, 2).requires_grad_(False)
+    layer.weight[0] = 0
+    quantize(layer, "int8")
+    assert not layer.weight[0].any()
+    assert bool(layer.weight.isfinite().all())

@@ -1,0 +1,246 @@
+"""What is kept of a search: its journal, ASHA's standing after a restart, the status, the result."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
+from paceline.tune.history import Journal, Result, read_trials, write_result
+from paceline.tune.plan_search import require_same
+from paceline.tune.search import Search, SearchDirectory
+from paceline.tune.status import Standing, render
+
+SEARCH = Search(
+    options={"task": "fashion-mnist-mlp", "threads": 1, "set": ["weight_decay=0.1"]},
+    space=("lr=log:1e-3:1", "momentum=choice:0.5,0.9"),
+    trials=8,
+    metric="accuracy:max",
+    evaluations=16,
+    total_steps=160,
+)
+
+
+def result(trial: int, iteration: int, accuracy: float | None, state: Any = "running") -> Result:
+    return Result(
+        trial=trial,
+        state=state,
+        iteration=iteration,
+        step=10 * iteration,
+        metrics={"accuracy": accuracy},
+        seconds=1.5,
+        clock_s=2.0 * iteration,
+        place="127.0.0.1:7",
+    )
+
+
+def test_a_journal_says_where_each_trial_stands(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    for each in (result(0, 1, 0.5), result(1, 1, 0.4, "stopped"), result(0, 2, 0.7), result(2, 1, None)):
+        journal.add(each)
+    journal.close()
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"trial": 3, "state": "fin')  # torn by a kill
+    trials = read_trials(tmp_path / "journal.jsonl")
+    assert {n: (t.state, t.ended, t.iteration) for n, t in trials.trials.items()} == {
+        0: ("running", False, 2),
+        1: ("stopped", True, 1),
+        2: ("running", False, 1),
+    }
+    assert trials.trials[0].curve("accuracy") == [(10, 0.5), (20, 0.7)]
+    assert trials.trials[2].last("accuracy") is None
+    best = trials.best("accuracy", "max")
+    assert best is not None
+    assert best.number == 0
+    assert trials.clock_s == 4.0
+    assert trials.cost(10, gpus_per_trial=2).gpu_hours == pytest.approx(4 * 1.5 / 3600 * 2)
+
+
+@dataclass
+class Named:
+    """What ASHA looks at of Tune's trials."""
+
+    trial_id: str
+    config: dict[str, Any]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("cut", [0, 7, 19, 40])
+def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions after a restart, under which Tune's own names change, are those of an undisturbed search."""
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    from paceline.tune.ray_adapter import Asha, make_scheduler
+
+    draw = random.Random(7)
+    order = [(trial, iteration) for trial in range(8) for iteration in range(1, 16)]
+    order.sort(key=lambda pair: (pair[1] + draw.random() * 6, pair[0]))
+    order.sort(key=lambda pair: pair[1] // 4)
+    values = {pair: draw.random() for pair in order}
+
+    def run(scheduler: Any, steps: list[tuple[int, int]], prefix: str, ended: set[int]) -> list[Result]:
+        assert isinstance(scheduler, Asha)
+        names = {n: Named(f"{prefix}{n}", {"number": n}) for n in range(8)}
+        for number in names.keys() - ended:
+            scheduler.on_trial_add(None, names[number])
+        done = []
+        for number, iteration in steps:
+            if number in ended:
+                continue
+            value = values[number, iteration]
+            said = {"iteration": iteration, "objective": value}
+            if scheduler.on_trial_result(None, names[number], said) == "STOP":
+                ended.add(number)
+            done.append(result(number, iteration, value, "stopped" if number in ended else "running"))
+        return done
+
+    undisturbed = run(make_scheduler(SEARCH, []), order, "a", set())
+    assert 0 < sum(each.state == "stopped" for each in undisturbed) < 8
+    ended: set[int] = set()
+    before = run(make_scheduler(SEARCH, []), order[:cut], "b", ended)
+    after = run(make_scheduler(SEARCH, before), order[cut:], "c", ended)
+    assert before + after == undisturbed
+
+
+def test_the_status_shows_states_parameters_and_the_best() -> None:
+    journal = read_trials(Path("/nowhere"))
+    for each in (result(0, 16, 0.75, "finished"), result(1, 1, 0.25, "stopped"), result(2, 1, 0.5)):
+        journal.take(each)
+    console = Console(file=io.StringIO(), width=140)
+    console.print(render(SEARCH, journal, Standing(clock_s=75, resources="2/2 CPUs", notes=["80% spent"])))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "Trials: 3/8 (1 running, 5 waiting, 1 finished, 1 stopped); 1 min 15 s" in text
+    assert "Resources in use: 2/2 CPUs" in text
+    assert "Best: trial 0, accuracy 0.75" in text
+    assert "80% spent" in text
+    row = next(line for line in text.splitlines() if "00001" in line)
+    lr = SEARCH.parsed_space.parameters(1)["lr"]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == [
+        *("00001", "stopped", "127.0.0.1:7", f"{lr:g}", str(SEARCH.parsed_space.parameters(1)["momentum"])),
+        *("0.25", "1", "10", "1.5 s"),
+    ]
+
+
+def test_the_status_names_the_metric_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(
+        render(
+            replace(SEARCH, metric="accuracy[top]:max"), read_trials(Path("/nowhere")), Standing(clock_s=1)
+        )
+    )
+    assert isinstance(console.file, io.StringIO)
+    assert "accuracy[top]" in console.file.getvalue()
+
+
+def test_the_result_names_the_best_and_its_command(tmp_path: Path) -> None:
+    journal = read_trials(tmp_path / "none")
+    for each in (
+        result(0, 16, 0.75, "finished"),
+        result(1, 1, 0.25, "stopped"),
+        result(2, 1, None, "diverged"),
+    ):
+        journal.take(each)
+    document = write_result(SEARCH, SearchDirectory(tmp_path), journal, done=False)
+    assert (document["steps"], document["steps_without_early_stops"]) == (160 + 10 + 10, 8 * 160)
+    assert document["states"] == {"finished": 1, "stopped": 1, "diverged": 1}
+    parameters = SEARCH.parsed_space.parameters(0)
+    assert document["best"]["command"] == (
+        "paceline train fashion-mnist-mlp --run-dir runs/best --set weight_decay=0.1 "
+        f"--set lr={parameters['lr']} --set momentum={parameters['momentum']} --threads 1"
+    )
+
+
+def test_settings_are_read_back_and_damage_is_told(tmp_path: Path) -> None:
+    directory = SearchDirectory(tmp_path / "search")
+    with pytest.raises(RunDirectoryError, match="holds no search"):
+        directory.read()
+    directory.write(SEARCH)
+    assert directory.read() == SEARCH
+    document = json.loads(directory.settings.read_text())
+    for damaged in ("{", "[]", json.dumps({**document, "x": 1}), json.dumps({**document, "space": ["lr"]})):
+        directory.settings.write_text(damaged)
+        with pytest.raises(RunDirectoryError, match="cannot be used"):
+            directory.read()
+
+
+def test_a_trial_that_failed_is_not_the_best(tmp_path: Path) -> None:
+    journal = read_trials(tmp_path / "none")
+    for each in (result(0, 1, 0.9), result(1, 1, 0.8), result(0, 1, 0.9, "failed"), result(1, 2, 0.7)):
+        journal.take(each)
+    best = journal.best("accuracy", "max")
+    assert best is not None
+    assert best.number == 1
+    for each in (result(1, 2, 0.7, "diverged"), result(2, 1, None, "finished")):
+        journal.take(each)
+    assert journal.best("accuracy", "max") is None
+
+
+def test_a_search_is_not_written_over_another(tmp_path: Path) -> None:
+    """Two commands may have looked for one at the same time, and both have found none."""
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(SEARCH, new=True)
+    with pytest.raises(RunDirectoryError, match="holds a search already"):
+        directory.write(replace(SEARCH, trials=9), new=True)
+    assert directory.read() == SEARCH
+
+
+def test_nothing_is_changed_under_a_search_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.tune.search._PATIENCE_S", 0.0)
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(SEARCH, new=True)
+    with directory.locked(), pytest.raises(RunInUseError, match="in use by another process"):
+        directory.write(replace(SEARCH, trials=9))
+    assert directory.read() == SEARCH
+
+
+def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
+    directory = SearchDirectory(tmp_path)
+    directory.write(replace(SEARCH, options={**SEARCH.options, "best": "accuracy:max"}), new=True)
+    there = directory.read()
+    require_same(there, replace(SEARCH, trials=20, budget="2h"), directory, "accuracy:max")
+    require_same(replace(there, cpus=1, gpus=0), SEARCH, directory, None)
+    for asked, metric, says in (
+        (replace(SEARCH, space=("lr=log:1e-2:1",)), None, "differs in --search"),
+        (replace(SEARCH, options={**SEARCH.options, "epochs": 3}), None, "differs in --epochs"),
+        (replace(SEARCH, cpus=2.0, scheduler="none"), None, "--scheduler, --cpus-per-trial"),
+        (SEARCH, "loss:min", "differs in --metric"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            require_same(there, asked, directory, metric)
+
+
+def test_rungs_and_trials_follow_from_the_options() -> None:
+    assert SEARCH.rungs == (1, 4)
+    assert replace(SEARCH, scheduler="none").rungs == ()
+    assert replace(SEARCH, grace=2, reduction_factor=2).rungs == (2, 4, 8)
+    assert replace(SEARCH, reduction_factor=2.5).rungs == (1, 3, 7)
+    assert SEARCH.planned == 8
+    assert replace(SEARCH, budget="5trials").planned == 5
+    assert replace(SEARCH, space=("momentum=choice:0.5,0.9",)).planned == 2
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("grace", [1, 3])
+@pytest.mark.parametrize("factor", [1.2, 1.5, 2, 2.5, 4])
+def test_the_rungs_are_those_at_which_asha_compares(
+    factor: float, grace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    from paceline.tune.ray_adapter import Asha
+
+    search = replace(SEARCH, grace=grace, reduction_factor=factor, evaluations=30)
+    scheduler, trial, compared = Asha(search), Named("a", {"number": 0}), []
+    scheduler.on_trial_add(None, trial)
+    for iteration in range(1, 30):
+        before = scheduler.debug_string()
+        scheduler.on_trial_result(None, trial, {"iteration": iteration, "objective": 0.5})
+        if scheduler.debug_string() != before:
+            compared.append(iteration)
+    assert search.rungs == tuple(compared)

@@ -1,0 +1,220 @@
+"""What is said of a search's budget while it is spent, and what follows."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.tune.history import Journal, Result, read_trials
+from paceline.tune.run_search import main
+from paceline.tune.search import Search, SearchDirectory
+
+pytestmark = pytest.mark.ray
+
+SEARCH = Search(
+    options={"task": "fashion-mnist-mlp"},
+    space=("lr=log:1e-3:1",),
+    trials=8,
+    metric="loss:min",
+    gpus=2,
+    evaluations=100,
+    seconds_per_evaluation=1.0,
+)
+
+
+def said(iteration: int, seconds: float, state: str = "running") -> dict[str, Any]:
+    """What a trial's actor returns."""
+    return {
+        "iteration": iteration,
+        "step": 10 * iteration,
+        "metrics": {"loss": 1.0},
+        "state": state,
+        "message": "",
+        "seconds": seconds,
+        "start_s": 0.0,
+    }
+
+
+def observe(search: Search, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    import ray
+
+    from paceline.tune.run_search import Observer
+
+    path.mkdir(exist_ok=True)
+    directory = SearchDirectory(path)
+    observer = Observer(ray, search, directory, Journal(directory.journal), quiet=False)
+    observer._estimated = True  # there is no cluster to ask for its size
+    return observer
+
+
+def test_gpu_hours_are_warned_about_and_enforced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two GPUs for half an hour are a GPU hour."""
+    observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
+    noted = []
+    for number, seconds in enumerate((880.0, 40.0, 500.0, 20.0, 280.0, 60.0, 40.0)):
+        observer.started(number)
+        observer.result(number, said(1, seconds), ended=True)
+        observer.turn()
+        lines = capsys.readouterr().err.splitlines()
+        noted.append([line for line in lines if "budget" in line])
+        assert observer.closed == observer.spent == (number == 6)
+    assert noted == [
+        [],
+        ["paceline: 50% of the budget is spent: 0.5111 of 1 gpu-h."],
+        [],
+        ["paceline: 80% of the budget is spent: 0.8 of 1 gpu-h."],
+        ["paceline: 95% of the budget is spent: 0.9556 of 1 gpu-h."],
+        [],
+        ["paceline: the budget is spent: 1.011 of 1 gpu-h. Running trials save, and end."],
+    ]
+    assert (tmp_path / "search/stop").exists()
+
+
+def test_a_running_trials_gpus_count_before_it_says_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
+    assert observer.cost.gpu_hours == 0
+    observer.started(3)
+    assert observer.cost.gpu_hours > 0
+    assert observer.cost.trials == 1
+    observer.result(3, said(0, 0.0, "waiting"), ended=True)
+    assert observer.cost.gpu_hours == 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the observer sees."""
+    now = [1000.0]
+    monkeypatch.setattr("paceline.tune.run_search.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def spent(path: Path) -> tuple[float, float]:
+    """Seconds of the clock, and of all trials."""
+    trials = read_trials(path / "journal.jsonl")
+    return trials.clock_s, trials.cost(trials.clock_s, gpus_per_trial=1).gpu_hours * 3600
+
+
+def test_what_was_spent_since_the_last_evaluation_counts_in_the_next_start(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = replace(SEARCH, budget="2h")
+    observer = observe(search, tmp_path, monkeypatch)
+    with observer:
+        observer.started(0)
+        clock[0] += 4800
+        observer.result(0, said(1, 4800.0), ended=False)
+        observer.turn()
+        assert not observer.spent
+        clock[0] += 2400
+        observer.turn()
+        assert observer.spent
+        observer.result(0, said(1, 2400.0, "waiting"), ended=True)
+    assert spent(tmp_path) == pytest.approx((7200, 7200))
+    assert read_trials(tmp_path / "journal.jsonl").trials[0].curve("loss") == [(10, 1.0)]
+    again = observe(search, tmp_path, monkeypatch)
+    with again:
+        again.turn()
+        assert again.spent
+        assert again.cost.gpu_hours == pytest.approx(4)
+
+
+def test_what_a_search_spends_outlives_a_kill_and_counts_once(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for start in (0, 1):
+        observer = observe(SEARCH, tmp_path, monkeypatch)
+        observer.started(0)
+        clock[0] += 100
+        observer.turn()
+        assert spent(tmp_path) == pytest.approx((100 + 120 * start,) * 2)
+        clock[0] += 20
+        observer.result(0, said(1 + start, 120.0), ended=False)
+        assert spent(tmp_path) == pytest.approx((120 + 120 * start,) * 2)
+    clock[0] += 50
+    observer.turn()
+    assert spent(tmp_path) == pytest.approx((290, 290))
+    assert observe(SEARCH, tmp_path, monkeypatch).clock_s == pytest.approx(290)
+
+
+def test_a_lost_trials_time_is_spent(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = observe(SEARCH, tmp_path, monkeypatch)
+    with observer:
+        observer.started(0)
+        clock[0] += 50
+        observer.lost(0)
+        clock[0] += 10  # until it has another machine
+        observer.started(0)
+        clock[0] += 30
+        observer.result(0, said(1, 30.0), ended=False)
+        clock[0] += 5
+        observer.gave_up(0, "lost again")
+    assert spent(tmp_path) == pytest.approx((95, 85))
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "warning"),
+    [
+        (4000, None),
+        (5500, "50% of the budget is spent: $5500."),
+        (8500, "80% of the budget is spent: $8500."),
+        (9700, "95% of the budget is spent: $9700."),
+        (10500, "the budget is spent: $10500."),
+    ],
+)
+def test_dollars_are_those_of_the_clock_over_all_starts(
+    spent_s: float,
+    warning: str | None,
+    tmp_path: Path,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At 3600 dollars an hour, a second is a dollar."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    earlier = Result(
+        trial=0, state="running", iteration=1, step=10, metrics={}, seconds=spent_s, clock_s=spent_s
+    )
+    journal.add(earlier)
+    journal.close()
+    search = replace(SEARCH, budget="$10000", price_per_hour=3600.0)
+    observer = observe(search, tmp_path, monkeypatch)
+    observer.turn()
+    error = capsys.readouterr().err
+    assert (warning or "") in error
+    assert ("budget" in error) == (warning is not None)
+    assert observer.spent == (spent_s > 10000)
+
+
+@pytest.mark.parametrize(("metrics", "code"), [({}, 1), ({"loss": 1.0}, 0)])
+def test_a_budget_that_is_spent_before_there_is_a_best_trial_is_no_success(
+    metrics: dict[str, float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = {"CPU": 1.0, "GPU": 2.0}
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": machine}], shutdown=lambda: None)
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr("paceline.tune.run_search.import_ray", lambda: ray)
+    monkeypatch.setattr("paceline.tune.run_search.connect", lambda *arguments: None)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    directory = SearchDirectory(tmp_path / "search")
+    directory.write(replace(SEARCH, budget="1h"))
+    journal = Journal(directory.journal)
+    journal.add(
+        Result(trial=0, state="running", iteration=1, step=10, metrics=metrics, seconds=1.0, clock_s=3700.0)
+    )
+    journal.close()
+    assert main([str(directory.path), "--quiet"]) == code
+    assert not json.loads(directory.result.read_bytes())["done"]

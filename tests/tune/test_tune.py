@@ -1,0 +1,183 @@
+"""``paceline tune`` on a real Ray cluster: stops, a kill and what follows, the command, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import Processes
+
+from paceline.core.files import read_json_lines
+from paceline.runs.checkpoint_store import candidates, parse_name
+from paceline.runs.directory import RunDirectory
+from paceline.tune.history import read_trials
+
+pytestmark = pytest.mark.ray
+
+TASK = f"{Path(__file__).parent / 'tasks.py'}:Line"
+LENGTH = ("--max-steps", "16", "--eval-every", "4steps", "--checkpoint-every", "4steps")
+TIME_LIMIT_S = 240
+
+
+def tune(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "paceline", "tune", *map(str, words)]
+
+
+@dataclass(frozen=True)
+class Searched:
+    path: Path
+    result: dict[str, Any]
+    before: list[dict[str, Any]]
+    output: str
+
+
+@pytest.fixture(scope="module")
+def searched(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    """A search that was killed with -9 in the middle, and went on."""
+    path = tmp_path_factory.mktemp("search") / "search"
+    # Of these, the first two are good and the third is bad: whoever comes first, one is stopped.
+    space = ("--search", "lr=log:1e-4:0.3", "--search", "width=int:2:8", "--seed", "8")
+    words = tune(TASK, *space, *LENGTH, "--trials", "6", "--reduction-factor", "2", "--run", path)
+    first = module_processes.start(words, cwd=path.parent)
+    journal = path / "journal.jsonl"
+    _wait_for_lines(first, journal, 5)
+    os.kill(first.pid, signal.SIGKILL)
+    module_processes.finish(first, timeout_s=TIME_LIMIT_S)
+    before = read_json_lines(journal)
+    again = module_processes.run(
+        tune("--resume", "--run", path, "--json"), cwd=path.parent, timeout_s=TIME_LIMIT_S
+    )
+    assert again.returncode == 0, again.stderr
+    return Searched(path, json.loads(again.stdout.splitlines()[-1]), before, again.stderr)
+
+
+def _wait_for_lines(process: subprocess.Popen[str], path: Path, lines: int) -> None:
+    import time
+
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+
+
+def test_all_trials_end_and_the_best_is_found(searched: Searched) -> None:
+    result = searched.result
+    assert result["done"]
+    assert len(result["trials"]) == 6
+    assert set(result["states"]) <= {"finished", "stopped"}
+    assert result["states"]["stopped"] >= 1
+    assert result["steps"] < result["steps_without_early_stops"] == 6 * 16
+    losses = [trial["loss"] for trial in result["trials"]]
+    assert result["best"]["loss"] == min(losses)
+    assert json.loads((searched.path / "result.json").read_text()) == result
+
+
+def test_finished_trials_are_not_run_again(searched: Searched) -> None:
+    ended = {r["trial"] for r in searched.before if r.get("state") in ("finished", "stopped")}
+    journal = read_json_lines(searched.path / "journal.jsonl")
+    assert journal[: len(searched.before)] == searched.before
+    assert not [r for r in journal[len(searched.before) :] if r.get("trial") in ended]
+    for number in ended:
+        events = RunDirectory(searched.path / "trials" / f"{number:05d}").read_events()
+        assert sum(event["event"] == "started" for event in events) == 1
+
+
+def test_no_evaluation_is_told_twice_and_each_is_exact(searched: Searched) -> None:
+    for trial in read_trials(searched.path / "journal.jsonl").trials.values():
+        steps = [result.step for result in trial.results]
+        assert steps == [4 * (i + 1) for i in range(len(steps))]
+        assert [result.iteration for result in trial.results] == list(range(1, len(steps) + 1))
+        run = RunDirectory(searched.path / "trials" / f"{trial.number:05d}")
+        recorded = [r for r in read_json_lines(run.metrics) if r["kind"] == "eval"]
+        assert [r["metrics"] for r in recorded] == [dict(result.metrics) for result in trial.results]
+
+
+def test_each_trial_has_a_checkpoint_of_the_step_at_which_it_ended(searched: Searched) -> None:
+    for trial in searched.result["trials"]:
+        newest = candidates(RunDirectory(searched.path / trial["run"]).checkpoints)[0]
+        assert parse_name(newest.name)[0] == trial["steps"]
+
+
+def test_the_printed_command_trains_the_best_trial_again(
+    searched: Searched, run_processes: Processes, tmp_path: Path
+) -> None:
+    words = shlex.split(searched.result["best"]["command"])
+    assert words[:2] == ["paceline", "train"]
+    done = run_processes.paceline(*words[1:], "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    best = RunDirectory(searched.path / searched.result["best"]["run"]).read_result()
+    assert best is not None, "the best trial went to its end"
+    assert json.loads(done.stdout.splitlines()[-1])["model_sha256"] == best["model_sha256"]
+
+
+def test_pictures_and_tensorboard_files_are_written(searched: Searched) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("curves.svg", "parallel.svg"):
+        assert "</svg>" in (searched.path / name).read_text()
+    best = EventAccumulator(str(searched.path / searched.result["best"]["run"] / "tensorboard"))
+    best.Reload()
+    assert "_hparams_/session_start_info" in best.summary_metadata
+    assert len(best.Scalars("eval/val/loss")) == 4
+
+
+def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_processes: Processes) -> None:
+    done = run_processes.paceline("tune", TASK, "--search", "lr=log:1e-3:1", "--run", searched.path)
+    assert done.returncode == 2
+    assert "holds a search already. Go on with it: paceline tune --resume" in done.stderr
+
+
+def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: Processes) -> None:
+    """The search has taken longer than this already, so that two more trials have no room."""
+    results = read_trials(searched.path / "journal.jsonl").results
+    words = ("tune", "--resume", "--run", searched.path, "--trials", "8", "--budget", "1s", "--json")
+    done = run_processes.paceline(*words, timeout_s=TIME_LIMIT_S)
+    if done.returncode == 2:  # where a single trial takes more than that here
+        assert "less than one whole trial takes" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "the budget is spent" in done.stderr
+        assert not json.loads(done.stdout.splitlines()[-1])["done"]
+    assert read_trials(searched.path / "journal.jsonl").results == results
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--search", "lr=lag:1:2"), "there is no kind 'lag'"),
+        (("--search", "rate=log:1e-3:1"), "Line has no field 'rate'. Its fields: lr, width, kind"),
+        (("--search", "lr=log:1e-3:1", "--metric", "accuracy:max"), "It has: near, loss"),
+        (("--search", "lr=log:1e-3:1", "--metric", "near"), "METRIC:min or METRIC:max"),
+        (("--search", "lr=log:1e-3:1", "--stop", "near"), "--stop must be NAME=VALUE"),
+        (("--search", "lr=log:1e-3:1", "--budget", "much"), "--budget must be such as 2h"),
+        (("--search", "lr=log:1e-3:1", "--budget", "0.001s"), "less than one whole trial takes"),
+        (("--search", "lr=log:1e-3:1", "--set", "with_val=false"), "--val-fraction 0.1"),
+        (("--search", "lr=log:1e-3:1", "--trials", "0"), "--trials must be at least 1"),
+        (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --inner ray"),
+        (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
+        (("--resume",), "give the search's directory"),
+        (("--resume", "--run", "x", "--scheduler", "asha"), "the search is the one that was begun"),
+        (("--resume", "--run", "x", "--grace", "1"), "the search is the one that was begun"),
+        (("--resume", "--run", "x", "--reduction-factor", "4"), "the search is the one that was begun"),
+        (("--resume", "--run", "x", "--gpus-per-trial", "0"), "the search is the one that was begun"),
+        ((), "there is nothing to search"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    words: tuple[str, ...], says: str, run_processes: Processes, tmp_path: Path
+) -> None:
+    task = () if "--resume" in words else (TASK,)
+    done = run_processes.paceline("tune", *task, *words, *(() if "--resume" in words else LENGTH))
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert not (tmp_path / "runs").exists(), "nothing is left behind"
+    assert "Traceback" not in done.stderr
