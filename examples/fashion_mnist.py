@@ -30,7 +30,7 @@ class Clothes(paceline.Task):
     lr: float = 0.1
     width: int = 16
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=128, shards=4, epochs=3)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=128, microbatches=4, epochs=3)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(

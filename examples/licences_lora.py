@@ -1,8 +1,8 @@
 """From Python to legal English: the small transformer, with low-rank adapters on Debian's licences.
 
-    paceline train transformer --max-steps 300 --run runs/python
+    paceline train transformer --max-steps 300 --run-dir runs/python
     paceline train examples/licences_lora.py:Licences --init-from runs/python \
-        --lora 'rank=8,alpha=16,target=query|value' --run runs/licences
+        --lora 'rank=8,alpha=16,target=query|value' --run-dir runs/licences
     paceline runs show runs/licences
 
 Only the adapters are trained: 2 % of what the transformer has. Every Debian has the texts in
@@ -38,23 +38,17 @@ class Licences(Transformer):
     root: str = "/usr/share/common-licenses"
 
     defaults: ClassVar[paceline.Defaults] = paceline.Defaults(
-        global_batch_size=16, shards=4, best="bits_per_byte:min"
+        global_batch_size=16, microbatches=4, best_metric="bits_per_byte:min"
     )
 
     def build_dataset(self, split: str) -> TensorDataset | None:
         folder = Path(self.root).expanduser()
-        texts = [
-            path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file() and not path.is_symlink()
-        ]
+        texts = [path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file() and not path.is_symlink()]
         first, last = _PARTS[split]
         text = b"".join(text[len(text) * first // 10 : len(text) * last // 10] for text in texts)
         if len(text) <= self.context:
-            raise DataError(
-                f"{folder} holds no texts that are long enough. Name another folder: --set root=DIR."
-            )
-        windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(
-            0, self.context + 1, self.context
-        )
+            raise DataError(f"{folder} holds no texts that are long enough. Name another folder: --set root=DIR.")
+        windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, self.context + 1, self.context)
         return TensorDataset(windows if split == "train" else windows[: self.held_out])
 
 

@@ -42,9 +42,7 @@ class BasicBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(out)
         self.shortcut = nn.Sequential()
         if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, channels, H, W) -> (B, out, H / stride, W / stride)."""
@@ -82,7 +80,7 @@ class ResNet18(paceline.Task):
     weight_decay: float = 5e-4
 
     defaults: ClassVar[paceline.Defaults] = paceline.Defaults(
-        global_batch_size=128, shards=4, epochs=3, best="accuracy:max"
+        global_batch_size=128, microbatches=4, epochs=3, best_metric="accuracy:max"
     )
 
     def build_model(self) -> nn.Module:

@@ -75,9 +75,7 @@ class _Inverting(torch.autograd.Function):
                 x1, x2 = x1.detach().requires_grad_(), x2.detach().requires_grad_()
                 outputs = block(x1, x2)
             wanted = [x1, x2, *block.parameters()]
-            grad1, grad2, *of_parameters = torch.autograd.grad(
-                outputs, wanted, (grad1, grad2), allow_unused=True
-            )
+            grad1, grad2, *of_parameters = torch.autograd.grad(outputs, wanted, (grad1, grad2), allow_unused=True)
             of_blocks.append(tuple(of_parameters))
             y1, y2 = x1.detach(), x2.detach()
         return None, grad1, grad2, *(g for of_block in reversed(of_blocks) for g in of_block)
@@ -120,9 +118,7 @@ class Classifier(nn.Module):
     def __init__(self, width: int, depth: int, *, invert: bool) -> None:
         super().__init__()
         self.stem = nn.Linear(784, 2 * width)
-        self.stack = ReversibleStack(
-            [ReversibleBlock(_mlp(width), _mlp(width)) for _ in range(depth)], invert=invert
-        )
+        self.stack = ReversibleStack([ReversibleBlock(_mlp(width), _mlp(width)) for _ in range(depth)], invert=invert)
         self.head = nn.Linear(2 * width, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -133,9 +129,7 @@ class Classifier(nn.Module):
 
 
 def _mlp(width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-    )
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
 @dataclass
@@ -147,7 +141,7 @@ class Reversible(paceline.Task):
     invert: bool = True
     lr: float = 1e-3
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=128, shards=4, epochs=1)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=128, microbatches=4, epochs=1)
 
     def build_model(self) -> nn.Module:
         return Classifier(self.width, self.depth, invert=self.invert)

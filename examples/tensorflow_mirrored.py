@@ -1,6 +1,6 @@
 """Keras ``fit`` under MirroredStrategy: one process, every GPU of the machine, or several logical CPUs.
 
-paceline launch --on spawn --contract tensorflow -- examples/tensorflow_mirrored.py --replicas 2
+paceline launch --on spawn --env-style tensorflow -- examples/tensorflow_mirrored.py --replicas 2
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``fit`` of Keras 2 (the package tf_keras) under MultiWorkerMirroredStrategy.
 
-paceline launch --on spawn --nproc 2 --contract tensorflow -- examples/tensorflow_multiworker_tf_keras.py
+paceline launch --on spawn --nproc 2 --env-style tensorflow -- examples/tensorflow_multiworker_tf_keras.py
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ def main() -> None:
         )
     history = model.fit(dataset, epochs=1, steps_per_epoch=options.steps, verbose=0).history
     worker = strategy.cluster_resolver.task_id
-    print(
-        json.dumps(
-            {"worker": worker, "of": strategy.num_replicas_in_sync, "loss": float(history["loss"][-1])}
-        )
-    )
+    print(json.dumps({"worker": worker, "of": strategy.num_replicas_in_sync, "loss": float(history["loss"][-1])}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Parameter servers: a chief hands steps to workers, which read and change variables that live on servers.
 
-paceline launch --on spawn --nproc 5 --contract tensorflow --roles chief=1,worker=2,ps=1,evaluator=1 \
+paceline launch --on spawn --nproc 5 --env-style tensorflow --roles chief=1,worker=2,ps=1,evaluator=1 \
     -- examples/tensorflow_parameter_server.py --checkpoints /tmp/checkpoints
 
 Workers and servers serve for ever; whoever has started them ends them once the chief has ended.

@@ -72,7 +72,7 @@ class Proverbs(TransformersTask):
     lr: float = 0.005
     width: int = 32
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=8, shards=4, epochs=10)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=8, microbatches=4, epochs=10)
 
     def build_model(self) -> PreTrainedModel:
         tokenizer = characters()

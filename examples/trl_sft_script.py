@@ -71,9 +71,7 @@ def main() -> None:
         )
         trainer.train()
 
-    weights = torch.nn.utils.parameters_to_vector(
-        trainer.accelerator.unwrap_model(trainer.model).parameters()
-    )
+    weights = torch.nn.utils.parameters_to_vector(trainer.accelerator.unwrap_model(trainer.model).parameters())
     digest = hashlib.sha256(weights.detach().cpu().numpy().tobytes()).hexdigest()[:16]
     print(
         f"rank {trainer.accelerator.process_index} of {trainer.accelerator.num_processes}: "

@@ -59,7 +59,7 @@ _OPTIONS_INTRODUCTION = """# Options
 
 *Resume* says what becomes of an option when its run is continued:
 
-| Resume | `paceline resume RUN` | `paceline train --run RUN` |
+| Resume | `paceline resume RUN` | `paceline train --run-dir RUN` |
 |---|---|---|
 | fixed | the recorded value; another one is refused | the same |
 | adjustable | the recorded value, unless another one is given | the same |

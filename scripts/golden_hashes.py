@@ -35,7 +35,7 @@ FLAGS = {
     "set": "--set",
     "strategy": "--strategy",
     "processes": "--nproc",
-    "microbatches": "--shards",
+    "microbatches": "--microbatches",
     "batch": "--global-batch-size",
     "epochs": "--epochs",
     "steps": "--max-steps",

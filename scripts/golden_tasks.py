@@ -57,7 +57,7 @@ class Plain(paceline.Task):
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         return {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).float()}
 
-    def begin_batch(self, place: Any) -> None:
+    def on_batch_begin(self, place: Any) -> None:
         hold = os.environ.get("GOLDEN_HOLD")
         while hold and place.split == "train" and place.step >= HOLD_STEP and Path(hold).exists():
             time.sleep(0.01)
@@ -65,7 +65,7 @@ class Plain(paceline.Task):
 
 @dataclass
 class BatchNorm(Plain):
-    """Statistics of a shard in the forward, and running ones in buffers."""
+    """Statistics of a micro-batch in the forward, and running ones in buffers."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -92,7 +92,7 @@ class Dropout(Plain):
 
 @dataclass
 class Uneven(Plain):
-    """The last batch of each epoch is short: it has too few samples for as many shards as the others."""
+    """The last batch of each epoch is short: it has too few samples for as many micro-batches as the others."""
 
     num: int = 99
 

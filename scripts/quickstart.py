@@ -24,7 +24,7 @@ PACKAGE = "fashion-mnist@quickstart"
 def main(options: list[str]) -> int:
     run = Path(time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     # It shows its progress, the test accuracy, where the run is, and how to look at it.
-    code = call("train", "fashion-mnist", "--nproc", "2", *options, "--run", str(run))
+    code = call("train", "fashion-mnist", "--nproc", "2", *options, "--run-dir", str(run))
     code = code or call("report", str(run))
     code = code or call("export", str(run), "--name", "fashion-mnist", "--tag", "quickstart")
     code = code or predict_one(run)

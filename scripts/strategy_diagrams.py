@@ -43,43 +43,46 @@ def _halves(first: str, second: str) -> tuple[Rank, Rank]:
 DIAGRAMS = {
     "ddp": Diagram(
         "ddp: each process has the whole model",
-        (Rank("rank 0", "shards 0, 1"), Rank("rank 1", "shards 2, 3")),
+        (Rank("rank 0", "micro-batches 0, 1"), Rank("rank 1", "micro-batches 2, 3")),
         "gradients",
         "once a step, while backward runs",
     ),
     "zero1": Diagram(
         "zero1: each process has the whole model, and updates a part of it",
-        (Rank("rank 0", "shards 0, 1"), Rank("rank 1", "shards 2, 3")),
+        (Rank("rank 0", "micro-batches 0, 1"), Rank("rank 1", "micro-batches 2, 3")),
         "gradients; parameters",
         "optimizer state of a part each",
     ),
     "fsdp": Diagram(
         "fsdp: each process has a part of every block",
-        _halves("shards 0, 2", "shards 1, 3"),
+        _halves("micro-batches 0, 2", "micro-batches 1, 3"),
         "blocks; gradients",
         "a block is gathered for its forward and again for its backward",
     ),
     "deepspeed": Diagram(
         "deepspeed, stage 3: each process has a part of every parameter",
-        _halves("shards 0, 1", "shards 2, 3"),
+        _halves("micro-batches 0, 1", "micro-batches 2, 3"),
         "modules; gradients",
         "stages 1 and 2: as zero1; from 2 on, each process keeps a part of the gradients",
     ),
     "tp": Diagram(
         "tp: each process has a part of every layer, and all see the same data",
-        _halves("shards 0 to 3", "shards 0 to 3"),
+        _halves("micro-batches 0 to 3", "micro-batches 0 to 3"),
         "activations",
         "added up in every block, forward and backward",
     ),
     "pp": Diagram(
-        "pp: each process has some blocks, and shards go through all of them",
-        (Rank("stage 0", "shards 0 to 3 in", (0.0, 0.5)), Rank("stage 1", "losses out", (0.5, 1.0))),
+        "pp: each process has some blocks, and micro-batches go through all of them",
+        (Rank("stage 0", "micro-batches 0 to 3 in", (0.0, 0.5)), Rank("stage 1", "losses out", (0.5, 1.0))),
         "activations; gradients",
-        "one shard behind the other",
+        "one micro-batch behind the other",
     ),
-    "mp": Diagram(
-        "mp: each process has some blocks, and one shard at a time goes through all",
-        (Rank("stage 0", "shard 1 in", (0.0, 0.5)), Rank("stage 1", "loss of shard 1 out", (0.5, 1.0))),
+    "sequential": Diagram(
+        "sequential: each process has some blocks, and one micro-batch at a time goes through all",
+        (
+            Rank("stage 0", "micro-batch 1 in", (0.0, 0.5)),
+            Rank("stage 1", "loss of micro-batch 1 out", (0.5, 1.0)),
+        ),
         "activations; gradients",
         "all stages but one wait",
     ),
@@ -90,7 +93,7 @@ DIAGRAMS = {
             Rank("stage 1", "weights of 1 step", (0.5, 1.0)),
         ),
         "activations; gradients",
-        "a shard's backward sees the weights of its forward",
+        "a micro-batch's backward sees the weights of its forward",
     ),
     "ps": Diagram(
         "ps: servers have the parameters, workers compute gradients",
@@ -110,13 +113,13 @@ DIAGRAMS = {
     ),
     "dp": Diagram(
         "dp: one process, which copies the model to each device in every step",
-        (Rank("device 0", "shards 0, 1"), Rank("device 1", "shards 2, 3")),
+        (Rank("device 0", "micro-batches 0, 1"), Rank("device 1", "micro-batches 2, 3")),
         "parameters; gradients",
         "gradients are gathered on the first device, which steps",
     ),
     "local-sgd": Diagram(
-        "--sync-every N: each process trains by itself, and they meet",
-        (Rank("rank 0", "shards 0, 1"), Rank("rank 1", "shards 2, 3")),
+        "--local-sgd-steps N: each process trains by itself, and they meet",
+        (Rank("rank 0", "micro-batches 0, 1"), Rank("rank 1", "micro-batches 2, 3")),
         "parameters",
         "every N steps",
     ),
@@ -134,46 +137,33 @@ def draw(diagram: Diagram) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{width / 2:.0f}" y="20" font-size="14" text-anchor="middle">'
-        f"{escape(diagram.title)}</text>",
+        f'<text x="{width / 2:.0f}" y="20" font-size="14" text-anchor="middle">{escape(diagram.title)}</text>',
     ]
     middle = _TOP + _BOX_H / 2
     for number, rank in enumerate(diagram.ranks):
         x = start + number * (_BOX_W + gap)
-        parts.append(
-            f'<rect x="{x:.0f}" y="{_TOP}" width="{_BOX_W}" height="{_BOX_H}" fill="{_FILL}" stroke="#888"/>'
-        )
+        parts.append(f'<rect x="{x:.0f}" y="{_TOP}" width="{_BOX_W}" height="{_BOX_H}" fill="{_FILL}" stroke="#888"/>')
         low, high = rank.held
         for block in range(4):
             left = x + 14 + block * 32
             there = low <= block / 4 < high
             top, tall = (_TOP + 26 + 40 * low, 40 * (high - low)) if rank.rows else (_TOP + 26, 40)
-            parts.append(
-                f'<rect x="{left:.0f}" y="{_TOP + 26}" width="26" height="40" fill="white" stroke="{_PART}"/>'
-            )
+            parts.append(f'<rect x="{left:.0f}" y="{_TOP + 26}" width="26" height="40" fill="white" stroke="{_PART}"/>')
             if rank.rows or there:
-                parts.append(
-                    f'<rect x="{left:.0f}" y="{top:.0f}" width="26" height="{tall:.0f}" fill="{_PART}"/>'
-                )
+                parts.append(f'<rect x="{left:.0f}" y="{top:.0f}" width="26" height="{tall:.0f}" fill="{_PART}"/>')
         centre = x + _BOX_W / 2
-        parts.append(
-            f'<text x="{centre:.0f}" y="{_TOP + 17}" text-anchor="middle">{escape(rank.name)}</text>'
-        )
-        parts.append(
-            f'<text x="{centre:.0f}" y="{_TOP + _BOX_H + 18}" text-anchor="middle">{escape(rank.data)}</text>'
-        )
+        parts.append(f'<text x="{centre:.0f}" y="{_TOP + 17}" text-anchor="middle">{escape(rank.name)}</text>')
+        parts.append(f'<text x="{centre:.0f}" y="{_TOP + _BOX_H + 18}" text-anchor="middle">{escape(rank.data)}</text>')
         if number:
             parts += [
                 f'<line x1="{x - gap + 6:.0f}" x2="{x - 6:.0f}" y1="{middle}" y2="{middle}" stroke="#c33" '
                 'stroke-width="2"/>',
                 f'<path d="M{x - 6:.0f} {middle} l-8 -4 v8 z" fill="#c33"/>',
                 f'<path d="M{x - gap + 6:.0f} {middle} l8 -4 v8 z" fill="#c33"/>',
-                f'<text x="{x - gap / 2:.0f}" y="{middle - 9}" text-anchor="middle">'
-                f"{escape(diagram.between)}</text>",
+                f'<text x="{x - gap / 2:.0f}" y="{middle - 9}" text-anchor="middle">{escape(diagram.between)}</text>',
             ]
     parts.append(
-        f'<text x="{width / 2:.0f}" y="{height - 12}" text-anchor="middle" fill="#555">'
-        f"{escape(diagram.below)}</text>"
+        f'<text x="{width / 2:.0f}" y="{height - 12}" text-anchor="middle" fill="#555">{escape(diagram.below)}</text>'
     )
     return "\n".join([*parts, "</svg>", ""])
 

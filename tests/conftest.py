@@ -95,9 +95,7 @@ class Processes:
             share(popen.pid)
         return popen
 
-    def finish(
-        self, popen: subprocess.Popen[str], *, timeout_s: float = 120
-    ) -> subprocess.CompletedProcess[str]:
+    def finish(self, popen: subprocess.Popen[str], *, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Wait for a command; past its limit, fail with all Python stacks of its ranks."""
         try:
             stdout, stderr = popen.communicate(timeout=timeout_s)
@@ -273,9 +271,7 @@ def pytest_sessionstart() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
     """A test that is marked ``cold`` starts each process from nothing, and so do its fixtures."""
-    cold = item.get_closest_marker("cold") or (
-        item.config.getoption("--cold") and not item.get_closest_marker("warm")
-    )
+    cold = item.get_closest_marker("cold") or (item.config.getoption("--cold") and not item.get_closest_marker("warm"))
     with _warm_starts.resting() if cold else nullcontext():
         return (yield)
 
@@ -349,9 +345,7 @@ def _dump_stacks(pid: int) -> None:
     for process in _tree(pid):
         with suppress(OSError, psutil.NoSuchProcess):
             status = Path(f"/proc/{process.pid}/status").read_text()
-            caught = int(
-                next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16
-            )
+            caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
             if caught >> (signal.SIGUSR2 - 1) & 1:
                 os.kill(process.pid, signal.SIGUSR2)
     # They write without taking part in anything that could be waited for.

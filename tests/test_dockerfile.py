@@ -46,17 +46,13 @@ def test_only_known_instructions_in_an_order_that_works() -> None:
     assert names[0] == "FROM"
     assert set(names) <= {"FROM", "ARG", "ENV", "WORKDIR", "COPY", "RUN"}
     commands = [rest for name, rest in instructions() if name == "RUN"]
-    torch, lock, own = (
-        next(i for i, c in enumerate(commands) if w in c) for w in ("torch.txt", "run.lock", " . ")
-    )
+    torch, lock, own = (next(i for i, c in enumerate(commands) if w in c) for w in ("torch.txt", "run.lock", " . "))
     assert torch < lock < own
     assert "--require-hashes" in commands[lock]
 
 
 def test_every_package_of_the_lock_has_a_hash() -> None:
-    entries = re.findall(
-        r"^(\S+)==([^\\\n]+)((?:\\\n.*)*)", (ROOT / "requirements/run.lock").read_text(), re.MULTILINE
-    )
+    entries = re.findall(r"^(\S+)==([^\\\n]+)((?:\\\n.*)*)", (ROOT / "requirements/run.lock").read_text(), re.MULTILINE)
     assert len(entries) > 20
     assert not [name for name, _, rest in entries if "--hash=sha256:" not in rest]
 

@@ -15,33 +15,33 @@ import paceline
 
 EXPORTED = [
     "CheckpointError",
+    "CheckpointWriteError",
     "ConfigError",
-    "CorruptionError",
     "DataError",
     "Defaults",
     "ExportError",
     "FunctionJob",
     "HangError",
-    "Inference",
-    "IrreproducibleStepError",
+    "InferenceSignature",
     "LaunchError",
     "Loss",
     "NonFiniteLossError",
-    "NotSavedError",
+    "NondeterminismError",
     "PacelineError",
     "PackageError",
     "PeerLostError",
     "Result",
     "RunDirectoryError",
+    "RunDirectoryWriteError",
     "RunInUseError",
     "ServingError",
+    "SilentDataCorruptionError",
     "StopRequested",
     "Task",
     "TaskError",
     "TaskJob",
     "TensorSpec",
     "UntrustedError",
-    "UnwritableError",
     "UserError",
     "__version__",
     "fit",
@@ -56,7 +56,7 @@ COMMANDS = [
     "logs",
     "audit",
     "report",
-    "check",
+    "revalidate",
     "checkpoint",
     "bench",
     "version",
@@ -156,9 +156,7 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
 @pytest.mark.parametrize("command", ["train", "resume", "launch", "tune", "scan"])
 def test_help_imports_nothing_that_starts_processes(command: str) -> None:
     words = ["paceline", command, "--help"]
-    imported = modules_imported_by(
-        f"sys.argv[:] = {words}; runpy.run_module('paceline', run_name='__main__')"
-    )
+    imported = modules_imported_by(f"sys.argv[:] = {words}; runpy.run_module('paceline', run_name='__main__')")
     assert f"paceline.cli.{'train' if command == 'resume' else command}" in imported
     assert not imported & {
         "psutil",

@@ -59,9 +59,7 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     local = [target for target in targets if "://" not in target]
     # These references are written when the site is built.
     made = (ROOT / "docs" / "reference" / "cli.md", ROOT / "docs" / "reference" / "options.md")
-    missing = [
-        t for t in local if not (target := (page.parent / t).resolve()).exists() and target not in made
-    ]
+    missing = [t for t in local if not (target := (page.parent / t).resolve()).exists() and target not in made]
     assert missing == []
 
 

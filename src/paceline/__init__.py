@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from paceline.api import Result, TaskJob, fit, submit, submit_array
     from paceline.core.errors import (
         CheckpointError,
+        CheckpointWriteError,
         ConfigError,
-        CorruptionError,
         DataError,
         ExportError,
         HangError,
-        IrreproducibleStepError,
         LaunchError,
+        NondeterminismError,
         NonFiniteLossError,
-        NotSavedError,
         PacelineError,
         PackageError,
         PeerLostError,
         RunDirectoryError,
+        RunDirectoryWriteError,
         RunInUseError,
         ServingError,
+        SilentDataCorruptionError,
         StopRequested,
         TaskError,
         UntrustedError,
-        UnwritableError,
         UserError,
     )
-    from paceline.core.inference import Inference, TensorSpec
+    from paceline.core.inference import InferenceSignature, TensorSpec
     from paceline.core.task import Defaults, Loss, Task
     from paceline.launch.submitit_functions import FunctionJob
 
@@ -43,33 +43,33 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CheckpointWriteError",
     "ConfigError",
-    "CorruptionError",
     "DataError",
     "Defaults",
     "ExportError",
     "FunctionJob",
     "HangError",
-    "Inference",
-    "IrreproducibleStepError",
+    "InferenceSignature",
     "LaunchError",
     "Loss",
     "NonFiniteLossError",
-    "NotSavedError",
+    "NondeterminismError",
     "PacelineError",
     "PackageError",
     "PeerLostError",
     "Result",
     "RunDirectoryError",
+    "RunDirectoryWriteError",
     "RunInUseError",
     "ServingError",
+    "SilentDataCorruptionError",
     "StopRequested",
     "Task",
     "TaskError",
     "TaskJob",
     "TensorSpec",
     "UntrustedError",
-    "UnwritableError",
     "UserError",
     "__version__",
     "fit",
@@ -79,10 +79,8 @@ __all__ = [
 
 _HOME = {
     "paceline.api": ("Result", "TaskJob", "fit", "submit", "submit_array"),
-    "paceline.core.errors": tuple(
-        name for name in __all__ if name.endswith("Error") or name == "StopRequested"
-    ),
-    "paceline.core.inference": ("Inference", "TensorSpec"),
+    "paceline.core.errors": tuple(name for name in __all__ if name.endswith("Error") or name == "StopRequested"),
+    "paceline.core.inference": ("InferenceSignature", "TensorSpec"),
     "paceline.launch.submitit_functions": ("FunctionJob",),
     "paceline.core.task": ("Defaults", "Loss", "Task"),
 }

@@ -14,10 +14,10 @@ from typing import Any, Literal, overload
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import ConfigError, LaunchError, StopRequested, TaskError
-from paceline.core.job import Job
+from paceline.core.job import WorkerConfig
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 from paceline.core.task import Task
-from paceline.core.task_loading import RECIPES, check_spec, task_assignments, task_fields
+from paceline.core.task_loading import BUILT_IN_TASKS, check_spec, task_assignments, task_fields
 from paceline.launch.launcher import JobHandle, JobStatus, get_launcher
 from paceline.launch.local_run import launch, require_recovery
 from paceline.launch.registry import make_options, option_names
@@ -40,7 +40,7 @@ class Result:
         samples: samples seen.
         model_sha256: of the last step's model; equal for equal bits.
         world_size: processes at the end.
-        shards: S.
+        microbatches: S.
         restarts: how often the run was started again.
         recoveries: how often its processes went on together after one was lost (``recover="inplace"``).
         seconds: how long the last process trained.
@@ -54,7 +54,7 @@ class Result:
     samples: int
     model_sha256: str
     world_size: int
-    shards: int
+    microbatches: int
     restarts: int
     recoveries: int
     seconds: float
@@ -74,9 +74,7 @@ class Result:
 
     def __str__(self) -> str:
         shown = ", ".join(
-            f"{split} {name} {value:.4g}"
-            for split, values in self.metrics.items()
-            for name, value in values.items()
+            f"{split} {name} {value:.4g}" for split, values in self.metrics.items() for name, value in values.items()
         )
         return f"{self.run}: {self.steps} steps, {self.samples} samples{', ' + shown if shown else ''}"
 
@@ -102,7 +100,7 @@ def fit(
         rank: this process's rank, where the caller knows it; with ``world_size`` and ``init_url``.
         world_size: the number of processes.
         init_url: where they meet, ``tcp://HOST:PORT``.
-        options: those of ``paceline train``, such as ``epochs=3, nproc=2, run="runs/a"``.
+        options: those of ``paceline train``, such as ``epochs=3, nproc=2, run_dir="runs/a"``.
 
     Raises:
         UserError: an option, the task or the data cannot work.
@@ -111,11 +109,9 @@ def fit(
         PacelineError: the training failed.
     """
     if "set" in options:
-        raise ConfigError(
-            "fit(): set is for the command line. Give hyperparameters to the task: Task(lr=0.1)."
-        )
+        raise ConfigError("fit(): set is for the command line. Give hyperparameters to the task: Task(lr=0.1).")
     config = config_from_mapping({**options, "task": task_spec(task)}, "fit()")
-    job = Job(config=config, given=frozenset(options), quiet=quiet)
+    job = WorkerConfig(config=config, explicit_options=frozenset(options), quiet=quiet)
     environment = detect_environment(
         rank=rank, world_size=world_size, init_url=init_url, rdzv_endpoint=config.rdzv_endpoint
     )
@@ -133,9 +129,7 @@ def fit(
         raise StopRequested(f"stopped, as asked; everything is saved in {directory.path}", exit_code=code)
     record = directory.read_result()
     if code != 0 or record is None:
-        raise LaunchError(
-            f"the run in {directory.path} failed; the message above says why.", exit_code=code or 1
-        )
+        raise LaunchError(f"the run in {directory.path} failed; the message above says why.", exit_code=code or 1)
     return Result.of(record)
 
 
@@ -153,11 +147,10 @@ def task_spec(task: Task) -> str:
     kind = type(task)
     if kind.__qualname__ != kind.__name__:
         raise TaskError(
-            f"the task class {kind.__qualname__} is defined inside something; "
-            "move it to the top level of its file."
+            f"the task class {kind.__qualname__} is defined inside something; move it to the top level of its file."
         )
     here = f"{kind.__module__}:{kind.__name__}"
-    for name, recipe in RECIPES.items():
+    for name, recipe in BUILT_IN_TASKS.items():
         if recipe == here:
             return name
     module = sys.modules.get(kind.__module__)
@@ -266,9 +259,7 @@ def submit(
     """
     if isinstance(work, Task):
         if args or kwargs or folder is not None:
-            raise ConfigError(
-                "submit(): a task takes no arguments and no folder; its fields are its arguments."
-            )
+            raise ConfigError("submit(): a task takes no arguments and no folder; its fields are its arguments.")
         return _submit_task(work, on, options)
     [job] = _submit_functions(work, [(args, kwargs or {})], on, folder, options)
     return job
@@ -333,7 +324,7 @@ def _submit_task(task: Task, on: str, options: Mapping[str, Any]) -> TaskJob:
     of_launcher = {name: options[name] for name in option_names("submitit") if name in options}
     of_job = {
         name: options[name]
-        for name in ("name", "cpus_per_task", "gpus_per_node", "inner", "env")
+        for name in ("name", "cpus_per_task", "gpus_per_node", "rank_launcher", "env")
         if name in options
     }
     of_run = {name: value for name, value in options.items() if name not in {**of_launcher, **of_job}}

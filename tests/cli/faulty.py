@@ -40,7 +40,7 @@ class Items(Dataset):
 class Good(paceline.Task):
     lr: float = 0.1
     fault: str = "none"
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         if self.fault == "no model":
@@ -116,7 +116,7 @@ Paceline = Callable[..., Said]
 
 
 def train(paceline: Paceline, *arguments: str, task: str = "tasks.py:Good", run: str = "run") -> Said:
-    return paceline("train", task, *STEPS, "--run", run, *arguments)
+    return paceline("train", task, *STEPS, "--run-dir", run, *arguments)
 
 
 def assert_refused(said: Said, *parts: str, code: int = 2) -> None:

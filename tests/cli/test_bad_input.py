@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("numerics")
             ("train", "tasks.py:Good", "--nproc", "two"),
             ("--nproc must be a whole number, auto, or a list such as 8,4, but is 'two'.",),
         ),
-        (("train", "tasks.py:Good", "--reduction", "fst"), ("--reduction must be exact, fast or torch",)),
+        (("train", "tasks.py:Good", "--reduction", "fst"), ("--reduction must be exact, allreduce or ddp",)),
         (("train", "tasks.py:Good", "--seed", "-1"), ("--seed must be between 0 and 2**63 - 1, but is -1.",)),
         (("train", "tasks.py:Good", "--nproc", "0"), ("--nproc must be at least 1, but is 0.",)),
         (
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("numerics")
             ("train", "tasks.py:Good", "--eval-every", "5min"),
             ("--eval-every must be such as 50steps, 1epoch or never",),
         ),
-        (("train", "tasks.py:Good", "--best", "accuracy"), ("--best must be METRIC:min or METRIC:max",)),
+        (("train", "tasks.py:Good", "--best-metric", "accuracy"), ("--best-metric must be METRIC:min or METRIC:max",)),
         (("train", "tasks.py:Good", "--early-stop", "loss:0"), ("--early-stop must be METRIC:PATIENCE",)),
         (("train", "tasks.py:Good", "--nodes", "2"), ("--rdzv-endpoint HOST:PORT",)),
         (("train", "--config", "no.toml"), ("--config no.toml: there is no such file.",)),
@@ -123,7 +123,7 @@ def test_fit_in_this_process_refuses_a_recovery(tmp_path: Path, monkeypatch: pyt
         (("--set", "lr"), ("--set 'lr': write it as field=value",)),
         (
             ("--global-batch-size", "7"),
-            ("too small for 4 shards", "--global-batch-size 8 or more", "--shards 3"),
+            ("too small for 4 micro-batches", "--global-batch-size 8 or more", "--microbatches 3"),
         ),
         (("--resume", "must"), ("--resume must: run holds no run",)),
         (
@@ -174,9 +174,7 @@ def test_a_wrong_task(paceline: Paceline, tmp_path: Path, task: str, parts: tupl
 def test_an_error_in_a_task_file_is_shown_with_its_place(paceline: Paceline, tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text("data = {}\ndata['x']\n")
     said = train(paceline, task="raises.py:Good")
-    assert_refused(
-        said, "KeyError: 'x'", f'File "{tmp_path}/raises.py", line 2', "log: run/logs/rank-0.log", code=1
-    )
+    assert_refused(said, "KeyError: 'x'", f'File "{tmp_path}/raises.py", line 2', "log: run/logs/rank-0.log", code=1)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_a_wrong_loss(paceline: Paceline, fault: str, code: int, parts: tuple[st
     ],
 )
 def test_a_bad_sample(paceline: Paceline, tmp_path: Path, fault: str, part: str, workers: str) -> None:
-    said = train(paceline, "--set", f"fault={fault}", "--workers", workers)
+    said = train(paceline, "--set", f"fault={fault}", "--num-workers", workers)
     assert_refused(said, part, "log: run/logs/rank-0.log")
     assert len(said.err.splitlines()) == 2
     assert "Traceback" in (tmp_path / "run/logs/rank-0.log").read_text()
@@ -210,13 +208,13 @@ def test_a_bad_sample(paceline: Paceline, tmp_path: Path, fault: str, part: str,
 
 @pytest.mark.integration
 def test_a_data_worker_that_dies(paceline: Paceline) -> None:
-    said = train(paceline, "--set", "fault=die", "--workers", "1")
-    assert_refused(said, "a worker process of the train dataset died", "--workers 0")
+    said = train(paceline, "--set", "fault=die", "--num-workers", "1")
+    assert_refused(said, "a worker process of the train dataset died", "--num-workers 0")
 
 
 def test_a_loss_that_is_nan_stops_the_run_which_can_continue(paceline: Paceline, tmp_path: Path) -> None:
     said = train(paceline, "--set", "fault=nan")
-    assert_refused(said, "the loss of step 12 (epoch 2, step 2 in it) is NaN or infinite in shard 1", code=1)
+    assert_refused(said, "the loss of step 12 (epoch 2, step 2 in it) is NaN or infinite in micro-batch 1", code=1)
     assert "positions 30 to 35 of the epoch (samples " in said.err
     assert "paceline resume run" in said.err
     events = RunDirectory(tmp_path / "run").read_events()

@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "tasks.py").write_text(TASKS)
     for run, options in (("run", ()), ("stranger", ("--seed", "9"))):
         subprocess.run(
-            [sys.executable, "-m", "paceline", "train", "tasks.py:Good", *STEPS, *options, "--run", run],
+            [sys.executable, "-m", "paceline", "train", "tasks.py:Good", *STEPS, *options, "--run-dir", run],
             cwd=path,
             check=True,
             timeout=90,
@@ -51,7 +51,10 @@ def run(trained: Path, tmp_path: Path) -> Path:
             ("--set", "lr=0.2"),
             ("created with other hyperparameters", "lr: 0.1 when the run was created, 0.2 now"),
         ),
-        (("--shards", "3"), ("created with other options", "--shards: 4 when the run was created, 3 now")),
+        (
+            ("--microbatches", "3"),
+            ("created with other options", "--microbatches: 4 when the run was created, 3 now"),
+        ),
         (("--global-batch-size", "48"), ("created with other options", "--global-batch-size: 24 when")),
         (("--seed", "5"), ("created with other options", "--seed: 0 when the run was created, 5 now")),
         (("--resume", "never"), ("--resume never: run holds a run already",)),
@@ -61,15 +64,13 @@ def test_a_run_keeps_what_it_was_created_with(
     paceline: Paceline, run: Path, arguments: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     before = (run / "run.toml").read_bytes()
-    assert_refused(train(paceline, *arguments), *parts, "another --run DIR")
+    assert_refused(train(paceline, *arguments), *parts, "another --run-dir DIR")
     assert (run / "run.toml").read_bytes() == before
     assert not (run / "result.json").exists()
 
 
 def test_a_run_of_another_task(paceline: Paceline, run: Path) -> None:
-    assert_refused(
-        train(paceline, task="tasks.py:Other"), "run is a run of tasks.py:Good, not of tasks.py:Other"
-    )
+    assert_refused(train(paceline, task="tasks.py:Other"), "run is a run of tasks.py:Good, not of tasks.py:Other")
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(paceline: Paceline, run: Path, trained: Path) -> None:
@@ -98,17 +99,15 @@ def test_only_damaged_checkpoints_are_not_trained_over(paceline: Paceline, run: 
 def test_a_checkpoint_of_another_run_is_refused(paceline: Paceline, run: Path, trained: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(trained / "stranger/checkpoints", run / "checkpoints", symlinks=True)
-    assert_refused(
-        paceline("resume", "run", "--quiet"), "was written by another run of 'tasks.py:Good'", code=1
-    )
+    assert_refused(paceline("resume", "run", "--quiet"), "was written by another run of 'tasks.py:Good'", code=1)
     assert not (run / "result.json").exists()
 
 
 @pytest.mark.parametrize("content", ["[config\n", "x = 1\n", '[config]\n[task]\nspec = "tasks.py:Good"\n'])
-@pytest.mark.parametrize("command", [("resume", "run"), ("train", "tasks.py:Good", "--run", "run")])
+@pytest.mark.parametrize("command", [("resume", "run"), ("train", "tasks.py:Good", "--run-dir", "run")])
 def test_a_damaged_run_toml(paceline: Paceline, run: Path, content: str, command: tuple[str, ...]) -> None:
     (run / "run.toml").write_text(content)
-    assert_refused(paceline(*command), "run/run.toml", "Restore it from a copy, or choose another --run DIR.")
+    assert_refused(paceline(*command), "run/run.toml", "Restore it from a copy, or choose another --run-dir DIR.")
 
 
 def test_a_directory_in_use(paceline: Paceline, run: Path) -> None:
@@ -148,12 +147,8 @@ def test_a_full_disk_and_a_read_only_one(
     assert "cannot save the checkpoint of step" in said.err
     assert "No space left on device. Earlier checkpoints are untouched." in said.err
     assert "the newest checkpoint kept is step-00000005-v00000005, after step 5" in said.err
-    assert [path.name for path in (tmp_path / "disk/run/checkpoints").glob("step-*")] == [
-        "step-00000005-v00000005"
-    ]
-    assert_refused(
-        paceline("resume", "disk/run"), "cannot write to the run directory disk/run: No space left"
-    )
+    assert [path.name for path in (tmp_path / "disk/run/checkpoints").glob("step-*")] == ["step-00000005-v00000005"]
+    assert_refused(paceline("resume", "disk/run"), "cannot write to the run directory disk/run: No space left")
     small_disk("size=4m,ro")
     assert_refused(paceline("resume", "disk/run"), "cannot write to the run directory disk/run: Read-only")
     small_disk("rw")

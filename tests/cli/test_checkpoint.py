@@ -41,11 +41,11 @@ def trained(paceline: Paceline, tmp_path: Path) -> Path:
         *(
             "--checkpoint-every",
             "10steps",
-            "--keep",
+            "--keep-checkpoints",
             "3",
             "--backup-to",
             "backups",
-            "--run",
+            "--run-dir",
             "run",
             "--quiet",
         ),
@@ -208,7 +208,7 @@ def test_a_failing_backup_is_told_and_ends_nothing(paceline: Paceline, tmp_path:
     (tmp_path / "file").touch()
     code, _, err = paceline(
         *("train", f"{TASK}:Small", "--max-steps", "20", "--threads", "1", "--checkpoint-every", "10steps"),
-        *("--backup-to", "file", "--run", "run", "--quiet"),
+        *("--backup-to", "file", "--run-dir", "run", "--quiet"),
     )
     assert code == 0
     assert "no backup of step 20: " in err

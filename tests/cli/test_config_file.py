@@ -15,7 +15,7 @@ name = "FashionMNIST"
 fields = { lr = 0.05, momentum = 0.8 }
 
 [config]
-run = "runs/first"
+run_dir = "runs/first"
 epochs = 2
 seed = 7
 checkpoint_every = ["5steps", "1epoch"]
@@ -33,11 +33,9 @@ def job_of(processes: Processes, *arguments: str | Path) -> dict[str, Any]:
 def test_a_runs_record_brings_its_task_fields_and_options(run_processes: Processes, tmp_path: Path) -> None:
     record = tmp_path / "run.toml"
     record.write_text(RUN_TOML)
-    job = job_of(
-        run_processes, "--config", record, "--run", "runs/second", "--set", "lr=0.01", "--max-steps", "9"
-    )
+    job = job_of(run_processes, "--config", record, "--run-dir", "runs/second", "--set", "lr=0.01", "--max-steps", "9")
     assert job["task"] == "fashion-mnist"
-    assert job["run"] == "runs/second"
+    assert job["run_dir"] == "runs/second"
     assert job["set"] == ["lr=0.05", "momentum=0.8", "lr=0.01"], "the last one wins"
     assert (job["seed"], job["checkpoint_every"]) == (7, ["5steps", "1epoch"])
     assert job["max_steps"] == 9

@@ -21,9 +21,9 @@ from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.checkpoint_store import select_checkpoint
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
-from paceline.runs.package_manifest import Manifest, Provenance
+from paceline.runs.package_manifest import PackageManifest, Provenance
 from paceline.training import state_manager
-from paceline.training.fine_tuning import find_parent
+from paceline.training.fine_tuning import find_pretrained
 
 TASKS = """
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ import paceline
 @dataclass
 class Points(paceline.Task):
     classes: int = 3
-    defaults = paceline.Defaults(global_batch_size=12, shards=4, best="accuracy:max")
+    defaults = paceline.Defaults(global_batch_size=12, microbatches=4, best_metric="accuracy:max")
 
     def build_model(self):
         first = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.ReLU())
@@ -58,9 +58,9 @@ class Points(paceline.Task):
     def metrics(self, model, batch):
         return {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).float()}
 
-    def build_inference(self, model):
+    def inference_signature(self, model):
         spec = paceline.TensorSpec
-        return paceline.Inference(
+        return paceline.InferenceSignature(
             module=Labelled(model),
             inputs={"points": spec(dtype="float32", shape=(4,))},
             outputs={"label": spec(dtype="int64")},
@@ -79,7 +79,7 @@ class Labelled(nn.Module):
     def forward(self, points):
         return {"label": self.model(points).argmax(dim=1)}
 """
-STEPS = ("--max-steps", "4", "--eval-every", "2steps", "--checkpoint-every", "1steps", "--keep", "9")
+STEPS = ("--max-steps", "4", "--eval-every", "2steps", "--checkpoint-every", "1steps", "--keep-checkpoints", "9")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def _paceline(arguments: list[str]) -> int:
 
 def _train(run: str, *options: str) -> list[str]:
     fixed = ("--nproc", "1", "--threads", "1", "--quiet")
-    return ["train", "task.py:Points", "--run", run, *fixed, *options]
+    return ["train", "task.py:Points", "--run-dir", run, *fixed, *options]
 
 
 def _result(run: str) -> dict[str, Any]:
@@ -133,14 +133,14 @@ def test_which_checkpoint_is_begun_with(here: Path, which: str) -> None:
 
 
 def test_the_model_is_built_once(here: Path) -> None:
-    with mock.patch.object(state_manager, "built_model", wraps=state_manager.built_model) as built:
+    with mock.patch.object(state_manager, "build_task_model", wraps=state_manager.build_task_model) as built:
         assert _paceline([*_train("child"), "--init-from", "parent", "--max-steps", "1"]) == 0
     assert built.call_count == 1
 
 
 def test_a_checkpoints_directory_will_do(here: Path) -> None:
     path = select_checkpoint(here / "parent" / "checkpoints", "last")
-    assert find_parent(str(path)).record["step"] == 4
+    assert find_pretrained(str(path)).record["step"] == 4
 
 
 @pytest.mark.integration
@@ -175,12 +175,10 @@ def test_a_child_keeps_its_parent(here: Path, capfd: pytest.CaptureFixture[str])
     assert "--init-from: parent when the run was created, parent@last now" in capfd.readouterr().err
 
 
-def test_adapters_are_merged_for_a_child_and_in_a_package(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_are_merged_for_a_child_and_in_a_package(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lora = "rank=2,target=0|2"
     assert _paceline(_train("adapted", "--init-from", "parent@last", "--lora", lora, "--max-steps", "3")) == 0
-    assert _paceline(["check", "adapted"]) == 0, "the merged model is the one that was evaluated"
+    assert _paceline(["revalidate", "adapted"]) == 0, "the merged model is the one that was evaluated"
     assert _paceline(_train("grandchild", "--init-from", "adapted@last", "--max-steps", "1")) == 0
     state = load(select_checkpoint(Path("adapted/checkpoints"), "last")).state["model"]
     a, b = (state[f"0.lora_{letter}.default.weight"] for letter in "AB")
@@ -195,16 +193,14 @@ def test_adapters_are_merged_for_a_child_and_in_a_package(
     exported = safetensors.torch.load_file(package / "weights.safetensors")
     assert exported.keys() == _copy("grandchild").keys()
     assert all(torch.equal(value, _copy("grandchild")[name]) for name, value in exported.items())
-    alone = str(
-        select_checkpoint(Path("adapted/checkpoints"), "last").rename(here / "step-00000003-v00000003")
-    )
+    alone = str(select_checkpoint(Path("adapted/checkpoints"), "last").rename(here / "step-00000003-v00000003"))
     assert _paceline(_train("other", "--init-from", alone)) == 2
 
 
 def test_the_average_is_what_a_child_of_it_begins_with(here: Path) -> None:
     assert _paceline([*_train("averaged", "--ema", "0.5"), *STEPS]) == 0
     state = load(select_checkpoint(Path("averaged/checkpoints"), "last")).state
-    weights = find_parent("averaged@last").weights
+    weights = find_pretrained("averaged@last").weights
     assert all(torch.equal(value, state["ema"][f"module.{name}"]) for name, value in weights.items())
     assert not torch.equal(weights["0.weight"], state["model"]["0.weight"])
 
@@ -293,7 +289,7 @@ def _package(path: Path, weights: dict[str, torch.Tensor], quantization: str | N
         data={},
         versions={},
     )
-    manifest = Manifest(
+    manifest = PackageManifest(
         name="points",
         created="2026-01-01T00:00:00+00:00",
         inputs={"points": TensorSpec(dtype="float32", shape=(4,))},

@@ -36,9 +36,9 @@ print(json.dumps([said, "torch" in sys.modules]))
 GROUPS = {
     "Start": ("train", "resume", "launch", "join", "scale", "plan", "doctor"),
     "Look": ("runs", "logs", "dashboard", "report", "jobs", "status", "cancel"),
-    "Prove": ("audit", "verify", "chaos", "check", "bench", "scan"),
+    "Prove": ("audit", "verify", "chaos", "revalidate", "bench", "scan"),
     "Tune": ("tune",),
-    "Serve": ("export", "registry", "serve", "predict"),
+    "Serve": ("export", "registry", "serve", "deploy", "predict"),
     "Keep clean": ("gc", "checkpoint"),
     "Other": ("version",),
 }
@@ -47,7 +47,7 @@ SUBCOMMANDS = ("runs show", "runs pipeline", "bench comm", "bench serve", "regis
 WITH_RUN_OPTIONS = ("train", "resume", "tune", "chaos", "verify", "scan")
 COMMON_OF_TRAIN = (
     *("--set", "--epochs", "--max-steps", "--global-batch-size", "--precision", "--seed", "--nproc"),
-    *("--nodes", "--on", "--strategy", "--device", "--checkpoint-every", "--run", "--config", "--dry-run"),
+    *("--nodes", "--on", "--strategy", "--device", "--checkpoint-every", "--run-dir", "--config", "--dry-run"),
 )
 WITH_LAUNCHERS = ("train", "resume", "launch", "doctor", "scan")
 HELPS = [
@@ -138,16 +138,14 @@ def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: st
     words = said[f"{command} --help-all"][1].split()
     own = {"tune": ("resume",)}
     for field in dataclasses.fields(RunConfig):
-        if field.name not in ("task", "run", *own.get(command, ())):
+        if field.name not in ("task", "run_dir", *own.get(command, ())):
             assert words.count(flag(field.name)) >= 1, field.name
     for group in ("Processes", "Parallelism", "Training", "Data", "Evaluation", "Run"):
         assert group in words
     if command in ("train", "resume"):
         assert {"--dry-run", "--json", "--quiet"} <= set(words)
     # Options are switched on, not off again.
-    assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(
-        words
-    )
+    assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(words)
 
 
 @pytest.mark.parametrize("command", ["tune", "chaos", "verify", "scan"])
@@ -189,9 +187,7 @@ def test_help_anywhere_is_help(said: dict[str, tuple[int, str]]) -> None:
     ("command", "arguments"),
     [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND..."), ("scan", "TASK")],
 )
-def test_the_usage_names_the_arguments(
-    said: dict[str, tuple[int, str]], command: str, arguments: str
-) -> None:
+def test_the_usage_names_the_arguments(said: dict[str, tuple[int, str]], command: str, arguments: str) -> None:
     first = said[f"{command} --help"][1].splitlines()[0]
     assert first.startswith(f"Usage: paceline {command} ")
     assert first.endswith(arguments)

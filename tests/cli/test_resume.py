@@ -35,7 +35,7 @@ import paceline
 @dataclass
 class Small(paceline.Task):
     lr: float = 0.1
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         return nn.Linear(8, 3)
@@ -82,7 +82,7 @@ def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 def stopped(paceline: Paceline, tmp_path: Path) -> Path:
     """A run that a signal stopped in its second epoch, after step 7."""
     (tmp_path / "stop").touch()
-    code, out, err = paceline(*TRAIN, "--run", "run", "--checkpoint-every", "4steps")
+    code, out, err = paceline(*TRAIN, "--run-dir", "run", "--checkpoint-every", "4steps")
     assert code == 75
     assert "stopped after step 7" in err
     assert out == ""
@@ -92,7 +92,7 @@ def stopped(paceline: Paceline, tmp_path: Path) -> Path:
 @pytest.fixture
 def sha256(paceline: Paceline) -> str:
     """The hash of the same run, not stopped."""
-    code, out, _ = paceline(*TRAIN, "--run", "undisturbed", "--json")
+    code, out, _ = paceline(*TRAIN, "--run-dir", "undisturbed", "--json")
     assert code == 0
     return _sha256(out)
 
@@ -112,13 +112,13 @@ def test_resume_continues_at_the_next_sample(paceline: Paceline, stopped: Path, 
 
 
 def test_the_same_command_continues_too(paceline: Paceline, stopped: Path, sha256: str) -> None:
-    code, out, _ = paceline(*TRAIN, "--run", "run", "--json")
+    code, out, _ = paceline(*TRAIN, "--run-dir", "run", "--json")
     assert (code, _sha256(out)) == (0, sha256)
 
 
 def test_what_decides_no_bit_may_change(paceline: Paceline, stopped: Path, sha256: str) -> None:
     code, out, _ = paceline(
-        *("resume", "run", "--json", "--log-every", "1", "--keep", "1", "--checkpoint-every", "2steps")
+        *("resume", "run", "--json", "--log-every", "1", "--keep-checkpoints", "1", "--checkpoint-every", "2steps")
     )
     assert (code, _sha256(out)) == (0, sha256)
     assert [path.name[:13] for path in (stopped / "checkpoints").glob("step-*")] == ["step-00000015"]
@@ -148,19 +148,19 @@ def test_a_run_and_its_task_may_be_moved(paceline: Paceline, stopped: Path, sha2
     code, _, err = paceline("resume", "moved")
     assert code == 2
     assert "there is no file" in err
-    code, out, _ = paceline("train", "elsewhere/small.py:Small", "--run", "moved", "--json")
+    code, out, _ = paceline("train", "elsewhere/small.py:Small", "--run-dir", "moved", "--json")
     assert (code, _sha256(out)) == (0, sha256)
 
 
 def test_resume_must_and_never(paceline: Paceline, stopped: Path) -> None:
-    assert paceline(*TRAIN, "--run", "run", "--resume", "never")[0] == 2
-    assert paceline(*TRAIN, "--run", "fresh", "--resume", "must")[0] == 2
-    assert paceline(*TRAIN, "--run", "run", "--resume", "must")[0] == 0
-    assert paceline(*TRAIN, "--run", "fresh", "--resume", "never")[0] == 0
+    assert paceline(*TRAIN, "--run-dir", "run", "--resume", "never")[0] == 2
+    assert paceline(*TRAIN, "--run-dir", "fresh", "--resume", "must")[0] == 2
+    assert paceline(*TRAIN, "--run-dir", "run", "--resume", "must")[0] == 0
+    assert paceline(*TRAIN, "--run-dir", "fresh", "--resume", "never")[0] == 0
 
 
 def test_a_run_toml_configures_a_new_run(paceline: Paceline, stopped: Path, sha256: str) -> None:
-    code, out, err = paceline("train", "--config", "run/run.toml", "--run", "again", "--json")
+    code, out, err = paceline("train", "--config", "run/run.toml", "--run-dir", "again", "--json")
     assert code == 0, err
     assert _sha256(out) == sha256
 
@@ -200,12 +200,12 @@ def test_the_strategy_stays_unless_another_is_asked_for(paceline: Paceline, stop
             {"precision": "bf16"},
         ),
         ('strategy = "fsdp"\nfsdp_wrap = "Block"', "--mesh dp=1,fsdp=2", {"fsdp_wrap": "Block"}),
-        ('strategy = "ps"\nps_mode = "ssp"\nstaleness = 1', "--strategy ddp", {}),
+        ('strategy = "ps"\nps_mode = "ssp"\nps_staleness = 1', "--strategy ddp", {}),
         ('strategy = "tp"\nsequence_parallel = true', "--strategy ddp", {}),
-        ('strategy = "pp"\npp_schedule = "gpipe"\npp_split = "1,1"', "--strategy mp", {"pp_split": "1,1"}),
+        ('strategy = "pp"\npp_schedule = "gpipe"\npp_split = "1,1"', "--strategy zero1", {}),
         ('strategy = "dp"\ndp_devices = 2', "--strategy ddp", {}),
         (
-            'verify_every = 2\ncheckpoint_activations = "block"\ncheckpoint_blocks = "Linear"',
+            'sdc_check_every = 2\ncheckpoint_activations = "block"\ncheckpoint_blocks = "Linear"',
             "--strategy pp",
             {},
         ),
@@ -235,15 +235,15 @@ def test_another_strategy_drops_what_belongs_to_the_one_before(
 
 def test_resume_keeps_shares_spares_and_patience(paceline: Paceline, stopped: Path) -> None:
     manifest = stopped / "run.toml"
-    created = {"balance": "equal", "spares": 1, "init_timeout": "9min"}
-    text = re.sub(r"(?m)^(balance|spares|init_timeout) = .*\n", "", manifest.read_text())
+    created = {"load_balance": "equal", "hot_spares": 1, "init_timeout": "9min"}
+    text = re.sub(r"(?m)^(load_balance|hot_spares|init_timeout) = .*\n", "", manifest.read_text())
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in created.items())
     manifest.write_text(text.replace("[config]\n", f"[config]\n{lines}\n"))
-    code, out, err = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json", "--spares", "2")
+    code, out, err = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json", "--hot-spares", "2")
     assert code == 0, err
     (job,) = json.loads(out)["files"].values()
     config = tomllib.loads(job)["config"]
-    assert {name: config.get(name) for name in created} == {**created, "spares": 2}
+    assert {name: config.get(name) for name in created} == {**created, "hot_spares": 2}
     code, out, err = paceline("resume", "run", "--nproc", "2", "--dry-run", "--json")
     (job,) = json.loads(out)["files"].values()
     assert created.items() <= tomllib.loads(job)["config"].items()

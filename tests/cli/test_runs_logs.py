@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from paceline.cli.logs import logs
 from paceline.cli.runs import find_runs, runs
 from paceline.core.errors import ConfigError, LaunchError, PeerLostError, RunDirectoryError
-from paceline.launch.job_logs import fold
+from paceline.launch.job_logs import merge_rank_lines
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, add_record
 from paceline.runs.directory import RunDirectory
@@ -36,7 +36,7 @@ def make_run(root: Path, name: str, *events: dict[str, Any], created: float = 10
     """A run with these events, one each ten seconds."""
     directory = RunDirectory(root / name)
     directory.create()
-    directory.write_manifest({"config": {"task": "fashion-mnist", "best": "accuracy:max"}})
+    directory.write_manifest({"config": {"task": "fashion-mnist", "best_metric": "accuracy:max"}})
     records = [
         {"time": created + 10.0 * i, **e}
         for i, e in enumerate(({"event": "created", "task": "fashion-mnist"}, *events))
@@ -51,7 +51,7 @@ def started(generation: int = 0, step: int = 0) -> dict[str, Any]:
         "generation": generation,
         "world_size": 2,
         "step": step,
-        "shards": 12,
+        "microbatches": 12,
         "total_steps": 900,
     }
 
@@ -62,9 +62,7 @@ def started(generation: int = 0, step: int = 0) -> dict[str, Any]:
 def test_each_way_to_end_has_its_state(tmp_path: Path) -> None:
     make_run(tmp_path, "a-finished", started(), {"event": "finished"})
     make_run(tmp_path, "b-stopped", started(), {"event": "stopped", "signal": "SIGTERM", "step": 7})
-    make_run(
-        tmp_path, "c-failed", started(), {"event": "failed", "rank": 1, "error": "boom\nmore", "step": 8}
-    )
+    make_run(tmp_path, "c-failed", started(), {"event": "failed", "rank": 1, "error": "boom\nmore", "step": 8})
     make_run(tmp_path, "d-crashed", started(), {"event": "checkpoint", "step": 9, "version": 9})
     make_run(tmp_path, "e-never-started")
     running = make_run(tmp_path, "f-running", started())
@@ -80,7 +78,7 @@ def test_each_way_to_end_has_its_state(tmp_path: Path) -> None:
     }
     assert [run.step for run in found.values()] == [0, 7, 8, 9, None, 0]
     assert found["c-failed"].problem == "rank 1: boom"
-    assert (found["d-crashed"].world_size, found["d-crashed"].shards) == (2, 12)
+    assert (found["d-crashed"].world_size, found["d-crashed"].microbatches) == (2, 12)
 
 
 def test_a_finished_run_shows_its_result(tmp_path: Path) -> None:
@@ -88,16 +86,14 @@ def test_a_finished_run_shows_its_result(tmp_path: Path) -> None:
     metrics = {"val": {"loss": 0.3, "accuracy": 0.91}, "test": {"loss": 0.4, "accuracy": 0.905}}
     directory.write_result({"task": "fashion-mnist", "steps": 900, "metrics": metrics})
     (run,) = find_runs(tmp_path)
-    # The metric is the one that --best watches, not the first one.
+    # The metric is the one that --best-metric watches, not the first one.
     assert (run.metric, run.value, run.step, run.total_steps) == ("test.accuracy", 0.905, 900, 900)
 
 
 def test_a_running_run_shows_its_last_evaluation_and_step(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "run", started())
     records: list[dict[str, Any]] = [{"kind": "train", "step": s, "epoch": s // 300} for s in range(1, 3000)]
-    records.insert(
-        2990, {"kind": "eval", "step": 2990, "epoch": 9, "split": "val", "metrics": {"accuracy": 0.5}}
-    )
+    records.insert(2990, {"kind": "eval", "step": 2990, "epoch": 9, "split": "val", "metrics": {"accuracy": 0.5}})
     directory.metrics.write_text("".join(json.dumps(r) + "\n" for r in records) + '{"torn')
     assert directory.metrics.stat().st_size > 64 * 1024
     (run,) = find_runs(tmp_path)
@@ -164,9 +160,7 @@ def test_a_run_of_somebody_else_hides_no_other(capsys: pytest.CaptureFixture[str
 
 def test_the_table_and_the_json_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "younger", started(), {"event": "finished"}, created=2000.0)
-    make_run(
-        tmp_path, "older", started(), {"event": "stopped", "step": 7, "signal": "SIGTERM"}, created=1000.0
-    )
+    make_run(tmp_path, "older", started(), {"event": "stopped", "step": 7, "signal": "SIGTERM"}, created=1000.0)
     (tmp_path / "younger" / "run.toml").unlink()
 
     assert runs(tmp_path, json=True) == 0
@@ -229,14 +223,10 @@ def test_all_ranks_are_shown_with_their_prefix(run: RunDirectory, capsys: pytest
     assert len(lines) == 24
 
 
-def test_what_several_ranks_print_is_shown_once(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_several_ranks_print_is_shown_once(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(12):
         own = f"loss {rank}" if rank in (3, 4) else "loss"
-        run.log_of(rank).write_text(
-            f"start\n{own}\nwait\nwait\nwait\n0%\r50%\r100%\n" + "odd\n" * (rank == 7)
-        )
+        run.log_of(rank).write_text(f"start\n{own}\nwait\nwait\nwait\n0%\r50%\r100%\n" + "odd\n" * (rank == 7))
     logs(str(run.path))
     assert capsys.readouterr().out.splitlines() == [
         "ranks 0-11 | start",
@@ -252,7 +242,7 @@ def test_what_several_ranks_print_is_shown_once(
 @given(st.dictionaries(st.integers(0, 4), st.lists(st.sampled_from("abc"), max_size=8), max_size=4))
 def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, list[str]]) -> None:
     unfolded: dict[int, list[str]] = {rank: [] for rank in lines}
-    for ranks, line, times in fold(lines):
+    for ranks, line, times in merge_rank_lines(lines):
         for rank in ranks:
             unfolded[rank] += [line] * times
     assert unfolded == lines
@@ -262,7 +252,7 @@ def test_folding_keeps_every_line_of_every_rank_in_its_order(lines: dict[int, li
 def test_folding_holds_back_what_others_print_later(lines: dict[int, list[str]]) -> None:
     """What comes next is what the fewest other ranks print later; then, what the lowest rank prints."""
     waiting = {rank: [(key, len(list(same))) for key, same in groupby(own)] for rank, own in lines.items()}
-    for ranks, line, times in fold(lines):
+    for ranks, line, times in merge_rank_lines(lines):
         heads = {rank: own[0] for rank, own in sorted(waiting.items()) if own}
         others = {
             rank: sum(head in own and heads[other] != head for other, own in waiting.items())
@@ -279,7 +269,7 @@ def test_folding_holds_back_what_others_print_later(lines: dict[int, list[str]])
 def test_folding_what_many_ranks_print() -> None:
     ranks = 1024
     lines = {rank: [*(f"line {i} of {rank}" for i in range(50)), "end"] for rank in range(ranks)}
-    *own, end = fold(lines)
+    *own, end = merge_rank_lines(lines)
     assert own == [((rank,), f"line {i} of {rank}", 1) for rank in range(ranks) for i in range(50)]
     assert end == (tuple(range(ranks)), "end", 1)
 
@@ -320,9 +310,7 @@ def test_one_rank_is_shown_as_it_is(
     assert capsys.readouterr().out == "".join(f"line {i} of 3\n" for i in range(first, 100))
 
 
-def test_lines_longer_than_a_block_and_unfinished_ones(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_longer_than_a_block_and_unfinished_ones(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     long = "x" * 200_000
     run.log_of(0).write_text(f"first\n{long}\n\nunfinished")
     logs(str(run.path), rank=0, lines=3)
@@ -331,9 +319,7 @@ def test_lines_longer_than_a_block_and_unfinished_ones(
     assert capsys.readouterr().out == ""
 
 
-def test_an_empty_log_and_bytes_that_are_no_text(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_log_and_bytes_that_are_no_text(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.log_of(0).write_bytes(b"")
     run.log_of(1).write_bytes(b"\xff\xfe ok\n")
     assert logs(str(run.path), rank=0) == 0

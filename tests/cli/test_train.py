@@ -29,7 +29,7 @@ import paceline
 @dataclass
 class Small(paceline.Task):
     failing_rank: int = -1
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -51,7 +51,7 @@ class Small(paceline.Task):
 
 
 if __name__ == "__main__":
-    result = paceline.fit(Small(), max_steps=6, threads=1, seed=3, run="run", quiet=True)
+    result = paceline.fit(Small(), max_steps=6, threads=1, seed=3, run_dir="run", quiet=True)
     os.write(1, f"SHA {result.model_sha256}\\n".encode())  # in one piece, as all ranks write it
 """
 OPTIONS = ("small.py:Small", "--max-steps", "6", "--threads", "1", "--seed", "3", "--quiet")
@@ -71,7 +71,7 @@ def one_process(module_processes: Any, tmp_path_factory: pytest.TempPathFactory)
     """The run of one process: its directory, and what it printed."""
     directory = tmp_path_factory.mktemp("one_process")
     (directory / "small.py").write_text(TASK)
-    done = module_processes.run([*PYTHON, *TRAIN, "--json", "--run", "run"], cwd=directory)
+    done = module_processes.run([*PYTHON, *TRAIN, "--json", "--run-dir", "run"], cwd=directory)
     assert done.returncode == 0, done.stderr
     return directory, done
 
@@ -95,7 +95,7 @@ def test_json_is_the_result_and_quiet_is_quiet(one_process: tuple[Path, Any]) ->
     result = json.loads(done.stdout)
     assert result == json.loads((directory / "run/result.json").read_text())
     assert {
-        *("task", "strategy", "reduction", "world_size", "shards", "steps", "epochs", "samples"),
+        *("task", "strategy", "reduction", "world_size", "microbatches", "steps", "epochs", "samples"),
         *("metrics", "model_sha256", "restarts", "seconds", "samples_per_s", "torch"),
     } <= result.keys()
     assert (result["steps"], result["samples"], result["world_size"]) == (6, 24 * 4 + 4 + 24, 1)
@@ -104,7 +104,7 @@ def test_json_is_the_result_and_quiet_is_quiet(one_process: tuple[Path, Any]) ->
 def test_without_json_stdout_stays_empty_and_progress_goes_to_stderr(
     start: Callable[..., Any], run_processes: Any
 ) -> None:
-    done = run_processes.finish(start(*PYTHON, *[w for w in TRAIN if w != "--quiet"], "--run", "run"))
+    done = run_processes.finish(start(*PYTHON, *[w for w in TRAIN if w != "--quiet"], "--run-dir", "run"))
     assert done.returncode == 0
     assert done.stdout == ""
     assert "paceline audit run" in done.stderr
@@ -115,10 +115,10 @@ def test_without_json_stdout_stays_empty_and_progress_goes_to_stderr(
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param((*PYTHON, *TRAIN, "--nproc", "2", "--run", "run"), id="spawn"),
+        pytest.param((*PYTHON, *TRAIN, "--nproc", "2", "--run-dir", "run"), id="spawn"),
         pytest.param((*TORCHRUN, *TRAIN, "--run-dir", "run"), id="torchrun"),
         pytest.param((*LAUNCH, *TRAIN, "--run-dir", "run"), id="launch", marks=pytest.mark.slow),
-        pytest.param((*MPIRUN, *TRAIN, "--run", "run"), id="mpirun", marks=by_mpirun),
+        pytest.param((*MPIRUN, *TRAIN, "--run-dir", "run"), id="mpirun", marks=by_mpirun),
     ],
 )
 def test_the_same_model_under_every_launcher(
@@ -148,13 +148,11 @@ def test_a_script_needs_no_change(
     assert set(done.stdout.splitlines()) == {f"SHA {sha256}"}
 
 
-def test_two_machines_by_hand(
-    start: Callable[..., Any], run_processes: Any, tmp_path: Path, sha256: str
-) -> None:
+def test_two_machines_by_hand(start: Callable[..., Any], run_processes: Any, tmp_path: Path, sha256: str) -> None:
     endpoint = f"127.0.0.1:{run_processes.free_port()}"
     machines = [
         start(
-            *(*PYTHON, *TRAIN, "--run", "run", "--json", "--nodes", "2"),
+            *(*PYTHON, *TRAIN, "--run-dir", "run", "--json", "--nodes", "2"),
             *("--node-rank", str(number), "--rdzv-endpoint", endpoint),
         )
         for number in (1, 0)
@@ -169,9 +167,9 @@ def test_two_machines_by_hand(
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        pytest.param((*PYTHON, *TRAIN, "--nproc", "2", "--run", "run"), 1, id="spawn"),
+        pytest.param((*PYTHON, *TRAIN, "--nproc", "2", "--run-dir", "run"), 1, id="spawn"),
         pytest.param((*TORCHRUN, *TRAIN, "--run-dir", "run"), 1, id="torchrun"),
-        pytest.param((*MPIRUN, *TRAIN, "--run", "run"), 1, id="mpirun", marks=[*by_mpirun, pytest.mark.slow]),
+        pytest.param((*MPIRUN, *TRAIN, "--run-dir", "run"), 1, id="mpirun", marks=[*by_mpirun, pytest.mark.slow]),
     ],
 )
 def test_the_rank_that_failed_is_named_once(
@@ -180,9 +178,7 @@ def test_the_rank_that_failed_is_named_once(
     done = run_processes.finish(start(*words, "--set", "failing_rank=1"))
     assert done.returncode == code
     # Ranks that another launcher has started add the step.
-    told = re.findall(
-        r"^paceline: rank 1 failed first: ValueError: boom(?: \(in step 1\))?$", done.stderr, re.M
-    )
+    told = re.findall(r"^paceline: rank 1 failed first: ValueError: boom(?: \(in step 1\))?$", done.stderr, re.M)
     assert len(told) == 1
     assert f'{tmp_path}/small.py", line ' in done.stderr
     assert "log: run/logs/rank-1.log" in done.stderr
@@ -190,10 +186,10 @@ def test_the_rank_that_failed_is_named_once(
     assert "Traceback" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
-def test_more_processes_than_shards(start: Callable[..., Any], run_processes: Any, tmp_path: Path) -> None:
-    done = run_processes.finish(start(*PYTHON, *TRAIN, "--nproc", "2", "--shards", "1", "--run", "run"))
+def test_more_processes_than_microbatches(start: Callable[..., Any], run_processes: Any, tmp_path: Path) -> None:
+    done = run_processes.finish(start(*PYTHON, *TRAIN, "--nproc", "2", "--microbatches", "1", "--run-dir", "run"))
     assert done.returncode == 2
-    assert done.stderr.startswith("paceline: 2 processes cannot share 1 shards")
+    assert done.stderr.startswith("paceline: 2 processes cannot share 1 micro-batches")
     assert "--nproc 1 or fewer" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run/run.toml").exists()
@@ -222,7 +218,7 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(
 
     (tmp_path / "small.py").write_text("this is never imported")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["paceline", "train", *OPTIONS, *launcher, "--run", "run", "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["paceline", "train", *OPTIONS, *launcher, "--run-dir", "run", "--dry-run"])
     assert cli.main() == 0
     said = capsys.readouterr()
     assert said.err == ""

@@ -26,16 +26,16 @@ from paceline.core.options import (
         ({"nproc": 0}, "--nproc must be at least 1, but is 0"),
         ({"nproc": "all"}, "--nproc must be a whole number, auto, or a list such as 8,4, but is 'all'"),
         ({"nodes": 0}, "--nodes must be at least 1, or MIN:MAX such as 1:4, but is 0"),
-        ({"shards": -1}, "--shards must be at least 1, but is -1"),
-        ({"shards": 1.5}, "--shards must be a whole number or auto, but is 1.5"),
-        ({"accumulate": 0}, "--accumulate must be at least 1, but is 0"),
+        ({"microbatches": -1}, "--microbatches must be at least 1, but is -1"),
+        ({"microbatches": 1.5}, "--microbatches must be a whole number or auto, but is 1.5"),
+        ({"grad_accumulation": 0}, "--grad-accumulation must be at least 1, but is 0"),
         ({"global_batch_size": 0}, "--global-batch-size must be at least 1, but is 0"),
         ({"global_batch_size": "96"}, "--global-batch-size must be a whole number, but is '96'"),
         ({"epochs": 0}, "--epochs must be at least 1, but is 0"),
         ({"max_steps": True}, "--max-steps must be a whole number, but is True"),
         ({"threads": 0}, "--threads must be at least 1, but is 0"),
-        ({"workers": -1}, "--workers must be at least 0, but is -1"),
-        ({"keep": 0}, "--keep must be at least 1, but is 0"),
+        ({"num_workers": -1}, "--num-workers must be at least 0, but is -1"),
+        ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1, but is 0"),
         ({"log_every": 0}, "--log-every must be at least 1, but is 0"),
         ({"profile": -2}, "--profile must be at least 0, but is -2"),
         ({"seed": -1}, "--seed must be between 0 and 2**63 - 1, but is -1"),
@@ -43,9 +43,9 @@ from paceline.core.options import (
         ({"precision": "fp8"}, "--precision must be fp32, bf16 or fp16, but is 'fp8'"),
         (
             {"strategy": "fsdp9"},
-            "fsdp, tp, pp, mp, deepspeed, horovod, ps or hogwild, but is 'fsdp9'",
+            "fsdp, tp, pp, deepspeed, horovod, ps or hogwild, but is 'fsdp9'",
         ),
-        ({"reduction": "slow"}, "--reduction must be exact, fast or torch, but is 'slow'"),
+        ({"reduction": "slow"}, "--reduction must be exact, allreduce or ddp, but is 'slow'"),
         ({"device": "tpu"}, "--device must be auto, cpu or cuda, but is 'tpu'"),
         ({"clip_norm": 0.0}, "--clip-norm must be positive, but is 0.0"),
         ({"clip_norm": float("nan")}, "--clip-norm must be positive, but is nan"),
@@ -55,18 +55,18 @@ from paceline.core.options import (
         ({"val_fraction": 0.0}, "--val-fraction must be between 0 and 1, but is 0.0"),
         ({"val_fraction": 1}, "--val-fraction must be between 0 and 1, but is 1"),
         ({"epochs": 1, "max_steps": 2}, "give --epochs or --max-steps, not both"),
-        ({"reduction": "torch", "strategy": "single"}, "needs --strategy ddp"),
-        ({"spares": 1, "reduction": "torch"}, "--spares needs --reduction exact or fast: DistributedData"),
-        ({"spares": 1, "comm_hook": "bf16"}, "--spares needs --reduction exact or fast: DistributedData"),
-        ({"spares": 1, "strategy": "horovod"}, "--spares does not work with --strategy horovod"),
+        ({"reduction": "ddp", "strategy": "single"}, "needs --strategy ddp"),
+        ({"hot_spares": 1, "reduction": "ddp"}, "--hot-spares needs --reduction exact or allreduce: DistributedData"),
+        ({"hot_spares": 1, "comm_hook": "bf16"}, "--hot-spares needs --reduction exact or allreduce: DistributedData"),
+        ({"hot_spares": 1, "strategy": "horovod"}, "--hot-spares does not work with --strategy horovod"),
         (
             {"pp_schedule": "gpipe"},
             "--pp-schedule needs --strategy pp, or pp among the axes of --mesh. Leave it out.",
         ),
-        ({"pp_schedule": "gpipe", "strategy": "mp"}, "--pp-schedule needs --strategy pp"),
+        ({"pp_schedule": "gpipe", "strategy": "fsdp"}, "--pp-schedule needs --strategy pp"),
         (
             {"pp_split": "equal", "mesh": "dp=2,tp=2"},
-            "--pp-split needs --strategy pp or mp, or pp or mp among the axes of --mesh. Leave it out.",
+            "--pp-split needs --strategy pp, or pp among the axes of --mesh. Leave it out.",
         ),
         ({"ps_mode": "async"}, "--ps-mode needs --strategy ps. Leave it out."),
         ({"nodes": 2, "on": "spawn"}, "--nodes above 1 needs --rdzv-endpoint HOST:PORT"),
@@ -79,7 +79,7 @@ from paceline.core.options import (
             "--hang-timeout must be auto, never or a duration such as 90s, 5min or 2h, but is '5'",
         ),
         ({"init_timeout": "5"}, "--init-timeout must be a duration such as 90s, 5min or 2h, but is '5'"),
-        ({"shuffle": "block:0"}, "--shuffle must be sample, block:N or none, but is 'block:0'"),
+        ({"shuffle": "window:0"}, "--shuffle must be sample, window:N or none, but is 'window:0'"),
         ({"eval_every": "5min"}, "--eval-every must be such as 50steps, 1epoch or never, but is '5min'"),
         (
             {"checkpoint_every": ("1epoch", "often")},
@@ -92,8 +92,8 @@ from paceline.core.options import (
             "--early-stop needs evaluations, but --eval-every is never",
         ),
         (
-            {"best": "accuracy"},
-            "--best must be METRIC:min or METRIC:max, such as accuracy:max, but is 'accuracy'",
+            {"best_metric": "accuracy"},
+            "--best-metric must be METRIC:min or METRIC:max, such as accuracy:max, but is 'accuracy'",
         ),
     ],
 )
@@ -154,15 +154,13 @@ def test_intervals(text: str, interval: Interval) -> None:
 
 @pytest.mark.parametrize("text", ["", "0steps", "-1steps", "steps", "5", "1.5epochs", "0s", "3 weeks"])
 def test_no_intervals(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match="--checkpoint-every must be such as 50steps, 1epoch, 5min or never"
-    ):
+    with pytest.raises(ConfigError, match="--checkpoint-every must be such as 50steps, 1epoch, 5min or never"):
         parse_interval(text, "checkpoint_every")
 
 
 def test_small_languages() -> None:
     assert parse_duration_s("1.5min", "init_timeout") == 90
-    assert [parse_shuffle(text) for text in ("sample", "none", "block:64")] == [
+    assert [parse_shuffle(text) for text in ("sample", "none", "window:64")] == [
         Shuffle(1),
         Shuffle(0),
         Shuffle(64),
@@ -199,7 +197,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_a_mesh_lays_out_the_processes() -> None:
     config = RunConfig(mesh="fsdp=2, dp=3")
     assert list(config.axes(6).items()) == [("dp", 3), ("fsdp", 2)]
-    assert config.methods == ("ddp", "fsdp")
+    assert config.strategies == ("ddp", "fsdp")
     assert config.data_ranks(6) == 6
     assert RunConfig().axes(4) == {"dp": 4}
     assert RunConfig(strategy="fsdp").axes(4) == {"fsdp": 4}
@@ -211,7 +209,7 @@ def test_a_mesh_lays_out_the_processes() -> None:
         ("dp2", "--mesh must be such as pp=2,tp=2, but is 'dp2'"),
         ("dp=0", "--mesh must be such as"),
         ("dp=2,dp=2", "--mesh must be such as"),
-        ("dp=2,rows=2", "--mesh dp=2,rows=2: there is no axis 'rows'. The axes: pp, mp, dp, fsdp, tp"),
+        ("dp=2,rows=2", "--mesh dp=2,rows=2: there is no axis 'rows'. The axes: pp, dp, fsdp, tp"),
         ("dp=2,fsdp=2", "is for 4 processes, but there are 6. Use --mesh dp=2,fsdp=3, or 4 processes"),
     ],
 )
@@ -223,4 +221,4 @@ def test_a_mesh_that_cannot_be(mesh: str, message: str) -> None:
 def test_a_mesh_of_other_strategies_than_the_one_asked_for() -> None:
     with pytest.raises(ConfigError, match="--mesh dp=4 is laid out for ddp, not for --strategy fsdp"):
         RunConfig(mesh="dp=4", strategy="fsdp")
-    assert RunConfig(mesh="dp=2,fsdp=2", strategy="fsdp").methods == ("ddp", "fsdp")
+    assert RunConfig(mesh="dp=2,fsdp=2", strategy="fsdp").strategies == ("ddp", "fsdp")

@@ -7,14 +7,14 @@ import pytest
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.job import Job, default_run_path
+from paceline.core.job import WorkerConfig, default_run_path
 
 
 @pytest.mark.parametrize(
     "job",
     [
-        Job(config=RunConfig()),
-        Job(
+        WorkerConfig(config=RunConfig()),
+        WorkerConfig(
             config=RunConfig(
                 task='a "b"/ü.py:T',
                 set=("lr=0.1", "text=a\nb"),
@@ -25,29 +25,29 @@ from paceline.core.job import Job, default_run_path
             quiet=True,
             supervised=True,
         ),
-        Job(
+        WorkerConfig(
             config=RunConfig(task="t"),
             fields={"none": None, "sizes": [1, None, 2.5], "text": "ü\n", "on": True},
         ),
     ],
     ids=["defaults", "options", "fields"],
 )
-def test_a_job_round_trips_through_its_file(job: Job, tmp_path: Path) -> None:
+def test_a_job_round_trips_through_its_file(job: WorkerConfig, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(job.to_toml(), encoding="utf-8")
-    assert Job.from_toml(path) == job
+    assert WorkerConfig.from_toml(path) == job
 
 
 def test_a_file_holds_only_what_is_not_the_default() -> None:
-    text = "quiet = false\nsupervised = false\nstarted = 5.5\ngiven = []\n\n[config]\nseed = 3\n"
-    assert Job(config=RunConfig(seed=3), started=5.5).to_toml() == text
+    text = "quiet = false\nsupervised = false\nstarted = 5.5\nexplicit_options = []\n\n[config]\nseed = 3\n"
+    assert WorkerConfig(config=RunConfig(seed=3), started=5.5).to_toml() == text
 
 
 def test_an_option_of_another_version_is_refused_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(Job(config=RunConfig()).to_toml() + "\nwarp = 9\n")
+    path.write_text(WorkerConfig(config=RunConfig()).to_toml() + "\nwarp = 9\n")
     with pytest.raises(ConfigError, match=r"job\.toml: there is no option 'warp'"):
-        Job.from_toml(path)
+        WorkerConfig.from_toml(path)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,7 @@ def test_a_run_keeps_what_decides_its_bits() -> None:
 
 
 def test_a_place_says_nothing_of_what_a_run_computes() -> None:
-    assert not select(
-        lambda its: its.scope in ("place", "start", "recovery", "records") and its.bits == "always"
-    )
+    assert not select(lambda its: its.scope in ("place", "start", "recovery", "records") and its.bits == "always")
 
 
 SAMPLES: dict[str, dict[str, object]] = {
@@ -67,16 +65,16 @@ SAMPLES: dict[str, dict[str, object]] = {
     "threads": {"threads": 3},
     "device": {"device": "cpu"},
     "recover": {"recover": "restart"},
-    "spares": {"spares": 1},
+    "hot_spares": {"hot_spares": 1},
     "max_restarts": {"max_restarts": 3},
     "walltime": {"walltime": "2h"},
-    "verify_every": {"verify_every": 7},
+    "sdc_check_every": {"sdc_check_every": 7},
     "heartbeat": {"heartbeat": 3.0},
     "hang_timeout": {"hang_timeout": "9min"},
-    "sync_every": {"sync_every": 5},
-    "outer_optimizer": {"outer_optimizer": "nesterov", "sync_every": 5},
-    "outer_lr": {"outer_lr": 0.5, "outer_optimizer": "nesterov", "sync_every": 5},
-    "outer_momentum": {"outer_momentum": 0.5, "outer_optimizer": "nesterov", "sync_every": 5},
+    "local_sgd_steps": {"local_sgd_steps": 5},
+    "outer_optimizer": {"outer_optimizer": "nesterov", "local_sgd_steps": 5},
+    "outer_lr": {"outer_lr": 0.5, "outer_optimizer": "nesterov", "local_sgd_steps": 5},
+    "outer_momentum": {"outer_momentum": 0.5, "outer_optimizer": "nesterov", "local_sgd_steps": 5},
     "comm_hook": {"comm_hook": "bf16"},
     "powersgd_rank": {"powersgd_rank": 2, "comm_hook": "powersgd"},
     "fsdp_wrap": {"fsdp_wrap": "Block", "strategy": "fsdp"},
@@ -87,18 +85,18 @@ SAMPLES: dict[str, dict[str, object]] = {
     "checkpoint_activations": {"checkpoint_activations": "block"},
     "checkpoint_blocks": {"checkpoint_blocks": "Block", "checkpoint_activations": "block"},
     "ps_mode": {"ps_mode": "async", "strategy": "ps"},
-    "staleness": {"staleness": 0, "ps_mode": "ssp", "strategy": "ps"},
-    "servers": {"servers": 2, "strategy": "ps"},
+    "ps_staleness": {"ps_staleness": 0, "ps_mode": "ssp", "strategy": "ps"},
+    "ps_servers": {"ps_servers": 2, "strategy": "ps"},
     "strategy": {"strategy": "zero1"},
     "dp_devices": {"dp_devices": 2, "strategy": "dp"},
     "mesh": {"mesh": "dp=2,fsdp=2"},
     "sequence_parallel": {"sequence_parallel": True, "strategy": "tp"},
     "pp_schedule": {"pp_schedule": "gpipe", "strategy": "pp"},
     "pp_split": {"pp_split": "equal", "strategy": "pp"},
-    "reduction": {"reduction": "fast"},
-    "balance": {"balance": "equal"},
-    "shards": {"shards": 6},
-    "accumulate": {"accumulate": 2},
+    "reduction": {"reduction": "allreduce"},
+    "load_balance": {"load_balance": "equal"},
+    "microbatches": {"microbatches": 6},
+    "grad_accumulation": {"grad_accumulation": 2},
     "init_from": {"init_from": "runs/a"},
     "reset_head": {"reset_head": True, "init_from": "runs/a"},
     "reset": {"reset": ("head",), "init_from": "runs/a"},
@@ -114,15 +112,15 @@ SAMPLES: dict[str, dict[str, object]] = {
     "ema": {"ema": 0.9},
     "compile": {"compile": True},
     "shuffle": {"shuffle": "none"},
-    "workers": {"workers": 2},
+    "num_workers": {"num_workers": 2},
     "val_fraction": {"val_fraction": 0.1},
     "eval_every": {"eval_every": "5steps"},
     "early_stop": {"early_stop": "loss:3"},
-    "best": {"best": "loss:min"},
-    "run": {"run": "runs/b"},
+    "best_metric": {"best_metric": "loss:min"},
+    "run_dir": {"run_dir": "runs/b"},
     "resume": {"resume": "never"},
     "checkpoint_every": {"checkpoint_every": ("5min",)},
-    "keep": {"keep": 5},
+    "keep_checkpoints": {"keep_checkpoints": 5},
     "backup_to": {"backup_to": "/copies"},
     "log_every": {"log_every": 5},
     "log_to": {"log_to": ("wandb",)},
@@ -136,7 +134,7 @@ def test_a_resumed_run_has_all_options_of_its_creation_but_the_fresh_ones() -> N
     for name, sample in SAMPLES.items():
         recorded = RunConfig(**sample)  # type: ignore[arg-type]
         assert getattr(recorded, name) != DEFAULTS[name]
-        asked = {"run": "runs/a", "resume": "must"}
+        asked = {"run_dir": "runs/a", "resume": "must"}
         resumed = RunConfig(**merge_resumed_config(asked, asked, recorded))
         if name in asked:
             assert getattr(resumed, name) == asked[name]
@@ -148,10 +146,10 @@ def test_a_resumed_run_has_all_options_of_its_creation_but_the_fresh_ones() -> N
 
 def test_a_resumed_run_takes_another_value_of_all_but_the_fixed_options() -> None:
     for name, sample in SAMPLES.items():
-        before: dict[str, object] = {"staleness": 5} if name == "staleness" else {}  # it has no default there
+        before: dict[str, object] = {"ps_staleness": 5} if name == "ps_staleness" else {}  # it has no default there
         beside = {key: value for key, value in sample.items() if key != name} | before
         recorded = RunConfig(**beside)  # type: ignore[arg-type]
-        asked = {"run": "runs/a", "resume": "must", name: sample[name]}
+        asked = {"run_dir": "runs/a", "resume": "must", name: sample[name]}
         if CLASSIFICATIONS[name].resume == "fixed":
             with pytest.raises(ConfigError, match=f"{flag(name)}: .* when the run was created"):
                 require_unchanged(asked, asked, recorded)
@@ -161,17 +159,17 @@ def test_a_resumed_run_takes_another_value_of_all_but_the_fixed_options() -> Non
 
 
 def test_the_same_command_takes_the_present_value_of_what_decides_no_bit() -> None:
-    recorded = RunConfig(keep=5, workers=2, seed=4, threads=3, sync_every=5)
-    config = RunConfig(run="runs/a", keep=7)
-    merged = RunConfig(**merge_resumed_config(vars(config), {"keep"}, recorded))
-    assert merged == RunConfig(run="runs/a", keep=7, seed=4, threads=3, sync_every=5)
+    recorded = RunConfig(keep_checkpoints=5, num_workers=2, seed=4, threads=3, local_sgd_steps=5)
+    config = RunConfig(run_dir="runs/a", keep_checkpoints=7)
+    merged = RunConfig(**merge_resumed_config(vars(config), {"keep_checkpoints"}, recorded))
+    assert merged == RunConfig(run_dir="runs/a", keep_checkpoints=7, seed=4, threads=3, local_sgd_steps=5)
 
 
 @pytest.mark.parametrize(
     ("created", "asked"),
     [
-        ({"strategy": "ps", "ps_mode": "ssp", "staleness": 1}, {"ps_mode": "sync"}),
-        ({"sync_every": 5, "outer_optimizer": "nesterov", "outer_lr": 0.5}, {"sync_every": 0}),
+        ({"strategy": "ps", "ps_mode": "ssp", "ps_staleness": 1}, {"ps_mode": "sync"}),
+        ({"local_sgd_steps": 5, "outer_optimizer": "nesterov", "outer_lr": 0.5}, {"local_sgd_steps": 0}),
         ({"comm_hook": "powersgd", "powersgd_rank": 2}, {"comm_hook": "none"}),
         (
             {"checkpoint_activations": "block", "checkpoint_blocks": "Block"},
@@ -198,7 +196,7 @@ def test_an_option_has_no_meaning_without_the_one_that_it_requires(name: str) ->
         if its.requires is not None and its.requires.option == requires.option and other != name:
             without.pop(other, None)
     if name in ("outer_lr", "outer_momentum"):
-        without.pop("sync_every")
+        without.pop("local_sgd_steps")
     with pytest.raises(ConfigError, match=flag(requires.option)):
         RunConfig(**without)  # type: ignore[arg-type]
 

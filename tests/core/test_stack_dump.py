@@ -16,13 +16,13 @@ import pytest
 import paceline
 from paceline.core.stack_dump import (
     Frame,
-    Whereabouts,
+    UserFrame,
     all_stacks,
-    describe_silence,
+    describe_unresponsive,
     frames_of,
+    locate_user_frame,
     stacks_of,
     state_of,
-    whereabouts,
 )
 
 OURS = str(Path(paceline.__file__).parent / "training" / "trainer.py")
@@ -52,7 +52,7 @@ globals()[sys.argv[1]]()
 
 
 def start(processes: Any, path: Path, way: str, *, offered: bool = True) -> subprocess.Popen[str]:
-    offer = "from paceline.core.stack_dump import offer_stacks; offer_stacks()" if offered else ""
+    offer = "from paceline.core.stack_dump import install_dump_handler; install_dump_handler()" if offered else ""
     (path / "script.py").write_text(CODE.format(offer=offer))
     os.mkfifo(path / "fifo")
     started: subprocess.Popen[str] = processes.start([sys.executable, "script.py", way, "fifo"])
@@ -75,7 +75,7 @@ def test_silent_process_is_described(
     process = start(run_processes, tmp_path, way)
 
     def described() -> str:
-        return describe_silence(process.pid, limit_s=10)
+        return describe_unresponsive(process.pid, limit_s=10)
 
     wait_until(lambda: "(script.py:" in described(), "it is where it is to be")
     assert f"`{way}` (script.py:" in described()
@@ -95,18 +95,18 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
     process = start(run_processes, tmp_path, "fifo", offered=False)
     wait_until(lambda: state_of(process.pid) == "S", "it waits for a writer")
     assert stacks_of(process.pid) == ""
-    assert describe_silence(process.pid).startswith("holds the interpreter in a call that blocks")
+    assert describe_unresponsive(process.pid).startswith("holds the interpreter in a call that blocks")
     assert process.poll() is None
 
 
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
-        ([], Whereabouts()),
+        ([], UserFrame()),
         (
             # The user's script, which called Paceline, is not where it is.
             [Frame("Trainer._step", OURS, 5), Frame("<module>", "/home/me/train.py", 9)],
-            Whereabouts("`Trainer._step` (trainer.py:5)"),
+            UserFrame("`Trainer._step` (trainer.py:5)"),
         ),
         (
             [
@@ -114,7 +114,7 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
                 Frame("Faces.__getitem__", "/home/me/faces.py", 88),
                 Frame("Trainer._step", OURS, 5),
             ],
-            Whereabouts("`Faces.__getitem__` (faces.py:88)", "`read` (Image.py:1)", "", True),
+            UserFrame("`Faces.__getitem__` (faces.py:88)", "`read` (Image.py:1)", "", True),
         ),
         (
             [
@@ -123,7 +123,7 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
                 Frame("Faces.loss", "/home/me/faces.py", 9),
                 Frame("Trainer._step", OURS, 5),
             ],
-            Whereabouts(
+            UserFrame(
                 "`Faces.loss` (faces.py:9)",
                 "`all_reduce` (distributed_c10d.py:7)",
                 "torch.distributed.barrier",
@@ -131,8 +131,8 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
             ),
         ),
         (
-            [Frame("all_gather", TORCH, 7), Frame("World.all_gather_json", OURS, 5)],
-            Whereabouts("`World.all_gather_json` (trainer.py:5)", "`all_gather` (distributed_c10d.py:7)"),
+            [Frame("all_gather", TORCH, 7), Frame("World.all_gather_object", OURS, 5)],
+            UserFrame("`World.all_gather_object` (trainer.py:5)", "`all_gather` (distributed_c10d.py:7)"),
         ),
         (
             # What a split layer is made of waits by itself, wherever somebody looks at a tensor.
@@ -142,7 +142,7 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
                 Frame("wait", TORCH.replace("distributed_c10d", "_functional_collectives"), 8),
                 Frame("_arrived", OURS, 5),
             ],
-            Whereabouts(
+            UserFrame(
                 "`_arrived` (trainer.py:5)",
                 "`OpOverload.redispatch` (_ops.py:6)",
                 "torch.distributed.wait_tensor",
@@ -150,8 +150,8 @@ def test_process_that_does_not_offer_its_stacks_survives_being_asked(
         ),
     ],
 )
-def test_whereabouts(frames: list[Frame], expected: Whereabouts) -> None:
-    assert whereabouts(frames) == expected
+def test_whereabouts(frames: list[Frame], expected: UserFrame) -> None:
+    assert locate_user_frame(frames) == expected
 
 
 def test_own_threads() -> None:
@@ -166,7 +166,7 @@ def test_own_threads() -> None:
     try:
         entered.wait()
         assert thread.ident is not None
-        place = whereabouts(frames_of(thread.ident))
+        place = locate_user_frame(frames_of(thread.ident))
         assert "wait_here` (test_stack_dump.py:" in place.where
         assert all_stacks(first=thread.ident).startswith("Thread waiting-for-the-test:\n")
     finally:

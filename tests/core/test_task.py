@@ -12,7 +12,7 @@ import pytest
 from paceline.core.errors import TaskError
 from paceline.core.task import Task
 from paceline.core.task_loading import (
-    RECIPES,
+    BUILT_IN_TASKS,
     TaskReference,
     build_task,
     load_task_class,
@@ -76,7 +76,7 @@ def test_a_class_in_a_file_is_found(task_file: Path) -> None:
 
 
 def test_recipes_and_modules_are_found() -> None:
-    for name, where in RECIPES.items():
+    for name, where in BUILT_IN_TASKS.items():
         assert load_task_class(name) is load_task_class(where)
 
 
@@ -173,9 +173,7 @@ def test_a_wrong_value_names_field_type_and_value(name: str, text: Any, wanted: 
 
 
 def test_a_missing_field_is_named() -> None:
-    with pytest.raises(
-        TaskError, match=r"NoDefault cannot be built: .*'lr'.* Give the missing fields with --set"
-    ):
+    with pytest.raises(TaskError, match=r"NoDefault cannot be built: .*'lr'.* Give the missing fields with --set"):
         build_task(NoDefault, {})
 
 
@@ -192,9 +190,7 @@ def test_a_tasks_fields_as_assignments_build_it_again() -> None:
     assert task_assignments(Kinds(count=3)) == ("sizes=[1]",), "what is the default is left out"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("name", " a"), ("name", "a\n"), ("note", "None"), ("anything", "3")]
-)
+@pytest.mark.parametrize(("name", "value"), [("name", " a"), ("name", "a\n"), ("note", "None"), ("anything", "3")])
 def test_a_text_that_would_be_read_as_another_value_is_refused(name: str, value: str) -> None:
     with pytest.raises(TaskError, match=rf"Kinds\.{name} is {re.escape(repr(value))}, which the job would"):
         task_assignments(Kinds(**{name: value}))

@@ -14,10 +14,10 @@ from paceline.core.errors import RunDirectoryError
 from paceline.core.options import Shuffle
 from paceline.data.audit import audit
 from paceline.data.ledger import LedgerWriter, ledger_path
-from paceline.data.order import DataOrder
+from paceline.data.order import DeterministicSampler
 from paceline.runs.directory import RunDirectory
 
-ORDER = DataOrder(1003, 100, 4, seed=7)
+ORDER = DeterministicSampler(1003, 100, 4, seed=7)
 STEPS = ORDER.steps_per_epoch  # 11: the last one has 3 samples
 
 
@@ -29,10 +29,11 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def checksum(order: DataOrder, epoch: int, step: int) -> int:
-    shards = range(len(order.shard_bounds(step)))
+def checksum(order: DeterministicSampler, epoch: int, step: int) -> int:
+    microbatches = range(len(order.microbatch_bounds(step)))
     return sum(
-        zlib.crc32(order.shard_indices(epoch, step, shard).astype("<i8").tobytes()) for shard in shards
+        zlib.crc32(order.microbatch_indices(epoch, step, microbatch).astype("<i8").tobytes())
+        for microbatch in microbatches
     )
 
 
@@ -40,7 +41,7 @@ def write(
     run: RunDirectory,
     steps: Iterable[int],
     *,
-    order: DataOrder = ORDER,
+    order: DeterministicSampler = ORDER,
     generation: int = 0,
     parent: int | None = None,
     ranks: int | list[int] = 2,
@@ -75,12 +76,12 @@ def replace_fields(line: str, **fields: object) -> str:
     "order",
     [
         ORDER,
-        DataOrder(1001, 100, 4, seed=7),
-        DataOrder(1000, 96, 12, seed=1, shuffle=Shuffle(16)),
-        DataOrder(50, 96, 12, seed=1, shuffle=Shuffle(0)),
+        DeterministicSampler(1001, 100, 4, seed=7),
+        DeterministicSampler(1000, 96, 12, seed=1, shuffle=Shuffle(16)),
+        DeterministicSampler(50, 96, 12, seed=1, shuffle=Shuffle(0)),
     ],
 )
-def test_a_whole_run_is_clean(run: RunDirectory, order: DataOrder) -> None:
+def test_a_whole_run_is_clean(run: RunDirectory, order: DeterministicSampler) -> None:
     write(run, range(3 * order.steps_per_epoch), order=order, ranks=[0, 1, 3])
     report = audit(run)
     assert report.clean
@@ -93,7 +94,7 @@ def test_a_whole_run_is_clean(run: RunDirectory, order: DataOrder) -> None:
 
 
 def test_epochs_longer_than_a_chunk_are_clean(run: RunDirectory) -> None:
-    order = DataOrder(150_000, 1000, 4, seed=7)
+    order = DeterministicSampler(150_000, 1000, 4, seed=7)
     write(run, range(2 * order.steps_per_epoch), order=order)
     report = audit(run)
     assert report.clean
@@ -159,9 +160,7 @@ def test_a_wrong_checksum_is_found(run: RunDirectory) -> None:
     write(run, range(2 * STEPS))
     edit(
         run,
-        lambda lines: [
-            replace_fields(line, c=1) if n in (3, 4, 14) else line for n, line in enumerate(lines)
-        ],
+        lambda lines: [replace_fields(line, c=1) if n in (3, 4, 14) else line for n, line in enumerate(lines)],
     )
     report = audit(run)
     assert not report.clean
@@ -282,9 +281,7 @@ def test_a_damaged_result_is_an_error(run: RunDirectory, content: str) -> None:
 def write_stream(run: RunDirectory, steps: list[tuple[int, int, int, int]]) -> None:
     with closing(LedgerWriter(run.ledger, None, generation=0, parent_version=None)) as writer:
         for version, (epoch, step, start, stop) in enumerate(steps, start=1):
-            writer.append(
-                version=version, epoch=epoch, step=step, start=start, stop=stop, ranks=2, checksum=version
-            )
+            writer.append(version=version, epoch=epoch, step=step, start=start, stop=stop, ranks=2, checksum=version)
 
 
 def test_a_streams_steps_follow_each_other(run: RunDirectory) -> None:
@@ -326,9 +323,7 @@ def test_the_verdict_stays_short(run: RunDirectory) -> None:
     assert report.verdict.endswith("; and 34 more.")
 
 
-def test_the_command_prints_a_table_and_the_verdict(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_and_the_verdict(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, range(STEPS + 5))
     write(run, range(STEPS + 4, 2 * STEPS), generation=1, parent=STEPS + 4, ranks=4)
     assert audit_command(run.path) == 0
@@ -339,17 +334,13 @@ def test_the_command_prints_a_table_and_the_verdict(
     assert "Clean: every sample of 2 epochs seen exactly once." in printed
 
 
-def test_the_commands_exit_code_tells_what_is_wrong(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_exit_code_tells_what_is_wrong(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, [0, 1, 3])
     assert audit_command(run.path) == 1
     assert "Not clean: epoch 0: 1 step (2) missing" in capsys.readouterr().out
 
 
-def test_the_commands_json_holds_the_whole_report(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_json_holds_the_whole_report(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, [0, 1, 3])
     app = cyclopts.App(name="paceline", result_action="return_value")
     app.command(audit_command)

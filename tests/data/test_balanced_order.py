@@ -1,4 +1,4 @@
-"""Shards of about equal sizes: the same samples a step, exactly once, and less difference."""
+"""Micro-batches of about equal sizes: the same samples a step, exactly once, and less difference."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from paceline.core.errors import DataError, RunDirectoryError
 from paceline.core.options import Shuffle
 from paceline.data.order import (
     BalancedOrder,
-    DataOrder,
-    balanced,
+    DeterministicSampler,
+    assign_by_length,
+    balance_order,
     checked_sizes,
-    deal,
     require_same_sizes,
     save_sizes,
     with_saved_sizes,
 )
 
 SIZES = np.random.default_rng(3).lognormal(4, 1, 1003).astype(np.int64) + 1
-PLAIN = DataOrder(num_samples=1003, global_batch_size=50, num_shards=7, seed=4)
+PLAIN = DeterministicSampler(num_samples=1003, global_batch_size=50, num_microbatches=7, seed=4)
 
 
-def spread(order: DataOrder, step: int) -> int:
-    """How many tokens the heaviest shard has more than the lightest."""
-    loads = [int(SIZES[order.shard_indices(2, step, shard)].sum()) for shard in range(7)]
+def spread(order: DeterministicSampler, step: int) -> int:
+    """How many tokens the heaviest micro-batch has more than the lightest."""
+    loads = [int(SIZES[order.microbatch_indices(2, step, microbatch)].sum()) for microbatch in range(7)]
     return max(loads) - min(loads)
 
 
 @pytest.mark.parametrize("block", [0, 1, 32])
-def test_a_step_has_the_same_samples_and_its_shards_as_many(block: int) -> None:
-    plain = DataOrder(1003, 50, 7, seed=4, shuffle=Shuffle(block=block))
-    order = balanced(plain, SIZES)
+def test_a_step_has_the_same_samples_and_its_microbatches_as_many(block: int) -> None:
+    plain = DeterministicSampler(1003, 50, 7, seed=4, shuffle=Shuffle(window=block))
+    order = balance_order(plain, SIZES)
     for step in range(plain.steps_per_epoch):
         span = plain.batch_range(step)
         assert sorted(order.indices(2, *span)) == sorted(plain.indices(2, *span))
-        assert order.shard_bounds(step) == plain.shard_bounds(step)
+        assert order.microbatch_bounds(step) == plain.microbatch_bounds(step)
     assert sorted(order.indices(2, 0, 1003)) == list(range(1003))
 
 
-def test_shards_differ_less() -> None:
-    order = balanced(PLAIN, SIZES)
+def test_microbatches_differ_less() -> None:
+    order = balance_order(PLAIN, SIZES)
     full = range(PLAIN.num_samples // PLAIN.global_batch_size)
     before, after = (sum(spread(which, step) for step in full) for which in (PLAIN, order))
     assert after < before / 3
@@ -50,7 +50,7 @@ def test_shards_differ_less() -> None:
 
 
 def test_any_part_of_an_epoch_is_that_of_the_whole() -> None:
-    order = balanced(PLAIN, SIZES)
+    order = balance_order(PLAIN, SIZES)
     whole = order.indices(1, 0, 1003)
     for start, stop in ((0, 0), (3, 4), (40, 160), (49, 51), (950, 1003), (1003, 1003)):
         assert np.array_equal(order.indices(1, start, stop), whole[start:stop])
@@ -58,10 +58,10 @@ def test_any_part_of_an_epoch_is_that_of_the_whole() -> None:
         order.indices(1, 0, 1004)
 
 
-def test_the_heaviest_go_first_and_the_order_within_a_shard_stays() -> None:
-    assert deal(np.array([1, 9, 1, 8, 2, 7]), [3, 3]).tolist() == [0, 1, 4, 2, 3, 5]
-    assert deal(np.array([5, 5, 5, 5]), [2, 2]).tolist() == [0, 2, 1, 3]
-    assert deal(np.array([9, 1, 1, 1, 1]), [3, 2]).tolist() == [0, 3, 4, 1, 2]
+def test_the_heaviest_go_first_and_the_order_within_a_microbatch_stays() -> None:
+    assert assign_by_length(np.array([1, 9, 1, 8, 2, 7]), [3, 3]).tolist() == [0, 1, 4, 2, 3, 5]
+    assert assign_by_length(np.array([5, 5, 5, 5]), [2, 2]).tolist() == [0, 2, 1, 3]
+    assert assign_by_length(np.array([9, 1, 1, 1, 1]), [3, 2]).tolist() == [0, 3, 4, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_sizes_that_are_none_are_refused(values: list[int], message: str) -> Non
 
 
 def test_sizes_are_kept_for_whoever_recomputes_the_order(tmp_path: Path) -> None:
-    path, order = tmp_path / "sizes.npy", balanced(PLAIN, SIZES)
+    path, order = tmp_path / "sizes.npy", balance_order(PLAIN, SIZES)
     save_sizes(path, PLAIN)
     assert not path.exists()
     assert with_saved_sizes(PLAIN, path) is PLAIN
@@ -85,8 +85,8 @@ def test_sizes_are_kept_for_whoever_recomputes_the_order(tmp_path: Path) -> None
     assert isinstance(again, BalancedOrder)
     assert np.array_equal(again.indices(0, 0, 1003), order.indices(0, 0, 1003))
     require_same_sizes(order, path)
-    for other in (PLAIN, balanced(PLAIN, SIZES + 1)):
-        with pytest.raises(RunDirectoryError, match="sample_sizes are not those of"):
+    for other in (PLAIN, balance_order(PLAIN, SIZES + 1)):
+        with pytest.raises(RunDirectoryError, match="sample_lengths are not those of"):
             require_same_sizes(other, path)
     np.save(path, SIZES[:5])
     with pytest.raises(RunDirectoryError, match="must hold the sizes of 1003 samples"):

@@ -88,8 +88,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and four small files in place of the published ones."""
     monkeypatch.setenv("PACELINE_DATA", str(tmp_path))
     files = [
-        IdxFile(name, shape, hashlib.sha256(idx(shape, data)).hexdigest())
-        for name, (shape, data) in SMALL.items()
+        IdxFile(name, shape, hashlib.sha256(idx(shape, data)).hexdigest()) for name, (shape, data) in SMALL.items()
     ]
     monkeypatch.setattr(fashion_mnist, "FILES", {"train": (files[0], files[1]), "test": (files[2], files[3])})
     return tmp_path / "fashion-mnist"
@@ -109,10 +108,7 @@ def test_a_download_is_checked_kept_and_not_repeated(cache: Path, mirror: Mirror
 def test_of_several_processes_one_downloads(cache: Path, mirror: Mirror) -> None:
     # flock is held by the open file, so threads shut each other out as processes do.
     with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(load_fashion_mnist, "train", installed=NOWHERE, mirrors=[mirror.url])
-            for _ in range(4)
-        ]
+        jobs = [pool.submit(load_fashion_mnist, "train", installed=NOWHERE, mirrors=[mirror.url]) for _ in range(4)]
         results = [job.result(timeout=30) for job in jobs]
     assert all(labels.tolist() == [9, 0, 5] for _, labels in results)
     assert len(mirror.requests) == 4
@@ -149,9 +145,7 @@ def test_what_a_mirror_may_do_wrong(
     assert [path.name for path in cache.iterdir()] == [".lock"]
     good = mirror.url.replace("/data", "/good")
     del mirror.answers["train-images-idx3-ubyte.gz"]
-    assert load_fashion_mnist("train", installed=NOWHERE, mirrors=[f"{mirror.url}/x/?", good])[
-        1
-    ].tolist() == [9, 0, 5]
+    assert load_fashion_mnist("train", installed=NOWHERE, mirrors=[f"{mirror.url}/x/?", good])[1].tolist() == [9, 0, 5]
 
 
 def test_a_second_mirror_is_asked(cache: Path, mirror: Mirror) -> None:

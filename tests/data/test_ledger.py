@@ -12,17 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import RunDirectoryError, UnwritableError
+from paceline.core.errors import RunDirectoryError, RunDirectoryWriteError
 from paceline.core.options import Shuffle
 from paceline.data.ledger import Ledger, LedgerEntry, LedgerWriter, ledger_path, read_ledger
-from paceline.data.order import DataOrder
+from paceline.data.order import DeterministicSampler
 
-ORDER = DataOrder(1000, 96, 12, seed=7, shuffle=Shuffle(16))
+ORDER = DeterministicSampler(1000, 96, 12, seed=7, shuffle=Shuffle(16))
 
 
 @contextmanager
 def writing(
-    directory: Path, generation: int = 0, parent: int | None = None, order: DataOrder | None = ORDER
+    directory: Path,
+    generation: int = 0,
+    parent: int | None = None,
+    order: DeterministicSampler | None = ORDER,
 ) -> Iterator[LedgerWriter]:
     with closing(LedgerWriter(directory, order, generation=generation, parent_version=parent)) as writer:
         yield writer
@@ -30,9 +33,7 @@ def writing(
 
 def append(writer: LedgerWriter, version: int, ranks: int | list[int] = 2) -> None:
     step = version - 1
-    writer.append(
-        version=version, epoch=0, step=step, start=step * 96, stop=step * 96 + 96, ranks=ranks, checksum=5
-    )
+    writer.append(version=version, epoch=0, step=step, start=step * 96, stop=step * 96 + 96, ranks=ranks, checksum=5)
 
 
 def versions(ledger: Ledger) -> list[tuple[int, bool]]:
@@ -58,7 +59,7 @@ def test_the_format_is_the_documented_one(tmp_path: Path) -> None:
         append(writer, 18)
     assert (tmp_path / "gen-00003.jsonl").read_text() == (
         '{"format":1,"generation":3,"parent_version":17,"order":{"num_samples":1000,"global_batch_size":96,'
-        '"num_shards":12,"seed":7,"min_shard":2,"shuffle":16}}\n'
+        '"num_microbatches":12,"seed":7,"min_microbatch_size":2,"shuffle":16}}\n'
         '{"v":18,"e":0,"t":17,"a":1632,"b":1728,"w":2,"c":5}\n'
     )
 
@@ -121,13 +122,11 @@ def test_no_generation_is_written_twice_or_after_a_later_one(tmp_path: Path, gen
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text("a file in its place")
-    with pytest.raises(UnwritableError, match="cannot write the ledger"):
+    with pytest.raises(RunDirectoryWriteError, match="cannot write the ledger"):
         LedgerWriter(tmp_path / "ledger", ORDER, generation=0, parent_version=None).flush(sync=True)
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"v":3,"e":0,"t', b"\0" * 300, b'{"v":3,"e":0,"t":2,"a":192,"b":288,"w":2,"c":5}']
-)
+@pytest.mark.parametrize("torn", [b'{"v":3,"e":0,"t', b"\0" * 300, b'{"v":3,"e":0,"t":2,"a":192,"b":288,"w":2,"c":5}'])
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path, torn: bytes) -> None:
     with writing(tmp_path) as writer:
         append(writer, 1)
@@ -186,9 +185,9 @@ HEADER = {
     "order": {
         "num_samples": 1000,
         "global_batch_size": 96,
-        "num_shards": 12,
+        "num_microbatches": 12,
         "seed": 7,
-        "min_shard": 2,
+        "min_microbatch_size": 2,
         "shuffle": 1,
     },
 }
@@ -202,7 +201,7 @@ HEADER = {
         ({"parent_version": -1}, "parent_version must be"),
         ({"order": {"num_samples": 1000}}, "order must hold"),
         ({"order": {**HEADER["order"], "seed": "7"}}, "order must hold"),
-        ({"order": {**HEADER["order"], "num_shards": 96}}, "order is impossible"),
+        ({"order": {**HEADER["order"], "num_microbatches": 96}}, "order is impossible"),
     ],
 )
 def test_a_malformed_header_is_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -214,7 +213,7 @@ def test_a_malformed_header_is_named(tmp_path: Path, changes: dict[str, object],
 def test_generations_of_different_runs_are_refused(tmp_path: Path) -> None:
     with writing(tmp_path):
         pass
-    with writing(tmp_path, generation=1, order=DataOrder(1000, 96, 12, seed=8)):
+    with writing(tmp_path, generation=1, order=DeterministicSampler(1000, 96, 12, seed=8)):
         pass
     with pytest.raises(RunDirectoryError, match=r"gen-00001\.jsonl, line 1: its order"):
         read_ledger(tmp_path)

@@ -37,7 +37,7 @@ from paceline.data.loader import (
     is_tensor_backed,
     resolve_workers,
 )
-from paceline.data.order import DataOrder, carve
+from paceline.data.order import DeterministicSampler, split_train_val
 from paceline.data.samples import TensorLoader, to_device
 
 pytestmark = pytest.mark.integration
@@ -98,41 +98,43 @@ class Faulty(Squares):
         return super().__getitem__(k)
 
 
-def loader_for(dataset: Any, order: DataOrder, workers: int = 0, **options: Any) -> Loader:
+def loader_for(dataset: Any, order: DeterministicSampler, workers: int = 0, **options: Any) -> Loader:
     options.setdefault("collate", default_collate)
     return build_loader(dataset, order, seed=5, device=CPU, workers=workers, **options)
 
 
-def shares(num_shards: int, world_size: int) -> list[range]:
+def shares(num_microbatches: int, world_size: int) -> list[range]:
     return [
-        range(r * num_shards // world_size, (r + 1) * num_shards // world_size) for r in range(world_size)
+        range(r * num_microbatches // world_size, (r + 1) * num_microbatches // world_size) for r in range(world_size)
     ]
 
 
 def flat(micro_batches: list[MicroBatch]) -> list[tuple[Any, ...]]:
     """Micro-batches as comparable values."""
-    return [(m.shard, m.num_samples, m.checksum, [t.tolist() for t in m.batch]) for m in micro_batches]
+    return [(m.index, m.num_samples, m.checksum, [t.tolist() for t in m.batch]) for m in micro_batches]
 
 
 @given(
     n=st.integers(2, 400),
-    per_shard=st.integers(2, 9),
+    per_microbatch=st.integers(2, 9),
     extra=st.integers(0, 5),
-    num_shards=st.integers(1, 6),
+    num_microbatches=st.integers(1, 6),
     world_size=st.integers(1, 6),
     block=st.sampled_from([0, 1, 5]),
 )
 def test_any_world_size_feeds_each_sample_once(
-    n: int, per_shard: int, extra: int, num_shards: int, world_size: int, block: int
+    n: int, per_microbatch: int, extra: int, num_microbatches: int, world_size: int, block: int
 ) -> None:
-    order = DataOrder(n, per_shard * num_shards + extra, num_shards, seed=3, shuffle=Shuffle(block))
-    ranks = [(loader_for(tensors(n), order), s) for s in shares(num_shards, min(world_size, num_shards))]
+    order = DeterministicSampler(
+        n, per_microbatch * num_microbatches + extra, num_microbatches, seed=3, shuffle=Shuffle(block)
+    )
+    ranks = [(loader_for(tensors(n), order), s) for s in shares(num_microbatches, min(world_size, num_microbatches))]
     seen: list[int] = []
     for step in range(order.steps_per_epoch):
-        fetched = [m for loader, shards in ranks for m in loader.fetch(2, step, shards)]
-        assert [m.shard for m in fetched] == list(range(len(order.shard_bounds(step))))
+        fetched = [m for loader, microbatches in ranks for m in loader.fetch(2, step, microbatches)]
+        assert [m.index for m in fetched] == list(range(len(order.microbatch_bounds(step))))
         for m in fetched:
-            numbers = order.shard_indices(2, step, m.shard)
+            numbers = order.microbatch_indices(2, step, m.index)
             assert m.batch[0][:, 0].tolist() == numbers.tolist()
             assert m.batch[1].tolist() == (numbers % 7).tolist()
             assert (m.num_samples, m.checksum) == (len(numbers), zlib.crc32(numbers.astype("<i8").tobytes()))
@@ -141,49 +143,49 @@ def test_any_world_size_feeds_each_sample_once(
 
 
 def test_a_loader_may_start_and_jump_anywhere() -> None:
-    order = DataOrder(50_000, 60, 3, seed=1)
+    order = DeterministicSampler(50_000, 60, 3, seed=1)
     loader = loader_for(tensors(50_000), order)
-    for epoch, step, shards in (
+    for epoch, step, microbatches in (
         (4, 700, range(3)),
         (0, 2, range(1, 3)),
         (0, 1, range(2)),
         (4, 833, range(3)),
     ):
-        fetched = loader.fetch(epoch, step, shards)
+        fetched = loader.fetch(epoch, step, microbatches)
         assert [m.batch[0][:, 0].tolist() for m in fetched] == [
-            order.shard_indices(epoch, step, k).tolist() for k in shards if k < len(order.shard_bounds(step))
+            order.microbatch_indices(epoch, step, k).tolist()
+            for k in microbatches
+            if k < len(order.microbatch_bounds(step))
         ]
 
 
-def test_a_rank_whose_shards_are_absent_gets_nothing() -> None:
-    order = DataOrder(12 + 4, 12, 6, seed=0)
-    assert len(order.shard_bounds(1)) == 2
+def test_a_rank_whose_microbatches_are_absent_gets_nothing() -> None:
+    order = DeterministicSampler(12 + 4, 12, 6, seed=0)
+    assert len(order.microbatch_bounds(1)) == 2
     assert loader_for(tensors(16), order).fetch(0, 1, range(3, 6)) == []
     with closing(loader_for(Squares(16), order)) as loader:
         assert loader.fetch(0, 1, range(3, 6)) == []
-        assert [m.shard for m in loader.fetch(1, 0, range(3, 6))] == [3, 4, 5]
+        assert [m.index for m in loader.fetch(1, 0, range(3, 6))] == [3, 4, 5]
 
 
 def test_subsets_and_carved_splits_map_to_the_dataset() -> None:
     odd = Subset(Subset(tensors(400), range(0, 400, 2)), list(range(1, 200, 2)))  # 2, 6, 10, ...
-    train, val = carve(100, 0.2, seed=9)
-    order = DataOrder(len(train), 20, 2, seed=0)
+    train, val = split_train_val(100, 0.2, seed=9)
+    order = DeterministicSampler(len(train), 20, 2, seed=0)
     seen: list[int] = []
     loader = loader_for(odd, order, index_map=train)
     assert isinstance(loader, TensorLoader)
-    with closing(
-        loader_for(Subset(Squares(400), list(range(2, 400, 4))), order, index_map=train)
-    ) as by_sample:
+    with closing(loader_for(Subset(Squares(400), list(range(2, 400, 4))), order, index_map=train)) as by_sample:
         for step in range(order.steps_per_epoch):
             fetched, same = loader.fetch(0, step, range(2)), by_sample.fetch(0, step, range(2))
             assert [m.checksum for m in fetched] == [m.checksum for m in same]
             assert [m.batch[0][:, 0].tolist() for m in fetched] == [m.batch[1].tolist() for m in same]
             # The ledger's checksums are of numbers in the split: the audit knows of no carving.
-            numbers = order.shard_indices(0, step, 0)
+            numbers = order.microbatch_indices(0, step, 0)
             assert fetched[0].checksum == zlib.crc32(numbers.astype("<i8").tobytes())
             seen += [int(x) for m in fetched for x in m.batch[0]]
     held_out = EvalBatches(odd, 7, seed=0, device=CPU, workers=0, collate=default_collate, index_map=val)
-    seen += [int(x) for m in held_out.read(range(held_out.num_blocks)) for x in m.batch[0]]
+    seen += [int(x) for m in held_out.read(range(held_out.num_batches)) for x in m.batch[0]]
     assert sorted(seen) == list(range(2, 400, 4))
 
 
@@ -204,9 +206,7 @@ def test_what_counts_as_tensors() -> None:
     assert resolve_workers(tensors(4), default_collate, 3, 1) == 0
 
 
-def test_auto_workers_share_the_cpus(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_workers_share_the_cpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     with caplog.at_level(logging.WARNING):
         assert [auto_workers("auto", ranks) for ranks in (1, 2, 8)] == [4, 3, 1]
@@ -220,24 +220,18 @@ def test_auto_workers_share_the_cpus(
 def reference() -> list[list[tuple[Any, ...]]]:
     """Two epochs of augmented samples, by one process without workers."""
     with closing(loader_for(Augmented(46), AUGMENTED_ORDER)) as loader:
-        return [
-            flat(loader.fetch(e, t, range(3)))
-            for e in range(2)
-            for t in range(AUGMENTED_ORDER.steps_per_epoch)
-        ]
+        return [flat(loader.fetch(e, t, range(3))) for e in range(2) for t in range(AUGMENTED_ORDER.steps_per_epoch)]
 
 
-AUGMENTED_ORDER = DataOrder(46, 13, 3, seed=2)
+AUGMENTED_ORDER = DeterministicSampler(46, 13, 3, seed=2)
 
 
 def test_augmentation_is_keyed_by_epoch_and_sample(reference: list[list[tuple[Any, ...]]]) -> None:
     noise = [tuple(row[1:]) for step in reference for m in step for row in m[3][0]]
     assert len({value for row in noise for value in row}) == 3 * 2 * 46
-    # Other shards and another batch size: the same samples.
-    with closing(loader_for(Augmented(46), DataOrder(46, 23, 1, seed=8))) as loader:
-        other = {
-            tuple(row) for t in range(2) for m in loader.fetch(1, t, range(1)) for row in m.batch[0].tolist()
-        }
+    # Other micro-batches and another batch size: the same samples.
+    with closing(loader_for(Augmented(46), DeterministicSampler(46, 23, 1, seed=8))) as loader:
+        other = {tuple(row) for t in range(2) for m in loader.fetch(1, t, range(1)) for row in m.batch[0].tolist()}
     assert other == {tuple(row) for step in reference[4:] for m in step for row in m[3][0]}
 
 
@@ -246,7 +240,7 @@ def test_workers_change_nothing(reference: list[list[tuple[Any, ...]]], workers:
     steps = AUGMENTED_ORDER.steps_per_epoch
     with closing(loader_for(Augmented(46), AUGMENTED_ORDER, workers)) as loader:
         assert [flat(loader.fetch(e, t, range(3))) for e in range(2) for t in range(steps)] == reference
-        # Back to an earlier step, and on with other shards, as after a fault.
+        # Back to an earlier step, and on with other micro-batches, as after a fault.
         assert flat(loader.fetch(0, 2, range(3))) == reference[2]
         assert flat(loader.fetch(0, 3, range(1, 2))) == reference[3][1:2]
         assert flat(loader.fetch(1, 0, range(1, 2))) == reference[steps][1:2]
@@ -256,20 +250,20 @@ def test_reading_here_leaves_the_trainers_generators_alone() -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = torch.rand(3).tolist(), random.random(), np.random.rand()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    with closing(loader_for(Augmented(20), DataOrder(20, 10, 2, seed=0))) as loader:
+    with closing(loader_for(Augmented(20), DeterministicSampler(20, 10, 2, seed=0))) as loader:
         loader.fetch(0, 0, range(2))
-    with closing(loader_for(Augmented(20), DataOrder(20, 10, 2, seed=0), workers=1)) as loader:
+    with closing(loader_for(Augmented(20), DeterministicSampler(20, 10, 2, seed=0), workers=1)) as loader:
         loader.fetch(0, 0, range(2))
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
 
 
 def test_datasets_that_read_batches_are_asked_for_batches() -> None:
     Batched.calls = 0
-    order = DataOrder(20, 10, 2, seed=0)
+    order = DeterministicSampler(20, 10, 2, seed=0)
     with closing(loader_for(Batched(20), order)) as loader:
         fetched = loader.fetch(0, 0, range(2))
     assert Batched.calls == 2
-    assert [m.batch[1].tolist() for m in fetched] == [order.shard_indices(0, 0, k).tolist() for k in range(2)]
+    assert [m.batch[1].tolist() for m in fetched] == [order.microbatch_indices(0, 0, k).tolist() for k in range(2)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -281,7 +275,7 @@ def test_datasets_that_read_batches_are_asked_for_batches() -> None:
     ],
 )
 def test_a_bad_sample_is_named(fault: str, message: str, workers: int) -> None:
-    order = DataOrder(20, 20, 1, seed=0)
+    order = DeterministicSampler(20, 20, 1, seed=0)
     with (
         closing(loader_for(Faulty(20, fault), order, workers)) as loader,
         pytest.raises(DataError, match=message) as caught,
@@ -292,7 +286,7 @@ def test_a_bad_sample_is_named(fault: str, message: str, workers: int) -> None:
 
 
 def test_a_dead_worker_is_reported() -> None:
-    loader = loader_for(Faulty(20, "dies"), DataOrder(20, 20, 1, seed=0), workers=1)
+    loader = loader_for(Faulty(20, "dies"), DeterministicSampler(20, 20, 1, seed=0), workers=1)
     message = r"worker process of the train dataset died; samples \d+ \.\.\. \d+"
     with closing(loader), pytest.raises(DataError, match=message):
         loader.fetch(0, 0, range(1))
@@ -301,8 +295,8 @@ def test_a_dead_worker_is_reported() -> None:
 def test_a_dataset_that_cannot_travel_is_refused() -> None:
     dataset = Squares(20)
     dataset.transform = lambda x: x  # type: ignore[attr-defined]
-    loader = loader_for(dataset, DataOrder(20, 20, 1, seed=0), workers=1)
-    with closing(loader), pytest.raises(DataError, match=r"cannot be sent to worker processes.*--workers 0"):
+    loader = loader_for(dataset, DeterministicSampler(20, 20, 1, seed=0), workers=1)
+    with closing(loader), pytest.raises(DataError, match=r"cannot be sent to worker processes.*--num-workers 0"):
         loader.fetch(0, 0, range(1))
 
 
@@ -311,7 +305,7 @@ def test_no_map_style_dataset_is_refused() -> None:
         def __getitem__(self, k: int) -> int:
             return k
 
-    order = DataOrder(20, 20, 1, seed=0)
+    order = DeterministicSampler(20, 20, 1, seed=0)
     with pytest.raises(DataError, match="Endless, which has no length"):
         loader_for(Endless(), order)
     with pytest.raises(DataError, match="generator, which has no __getitem__"):
@@ -325,7 +319,7 @@ def test_no_map_style_dataset_is_refused() -> None:
 def test_evaluation_blocks_are_the_same_for_any_world_size(make: Any, workers: int) -> None:
     options = {"seed": 0, "device": CPU, "workers": workers, "collate": default_collate}
     with closing(EvalBatches(make(45), 8, **options)) as whole:
-        assert (whole.num_samples, whole.num_blocks) == (45, 6)
+        assert (whole.num_samples, whole.num_batches) == (45, 6)
         expected = flat(list(whole.read(range(6))))
         assert [value[:2] for value in expected] == [(b, 8) for b in range(5)] + [(5, 5)]
         # Again, by three ranks, one after another in the same workers.
@@ -356,7 +350,7 @@ def test_a_task_from_a_file_is_known_to_its_workers(tmp_path: Path) -> None:
     try:
         task = task_class()
         items = sys.modules[task_class.__module__].Items()
-        order = DataOrder(12, 12, 1, seed=0)
+        order = DeterministicSampler(12, 12, 1, seed=0)
         with closing(loader_for(items, order, workers=1, collate=task.collate)) as loader:
             (micro_batch,) = loader.fetch(0, 0, range(1))
         assert sorted(micro_batch.batch[0].tolist()) == list(range(100, 112))
@@ -369,14 +363,14 @@ ORPHANS = """
     import os, signal, sys, torch
     from torch.utils.data import default_collate
     from paceline.data.loader import build_loader
-    from paceline.data.order import DataOrder
+    from paceline.data.order import DeterministicSampler
 
     class Items:
         def __len__(self): return 20
         def __getitem__(self, k): return os.getpid()
 
     if __name__ == "__main__":
-        loader = build_loader(Items(), DataOrder(20, 20, 2, seed=0), seed=0, device=torch.device("cpu"),
+        loader = build_loader(Items(), DeterministicSampler(20, 20, 2, seed=0), seed=0, device=torch.device("cpu"),
                               workers=2, collate=default_collate)
         pids = {pid for m in loader.fetch(0, 0, range(2)) for pid in m.batch.tolist()}
         servers = {int(open(f"/proc/{pid}/stat").read().split()[3]) for pid in pids}
@@ -431,9 +425,7 @@ def test_moving_keeps_the_structure_of_a_batch() -> None:
     moved = to_device(batch, torch.device("meta"))
     assert isinstance(moved["pair"], Pair)
     assert moved["pair"].name == "a"
-    assert [moved["pair"].x.device.type, moved["list"][0].device.type, moved["tuple"][0].device.type] == [
-        "meta"
-    ] * 3
+    assert [moved["pair"].x.device.type, moved["list"][0].device.type, moved["tuple"][0].device.type] == ["meta"] * 3
     assert (moved["list"][1], moved["none"], type(moved["tuple"])) == (3, None, tuple)
     assert to_device(batch, CPU) is batch
 
@@ -458,7 +450,7 @@ def _generators_restored() -> Iterator[None]:
 def test_a_gpu_gets_the_same(make: Any, workers: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fits:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    order, gpu = DataOrder(50, 12, 3, seed=0), torch.device("cuda", 0)
+    order, gpu = DeterministicSampler(50, 12, 3, seed=0), torch.device("cuda", 0)
     options: dict[str, Any] = {"seed": 5, "workers": workers, "collate": default_collate}
     with (
         closing(build_loader(make(50), order, device=gpu, **options)) as loader,

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.options import Shuffle
-from paceline.data.order import MAX_SIZE, DataOrder, Permutation, carve, derive_key, splitmix64
+from paceline.data.order import (
+    MAX_SIZE,
+    DeterministicSampler,
+    Permutation,
+    derive_key,
+    split_train_val,
+    splitmix64,
+)
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -132,90 +139,90 @@ def test_each_number_comes_first_equally_often() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("n", [3, 4, 5])
 def test_every_arrangement_of_a_few_comes_equally_often(n: int) -> None:
-    codes = [
-        int(Permutation(n, derive_key(99, key))(np.arange(n)) @ n ** np.arange(n)) for key in range(3000)
-    ]
+    codes = [int(Permutation(n, derive_key(99, key))(np.arange(n)) @ n ** np.arange(n)) for key in range(3000)]
     _, counts = np.unique(codes, return_counts=True)
     assert counts.size == math.factorial(n)
     assert abs(chi_square_sigmas(counts)) < 4
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> DataOrder:
-    min_shard = draw(st.integers(1, 4))
-    num_shards = draw(st.integers(1, 12))
-    batch = draw(st.integers(num_shards * min_shard, num_shards * min_shard + 40))
+def orders(draw: st.DrawFn) -> DeterministicSampler:
+    min_microbatch_size = draw(st.integers(1, 4))
+    num_microbatches = draw(st.integers(1, 12))
+    batch = draw(st.integers(num_microbatches * min_microbatch_size, num_microbatches * min_microbatch_size + 40))
     block = draw(st.sampled_from([0, 1, 2, 7, 64, 10_000]))
-    samples = draw(st.integers(min_shard, 700))
-    return DataOrder(samples, batch, num_shards, draw(KEYS), min_shard, Shuffle(block))
+    samples = draw(st.integers(min_microbatch_size, 700))
+    return DeterministicSampler(samples, batch, num_microbatches, draw(KEYS), min_microbatch_size, Shuffle(block))
 
 
 @given(order=orders(), epoch=st.integers(0, 1000))
-def test_an_epoch_is_partitioned_into_steps_and_steps_into_shards(order: DataOrder, epoch: int) -> None:
+def test_an_epoch_is_partitioned_into_steps_and_steps_into_microbatches(
+    order: DeterministicSampler, epoch: int
+) -> None:
     position = 0
     numbers = []
     for step in range(order.steps_per_epoch):
         start, stop = order.batch_range(step)
-        bounds = order.shard_bounds(step)
+        bounds = order.microbatch_bounds(step)
         assert start == position
         assert [a for a, _ in bounds] == [start, *(b for _, b in bounds[:-1])]
         assert bounds[-1][1] == stop
         sizes = [b - a for a, b in bounds]
         assert sizes == sorted(sizes, reverse=True)
         assert sizes[0] - sizes[-1] <= 1
-        assert sizes[-1] >= order.min_shard
-        assert len(sizes) <= order.num_shards
-        numbers += [order.shard_indices(epoch, step, shard) for shard in range(len(bounds))]
+        assert sizes[-1] >= order.min_microbatch_size
+        assert len(sizes) <= order.num_microbatches
+        numbers += [order.microbatch_indices(epoch, step, microbatch) for microbatch in range(len(bounds))]
         position = stop
     assert position == order.num_samples
     assert np.array_equal(np.sort(np.concatenate(numbers)), np.arange(order.num_samples))
 
 
 @given(order=orders(), data=st.data())
-def test_any_number_of_ranks_sees_the_same_batch(order: DataOrder, data: st.DataObject) -> None:
+def test_any_number_of_ranks_sees_the_same_batch(order: DeterministicSampler, data: st.DataObject) -> None:
     epoch = data.draw(st.integers(0, 5))
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    world_size = data.draw(st.integers(1, order.num_shards))
-    bounds = order.shard_bounds(step)
+    world_size = data.draw(st.integers(1, order.num_microbatches))
+    bounds = order.microbatch_bounds(step)
     fetched = [
         order.indices(epoch, bounds[first][0], bounds[min(last, len(bounds)) - 1][1])
         for rank in range(world_size)
         for first, last in [
-            (rank * order.num_shards // world_size, (rank + 1) * order.num_shards // world_size)
+            (rank * order.num_microbatches // world_size, (rank + 1) * order.num_microbatches // world_size)
         ]
         if first < len(bounds)
     ]
     assert np.array_equal(np.concatenate(fetched), order.indices(epoch, *order.batch_range(step)))
 
 
-def test_a_full_batch_uses_every_shard() -> None:
-    order = DataOrder(60_000, 128, 12, seed=0)
-    assert [b - a for a, b in order.shard_bounds(3)] == [11] * 8 + [10] * 4
+def test_a_full_batch_uses_every_microbatch() -> None:
+    order = DeterministicSampler(60_000, 128, 12, seed=0)
+    assert [b - a for a, b in order.microbatch_bounds(3)] == [11] * 8 + [10] * 4
 
 
-def test_a_short_last_batch_uses_fewer_shards() -> None:
-    order = DataOrder(96 * 3 + 7, 96, 12, seed=0)
+def test_a_short_last_batch_uses_fewer_microbatches() -> None:
+    order = DeterministicSampler(96 * 3 + 7, 96, 12, seed=0)
     assert order.steps_per_epoch == 4
-    assert order.shard_bounds(3) == ((288, 291), (291, 293), (293, 295))
+    assert order.microbatch_bounds(3) == ((288, 291), (291, 293), (293, 295))
 
 
-def test_a_rest_too_small_for_a_shard_joins_the_batch_before() -> None:
-    order = DataOrder(96 * 3 + 1, 96, 12, seed=0)
+def test_a_rest_too_small_for_a_microbatch_joins_the_batch_before() -> None:
+    order = DeterministicSampler(96 * 3 + 1, 96, 12, seed=0)
     assert order.steps_per_epoch == 3
     assert order.batch_range(2) == (192, 289)
-    assert [b - a for a, b in order.shard_bounds(2)] == [9] + [8] * 11
+    assert [b - a for a, b in order.microbatch_bounds(2)] == [9] + [8] * 11
 
 
 def test_an_epoch_smaller_than_a_batch_is_one_step() -> None:
-    order = DataOrder(5, 96, 12, seed=0)
+    order = DeterministicSampler(5, 96, 12, seed=0)
     assert order.steps_per_epoch == 1
-    assert order.shard_bounds(0) == ((0, 3), (3, 5))
+    assert order.microbatch_bounds(0) == ((0, 3), (3, 5))
 
 
 @pytest.mark.parametrize("block", [1, 16])
 def test_the_order_depends_on_seed_and_epoch_and_repeats_for_the_same(block: int) -> None:
     def numbers(seed: int, epoch: int) -> tuple[int, ...]:
-        order = DataOrder(1000, 96, 12, seed, shuffle=Shuffle(block))
+        order = DeterministicSampler(1000, 96, 12, seed, shuffle=Shuffle(block))
         return tuple(order.indices(epoch, 0, 1000).tolist())
 
     assert numbers(7, 3) == numbers(7, 3)
@@ -223,15 +230,15 @@ def test_the_order_depends_on_seed_and_epoch_and_repeats_for_the_same(block: int
 
 
 def test_the_orders_values_never_change() -> None:
-    by_sample = DataOrder(1000, 96, 12, 7)
-    by_block = DataOrder(1000, 96, 12, 7, shuffle=Shuffle(16))
-    assert by_sample.shard_indices(2, 3, 4).tolist() == [994, 9, 103, 21, 311, 120, 205, 384]
+    by_sample = DeterministicSampler(1000, 96, 12, 7)
+    by_block = DeterministicSampler(1000, 96, 12, 7, shuffle=Shuffle(16))
+    assert by_sample.microbatch_indices(2, 3, 4).tolist() == [994, 9, 103, 21, 311, 120, 205, 384]
     assert by_block.indices(0, 12, 18).tolist() == [468, 465, 473, 476, 895, 890]
     assert by_block.indices(5, 990, 1000).tolist() == [28, 23, 25, 26, 16, 21, 17, 29, 24, 27]
 
 
 def test_blocks_keep_neighbours_together_and_shuffle_within() -> None:
-    order = DataOrder(1003, 96, 12, 7, shuffle=Shuffle(10))
+    order = DeterministicSampler(1003, 96, 12, 7, shuffle=Shuffle(10))
     numbers = order.indices(0, 0, 1003)
     blocks = numbers // 10
     assert np.count_nonzero(np.diff(blocks)) == 100  # 101 blocks, each in one piece
@@ -241,13 +248,13 @@ def test_blocks_keep_neighbours_together_and_shuffle_within() -> None:
 
 
 def test_the_short_block_moves_between_epochs() -> None:
-    order = DataOrder(103, 20, 2, 7, shuffle=Shuffle(10))
+    order = DeterministicSampler(103, 20, 2, 7, shuffle=Shuffle(10))
     places = {int(np.flatnonzero(order.indices(epoch, 0, 103) >= 100)[0]) for epoch in range(20)}
     assert len(places) > 5
 
 
 @given(order=orders(), data=st.data())
-def test_a_range_of_positions_is_a_part_of_the_epoch(order: DataOrder, data: st.DataObject) -> None:
+def test_a_range_of_positions_is_a_part_of_the_epoch(order: DeterministicSampler, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, order.num_samples))
     stop = data.draw(st.integers(start, order.num_samples))
     whole = order.indices(2, 0, order.num_samples)
@@ -256,12 +263,12 @@ def test_a_range_of_positions_is_a_part_of_the_epoch(order: DataOrder, data: st.
 
 @pytest.mark.parametrize("block", [20_000, 3])
 def test_blocks_larger_and_smaller_than_a_chunk_are_permuted(block: int) -> None:
-    order = DataOrder(70_001, 96, 12, 7, shuffle=Shuffle(block))
+    order = DeterministicSampler(70_001, 96, 12, 7, shuffle=Shuffle(block))
     assert np.array_equal(np.sort(order.indices(0, 0, 70_001)), np.arange(70_001))
 
 
 def test_no_shuffle_is_the_data_sets_order() -> None:
-    order = DataOrder(100, 10, 2, 7, shuffle=Shuffle(0))
+    order = DeterministicSampler(100, 10, 2, 7, shuffle=Shuffle(0))
     assert order.indices(4, 30, 40).tolist() == list(range(30, 40))
 
 
@@ -269,7 +276,7 @@ def test_no_shuffle_is_the_data_sets_order() -> None:
 def test_the_first_batch_of_a_billion_takes_no_memory(block: int) -> None:
     tracemalloc.start()
     try:
-        order = DataOrder(10**9, 1024, 4, seed=11, shuffle=Shuffle(block))
+        order = DeterministicSampler(10**9, 1024, 4, seed=11, shuffle=Shuffle(block))
         numbers = order.indices(0, *order.batch_range(0))
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -279,7 +286,7 @@ def test_the_first_batch_of_a_billion_takes_no_memory(block: int) -> None:
 
 
 def test_an_order_travels_to_worker_processes() -> None:
-    order = DataOrder(1000, 96, 12, 7)
+    order = DeterministicSampler(1000, 96, 12, 7)
     copy = pickle.loads(pickle.dumps(order))  # noqa: S301 (our own bytes)
     assert np.array_equal(copy.indices(1, 0, 96), order.indices(1, 0, 96))
 
@@ -288,33 +295,31 @@ def test_an_order_travels_to_worker_processes() -> None:
     ("values", "error", "message"),
     [
         (
-            {"global_batch_size": 16, "num_shards": 12},
+            {"global_batch_size": 16, "num_microbatches": 12},
             ConfigError,
-            "--global-batch-size 24 or more, or --shards 8",
+            "--global-batch-size 24 or more, or --microbatches 8",
         ),
-        ({"global_batch_size": 1, "num_shards": 1}, ConfigError, "--global-batch-size 2 or more"),
-        ({"num_shards": 0}, ConfigError, "--shards must be at least 1"),
-        ({"min_shard": 0}, ConfigError, "min_shard must be at least 1"),
+        ({"global_batch_size": 1, "num_microbatches": 1}, ConfigError, "--global-batch-size 2 or more"),
+        ({"num_microbatches": 0}, ConfigError, "--microbatches must be at least 1"),
+        ({"min_microbatch_size": 0}, ConfigError, "min_microbatch_size must be at least 1"),
         ({"shuffle": Shuffle(-1)}, ConfigError, "--shuffle"),
         ({"num_samples": 1}, DataError, "has 1 samples"),
         ({"num_samples": 2**62 + 1}, DataError, "the most"),
     ],
 )
-def test_impossible_orders_are_refused(
-    values: dict[str, object], error: type[Exception], message: str
-) -> None:
-    good: dict[str, object] = {"num_samples": 1000, "global_batch_size": 96, "num_shards": 4, "seed": 0}
+def test_impossible_orders_are_refused(values: dict[str, object], error: type[Exception], message: str) -> None:
+    good: dict[str, object] = {"num_samples": 1000, "global_batch_size": 96, "num_microbatches": 4, "seed": 0}
     with pytest.raises(error, match=message):
-        DataOrder(**{**good, **values})
+        DeterministicSampler(**{**good, **values})
 
 
-def test_steps_shards_and_positions_outside_are_refused() -> None:
-    order = DataOrder(100, 32, 4, 0)
+def test_steps_microbatches_and_positions_outside_are_refused() -> None:
+    order = DeterministicSampler(100, 32, 4, 0)
     for call in (
         lambda: order.batch_range(4),
         lambda: order.batch_range(-1),
-        lambda: order.shard_indices(0, 3, 2),
-        lambda: order.shard_indices(0, 0, -1),
+        lambda: order.microbatch_indices(0, 3, 2),
+        lambda: order.microbatch_indices(0, 0, -1),
         lambda: order.indices(0, 90, 101),
         lambda: order.indices(0, -1, 5),
     ):
@@ -323,10 +328,8 @@ def test_steps_shards_and_positions_outside_are_refused() -> None:
 
 
 @given(num_samples=st.integers(2, 800), fraction=st.floats(0.001, 0.999), seed=KEYS)
-def test_carved_splits_are_disjoint_exhaustive_and_in_order(
-    num_samples: int, fraction: float, seed: int
-) -> None:
-    train, val = carve(num_samples, fraction, seed)
+def test_carved_splits_are_disjoint_exhaustive_and_in_order(num_samples: int, fraction: float, seed: int) -> None:
+    train, val = split_train_val(num_samples, fraction, seed)
     train_numbers, val_numbers = train(np.arange(len(train))), val(np.arange(len(val)))
     assert np.array_equal(np.sort(np.concatenate([train_numbers, val_numbers])), np.arange(num_samples))
     assert np.all(np.diff(train_numbers) > 0)
@@ -335,10 +338,8 @@ def test_carved_splits_are_disjoint_exhaustive_and_in_order(
 
 
 @given(num_samples=st.integers(10**9, 2**52), fraction=st.floats(0.001, 0.9), data=st.data())
-def test_carving_is_exact_where_products_exceed_64_bits(
-    num_samples: int, fraction: float, data: st.DataObject
-) -> None:
-    train, val = carve(num_samples, fraction, seed=3)
+def test_carving_is_exact_where_products_exceed_64_bits(num_samples: int, fraction: float, data: st.DataObject) -> None:
+    train, val = split_train_val(num_samples, fraction, seed=3)
     j = data.draw(st.integers(0, len(val) - 1))
     chosen = int(val(np.array([j]))[0])
     # The interval it was taken from, in exact integers.
@@ -352,22 +353,22 @@ def test_carving_is_exact_where_products_exceed_64_bits(
 
 
 def test_a_carved_validation_split_is_spread_evenly() -> None:
-    _, val = carve(60_000, 0.1, seed=7)
+    _, val = split_train_val(60_000, 0.1, seed=7)
     assert np.bincount(val(np.arange(len(val))) // 6000, minlength=10).tolist() == [600] * 10
 
 
 def test_carvings_values_never_change_and_depend_on_the_seed() -> None:
-    assert carve(100, 0.1, 7).val(np.arange(10)).tolist() == [9, 19, 23, 36, 48, 54, 68, 76, 88, 92]
-    assert carve(100, 0.1, 8).val(np.arange(10)).tolist() != [9, 19, 23, 36, 48, 54, 68, 76, 88, 92]
+    assert split_train_val(100, 0.1, 7).val(np.arange(10)).tolist() == [9, 19, 23, 36, 48, 54, 68, 76, 88, 92]
+    assert split_train_val(100, 0.1, 8).val(np.arange(10)).tolist() != [9, 19, 23, 36, 48, 54, 68, 76, 88, 92]
 
 
 def test_impossible_carvings_are_refused() -> None:
     for fraction in (0.0, 1.0, -0.5, float("nan")):
         with pytest.raises(ConfigError, match="--val-fraction"):
-            carve(100, fraction, 0)
+            split_train_val(100, fraction, 0)
     with pytest.raises(DataError, match="1 samples"):
-        carve(1, 0.5, 0)
-    for split in carve(100, 0.1, 0):
+        split_train_val(1, 0.5, 0)
+    for split in split_train_val(100, 0.1, 0):
         with pytest.raises(IndexError):
             split(np.array([len(split)]))
         with pytest.raises(IndexError):

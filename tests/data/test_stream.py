@@ -74,13 +74,13 @@ class RangeReader:
 
 
 def loader_for(
-    stream: ShardedStream, num_shards: int, global_batch_size: int, min_shard: int = 2
+    stream: ShardedStream, num_shards: int, global_batch_size: int, min_microbatch_size: int = 2
 ) -> StreamLoader:
     return StreamLoader(
         stream,
         global_batch_size=global_batch_size,
-        num_shards=num_shards,
-        min_shard=min_shard,
+        num_microbatches=num_shards,
+        min_microbatch_size=min_microbatch_size,
         seed=11,
         device=torch.device("cpu"),
         collate=default_collate,
@@ -88,7 +88,7 @@ def loader_for(
 
 
 def flat(micro_batches: list[MicroBatch]) -> list[tuple[Any, ...]]:
-    return [(m.shard, m.num_samples, m.checksum, torch.stack(list(m.batch)).tolist()) for m in micro_batches]
+    return [(m.index, m.num_samples, m.checksum, torch.stack(list(m.batch)).tolist()) for m in micro_batches]
 
 
 def epoch_of(loader: StreamLoader, epoch: int, shards: range) -> list[list[MicroBatch]]:
@@ -103,15 +103,15 @@ def epoch_of(loader: StreamLoader, epoch: int, shards: range) -> list[list[Micro
     num_shards=st.integers(1, 4),
     per_shard=st.integers(3, 7),
     extra=st.integers(0, 3),
-    min_shard=st.integers(1, 3),
+    min_microbatch_size=st.integers(1, 3),
 )
 def test_an_epoch_holds_each_sample_once(
-    n: int, num_shards: int, per_shard: int, extra: int, min_shard: int
+    n: int, num_shards: int, per_shard: int, extra: int, min_microbatch_size: int
 ) -> None:
-    loader = loader_for(IterableShards(Numbers(n)), num_shards, per_shard * num_shards + extra, min_shard)
+    loader = loader_for(IterableShards(Numbers(n)), num_shards, per_shard * num_shards + extra, min_microbatch_size)
     shards = range(num_shards)
     shard_sizes = [len(range(k, n, num_shards)) for k in shards]
-    if any(0 < size < min_shard for size in shard_sizes):
+    if any(0 < size < min_microbatch_size for size in shard_sizes):
         with pytest.raises(DataError, match=r"shard \d holds \d samples in all"):
             epoch_of(loader, 0, shards)
         return
@@ -119,9 +119,9 @@ def test_an_epoch_holds_each_sample_once(
     seen: dict[int, list[int]] = {k: [] for k in shards}
     for step in steps:
         for m in step:
-            seen[m.shard] += m.batch[0].tolist()
-            size = per_shard + (m.shard < extra % num_shards) + extra // num_shards
-            assert min_shard <= m.num_samples < size + min_shard
+            seen[m.index] += m.batch[0].tolist()
+            size = per_shard + (m.index < extra % num_shards) + extra // num_shards
+            assert min_microbatch_size <= m.num_samples < size + min_microbatch_size
     assert seen == {k: list(range(k, n, num_shards)) for k in shards}
     assert all(steps) or n == 0
     assert loader.fetch(0, len(steps), shards) == []
@@ -167,7 +167,7 @@ def test_a_saved_position_continues_exactly_on_other_ranks(stop: int) -> None:
 
 def test_shards_of_different_length_end_one_by_one() -> None:
     loader = loader_for(Ranges([9, 4, 0]), 3, 12)
-    sizes = [[(m.shard, m.num_samples) for m in step] for step in epoch_of(loader, 0, range(3))]
+    sizes = [[(m.index, m.num_samples) for m in step] for step in epoch_of(loader, 0, range(3))]
     # The ninth sample of shard 0 is no micro-batch of two: it joins the one before.
     assert sizes == [[(0, 4), (1, 4)], [(0, 5)]]
 
@@ -306,7 +306,7 @@ def test_what_goes_wrong_is_named() -> None:
         loader_for(IterableShards(Ragged(20)), 2, 8).fetch(0, 0, range(2))
     with pytest.raises(DataError, match=r"OneShot\.__iter__ returns the dataset itself"):
         loader_for(IterableShards(OneShot(5)), 2, 8).fetch(0, 0, range(2))
-    with pytest.raises(ConfigError, match=r"--global-batch-size 5 is too small for 3 shards"):
+    with pytest.raises(ConfigError, match=r"--global-batch-size 5 is too small for 3 micro-batches"):
         loader_for(Ranges([1, 1, 1]), 3, 5)
 
 

@@ -211,7 +211,7 @@ $ paceline train fashion-mnist --max-steps 0
 @pytest.mark.integration
 def test_a_dry_run_checks_options_and_trains_nothing(tmp_path: Path) -> None:
     def block(steps: int) -> Block:
-        text = f"$ paceline train fashion-mnist --max-steps {steps} --run run\n"
+        text = f"$ paceline train fashion-mnist --max-steps {steps} --run-dir run\n"
         return Block(line=1, language="console", title=None, not_run=None, dry_run="why", text=text)
 
     run_block(block(2), tmp_path)
@@ -227,6 +227,4 @@ def test_a_dry_run_checks_options_and_trains_nothing(tmp_path: Path) -> None:
 )
 def test_a_block_that_does_not_work_is_a_failure(language: str, text: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
-        run_block(
-            Block(line=1, language=language, title=None, not_run=None, dry_run=None, text=text), tmp_path
-        )
+        run_block(Block(line=1, language=language, title=None, not_run=None, dry_run=None, text=text), tmp_path)

@@ -30,7 +30,7 @@ def test_digits_are_as_large_as_clothes_and_no_test_digit_is_trained_on(digits: 
     assert sorted(set(labels.tolist())) == list(range(10))
     seen = {image.numpy().tobytes() for image in train.tensors[0]}
     assert not any(image.numpy().tobytes() in seen for image in images)
-    inference = task.build_inference(task.build_model().eval())
+    inference = task.inference_signature(task.build_model().eval())
     said = inference.module(images[:2])
     assert said["probabilities"].shape == (2, 10)
     assert inference.labels[3] == "3"

@@ -32,9 +32,7 @@ def reversible() -> Any:
 def gradients(reversible: Any, *, invert: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     torch.manual_seed(1)
     model = reversible.Classifier(8, 3, invert=invert).double()
-    loss = torch.nn.functional.cross_entropy(
-        model(torch.randint(256, (5, 1, 28, 28)).double()), torch.arange(5)
-    )
+    loss = torch.nn.functional.cross_entropy(model(torch.randint(256, (5, 1, 28, 28)).double()), torch.arange(5))
     loss.backward()
     return loss.detach(), [parameter.grad for parameter in model.parameters()]
 

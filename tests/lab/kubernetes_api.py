@@ -43,9 +43,7 @@ _GROUPS = {
     "trainjobs": "/apis/trainer.kubeflow.org/v1alpha1",
     "trainingruntimes": "/apis/trainer.kubeflow.org/v1alpha1",
 }
-_PATH = re.compile(
-    r"(?P<group>/apis?/.+)/namespaces/(?P<ns>[^/]+)/(?P<plural>[a-z]+)(/(?P<name>[^/]+))?(?P<log>/log)?"
-)
+_PATH = re.compile(r"(?P<group>/apis?/.+)/namespaces/(?P<ns>[^/]+)/(?P<plural>[a-z]+)(/(?P<name>[^/]+))?(?P<log>/log)?")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -145,10 +143,7 @@ class ApiServer:
     def create(self, plural: str, sent: Object) -> Object:
         kind, _ = _KINDS[plural]
         name = sent["metadata"]["name"]
-        if (
-            sent["kind"] != kind
-            or _GROUPS[plural].rpartition("/")[2] != sent["apiVersion"].rpartition("/")[2]
-        ):
+        if sent["kind"] != kind or _GROUPS[plural].rpartition("/")[2] != sent["apiVersion"].rpartition("/")[2]:
             raise RefusedError(400, f"{sent['apiVersion']} {sent['kind']} does not belong here")
         if not _NAME.fullmatch(name):
             raise RefusedError(422, f'{kind} "{name}" is invalid: metadata.name')
@@ -158,9 +153,7 @@ class ApiServer:
         if plural == "trainjobs" and sent["spec"]["runtimeRef"].get("kind") == "TrainingRuntime":
             runtime = sent["spec"]["runtimeRef"]["name"]
             if ("trainingruntimes", runtime) not in self.objects:
-                raise RefusedError(
-                    403, "specified trainingRuntime must be created before the TrainJob is created"
-                )
+                raise RefusedError(403, "specified trainingRuntime must be created before the TrainJob is created")
         kept = {**sent, "metadata": {**sent["metadata"], "uid": str(uuid4())}, "status": {}}
         self.objects[plural, name] = kept
         return kept

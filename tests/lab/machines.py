@@ -297,9 +297,7 @@ def why_not() -> str | None:
     missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"a lab of several machines needs {', '.join(missing)} (on Debian: apt-get install iproute2)"
-    tried = subprocess.run(
-        ["unshare", *_NAMESPACES, "--fork", "true"], capture_output=True, text=True, timeout=30
-    )
+    tried = subprocess.run(["unshare", *_NAMESPACES, "--fork", "true"], capture_output=True, text=True, timeout=30)
     if tried.returncode != 0:
         return f"a lab of several machines needs root and namespaces: {tried.stderr.strip()}"
     return None

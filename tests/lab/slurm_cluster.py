@@ -141,9 +141,7 @@ class SlurmCluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, on the login node or another; ``env`` is added to the usual variables."""
         machine = node or self.login
-        return machine.run(
-            argv, env={**self.env, **(env or {})}, cwd=cwd or self.workdir, timeout_s=timeout_s
-        )
+        return machine.run(argv, env={**self.env, **(env or {})}, cwd=cwd or self.workdir, timeout_s=timeout_s)
 
     def start(
         self,
@@ -279,9 +277,7 @@ class SlurmCluster:
         (munge / "key").write_bytes(os.urandom(128))
         (munge / "key").chmod(0o400)
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        self._daemon(
-            "munged", self.login, "munged", "--foreground", "--force", *files, f"--socket={munge}/sock"
-        )
+        self._daemon("munged", self.login, "munged", "--foreground", "--force", *files, f"--socket={munge}/sock")
         self.wait_until(lambda: (munge / "sock").exists(), "munged's socket")
 
     def _start_database(self) -> None:

@@ -64,9 +64,7 @@ class SshLab:
         }
         return tuple(word for name, value in settings.items() for word in ("--ssh-option", f"{name}={value}"))
 
-    def paceline(
-        self, node: Node, *arguments: str | Path, env: Mapping[str, str] | None = None
-    ) -> NodeProcess:
+    def paceline(self, node: Node, *arguments: str | Path, env: Mapping[str, str] | None = None) -> NodeProcess:
         """``paceline ARGUMENTS`` there."""
         state = {"XDG_STATE_HOME": str(self.path / "state"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         return node.start([sys.executable, "-m", "paceline", *arguments], env={**state, **(env or {})})
@@ -75,9 +73,7 @@ class SshLab:
         self, node: Node, hosts: str, *arguments: str | Path, env: Mapping[str, str] | None = None
     ) -> NodeProcess:
         """``paceline launch --on ssh --hosts HOSTS ARGUMENTS`` there."""
-        return self.paceline(
-            node, "launch", "--on", "ssh", "--hosts", hosts, *self.options, *arguments, env=env
-        )
+        return self.paceline(node, "launch", "--on", "ssh", "--hosts", hosts, *self.options, *arguments, env=env)
 
 
 def why_not() -> str | None:

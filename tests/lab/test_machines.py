@@ -118,9 +118,7 @@ def test_torchrun_across_two_machines(machines: Machines, tmp_path: Path) -> Non
         assert f"rank {rank} on node{rank}: 2" in node.processes[0].text
 
 
-def test_a_killed_machine_is_noticed_by_the_others(
-    machines: Machines, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_a_killed_machine_is_noticed_by_the_others(machines: Machines, tmp_path: Path, wait_until: WaitUntil) -> None:
     (tmp_path / "sums.py").write_text(SUMS)
     nodes = machines(2)
     torchrun(nodes, tmp_path / "sums.py", "forever")
@@ -168,9 +166,7 @@ def test_a_machine_that_dies_behind_a_cut_is_lost_only_after_a_time_out(
     assert "closed" not in talk.processes[0].text
 
 
-def test_a_machine_starts_again_at_its_address(
-    machines: Machines, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+def test_a_machine_starts_again_at_its_address(machines: Machines, tmp_path: Path, wait_until: WaitUntil) -> None:
     nodes = machines(2)
     for attempt in range(2):
         (path := tmp_path / str(attempt)).mkdir()
@@ -203,10 +199,7 @@ def test_a_slow_machine(machines: Machines, tmp_path: Path, wait_until: WaitUnti
 
 
 def test_machines_share_no_names_no_processes_and_no_shared_memory(machines: Machines) -> None:
-    looks = (
-        "import os, socket\n"
-        "print(socket.gethostname(), len(os.listdir('/dev/shm')), socket.gethostbyname('node1'))"
-    )
+    looks = "import os, socket\nprint(socket.gethostname(), len(os.listdir('/dev/shm')), socket.gethostbyname('node1'))"
     first, second = machines(2)
     first.start(["sh", "-c", "touch /dev/shm/mine; mktemp >/dev/null"]).wait()
     (other,) = machines(1)

@@ -107,9 +107,7 @@ def test_the_kernel_shows_its_arguments(run_processes: Any) -> None:
     ],
 )
 def test_it_ends_as_the_interpreter_does(code: str, status: int, error: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == status
     assert done.stderr.endswith(error)
     assert "warm_start.py" not in done.stderr
@@ -130,9 +128,7 @@ def test_output_that_cannot_be_written_fails_it_at_its_end_as_a_cold_one() -> No
 
 
 def test_code_has_no_future_of_this_file() -> None:
-    subprocess.run(
-        [sys.executable, "-c", "def f(x: int): ...\nassert f.__annotations__ == {'x': int}"], check=True
-    )
+    subprocess.run([sys.executable, "-c", "def f(x: int): ...\nassert f.__annotations__ == {'x': int}"], check=True)
 
 
 NESTED = f"""
@@ -161,8 +157,8 @@ def test_a_template_dies_with_its_program(run_processes: Any, wait_until: Callab
 def test_a_tethered_process_dies_with_its_parent(run_processes: Any, wait_until: Callable[..., None]) -> None:
     starts = (
         "import subprocess, sys\n"
-        "from paceline.core.parent_death import tethered\n"
-        "child = subprocess.Popen(tethered([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
+        "from paceline.core.parent_death import kill_with_parent_command\n"
+        "child = subprocess.Popen(kill_with_parent_command([sys.executable, '-c', 'import time; time.sleep(600)']))\n"
         "print(child.pid, flush=True)\n"
         "input()\n"
     )

@@ -207,9 +207,7 @@ def _adopting() -> Iterator[None]:
 
 
 def _limits() -> list[tuple[int, int]]:
-    return [
-        resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
-    ]
+    return [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 class WarmStarts:
@@ -561,9 +559,7 @@ def _main(channel: int) -> None:
 
     threads = len(os.listdir("/proc/self/task"))
     _preload()
-    assert len(os.listdir("/proc/self/task")) == threads, (
-        "a fork would lack the threads that an import starts"
-    )
+    assert len(os.listdir("/proc/self/task")) == threads, "a fork would lack the threads that an import starts"
     gc.collect()
     gc.freeze()
     starter = socket.socket(fileno=channel)

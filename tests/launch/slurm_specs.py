@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.options import SlurmOptions
 
-SCRIPT = JobSpec(
+SCRIPT = LaunchSpec(
     command=("/opt/python", "train.py"),
     name="train",
     directory=Path("/home/me/jobs/train"),
@@ -22,12 +22,12 @@ TASK = dataclasses.replace(
     command=("/opt/python", "-m", "paceline", "train", "fashion-mnist", "--run-dir", "/home/me/runs/a"),
     directory=Path("/home/me/runs/a/job"),
     run=Path("/home/me/runs/a"),
-    inner="agent",
+    rank_launcher="agent",
     is_task=True,
 )
 
 
-def text(spec: JobSpec, options: SlurmOptions | None = None, **changes: Any) -> str:
+def text(spec: LaunchSpec, options: SlurmOptions | None = None, **changes: Any) -> str:
     return get_launcher("slurm").render(dataclasses.replace(spec, **changes), options).text
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from paceline.core.errors import ConfigError
 from paceline.launch.clouds import AzureMLOptions
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.registry import make_options
 
 AZURE = {"image": "registry.example/train:1", "compute": "gpus"}
@@ -32,7 +32,7 @@ def render(name: str, options: dict[str, Any], **fields: Any) -> str:
         **fields,
     }
     launcher = get_launcher(name)
-    rendered = launcher.render(JobSpec(**described), make_options(launcher, options))
+    rendered = launcher.render(LaunchSpec(**described), make_options(launcher, options))
     [text] = rendered.files.values()
     assert isinstance(yaml.safe_load(text), dict)
     assert rendered.text == f"# /state/t-1/job.yaml\n{text}"
@@ -41,7 +41,7 @@ def render(name: str, options: dict[str, Any], **fields: Any) -> str:
 
 def task(run: str) -> dict[str, Any]:
     command = ("python", "-m", "paceline", "train", "fashion-mnist", "--run-dir", run)
-    return {"command": command, "run": Path(run), "is_task": True, "inner": "agent"}
+    return {"command": command, "run": Path(run), "is_task": True, "rank_launcher": "agent"}
 
 
 def test_an_azure_job_on_two_machines() -> None:
@@ -57,7 +57,7 @@ def test_an_azure_job_on_two_machines() -> None:
     command = (
         'PACELINE_NODE_RANK="$NODE_RANK" PACELINE_NODES=2 PACELINE_HOSTS="$MASTER_ADDR" env -u RANK '
         "-u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT -u TF_CONFIG "
-        "python -m paceline.launch.node --inner agent --nodes 2 --nproc 4 -- python -m paceline train "
+        "python -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 4 -- python -m paceline train "
         "fashion-mnist --run-dir ${{outputs.run}} --recover none"
     )
     assert text == AZURE_TWO.replace("@COMMAND", json.dumps(command))
@@ -73,9 +73,9 @@ def test_azure_is_given_a_script_of_the_directory_that_it_copies(
     monkeypatch.chdir(tmp_path)
     Path("t.py").touch()
     azure, options = get_launcher("azureml"), AzureMLOptions(**AZURE)
-    assert azure.place_of(str(tmp_path / "t.py"), options) == azure.place_of("t.py", options) == "t.py"
+    assert azure.remote_path(str(tmp_path / "t.py"), options) == azure.remote_path("t.py", options) == "t.py"
     with pytest.raises(ConfigError, match=r"no file /.*/elsewhere.py in this directory.* Put it there"):
-        azure.place_of(str(tmp_path.parent / "elsewhere.py"), options)
+        azure.remote_path(str(tmp_path.parent / "elsewhere.py"), options)
 
 
 @pytest.mark.integration
@@ -84,7 +84,7 @@ def test_azures_word_for_a_machine_reaches_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     command = (sys.executable, "place.py")
     text = render(
-        "azureml", AZURE, command=command, python=sys.executable, nodes=(2, 2), nproc=(2,), inner="spawn"
+        "azureml", AZURE, command=command, python=sys.executable, nodes=(2, 2), nproc=(2,), rank_launcher="spawn"
     )
     printed = []
     for node in ("0", "1"):
@@ -129,17 +129,15 @@ def test_a_google_job() -> None:
         ("azureml", {"image": "i"}, {}, "needs --compute"),
         ("azureml", {"compute": "c"}, {}, "needs --image"),
         ("azureml", AZURE, {"nodes": (1, 2)}, "--nodes MIN:MAX does not work with --on azureml"),
-        ("azureml", AZURE, task("/data/a"), "Leave out --run"),
+        ("azureml", AZURE, task("/data/a"), "Leave out --run-dir"),
         ("azureml", AZURE, {"env": {"API_KEY": "x"}}, "key vault"),
         ("google", {"image": "i"}, {}, "needs --machine-type"),
         ("google", GOOGLE, {"gpus_per_node": 4}, "--accelerator TYPE and --gpus-per-node N belong together"),
-        ("google", GOOGLE, task("/data/a"), "--run must be in a bucket"),
+        ("google", GOOGLE, task("/data/a"), "--run-dir must be in a bucket"),
         ("google", GOOGLE, {"env": {"DB_PASSWORD": "x"}}, "Secret Manager"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    name: str, options: dict[str, Any], fields: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_work_is_refused(name: str, options: dict[str, Any], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         render(name, options, **fields)
 
@@ -155,7 +153,7 @@ def test_submitting_says_the_clouds_own_command(
     [file] = (tmp_path / "state").rglob("job.yaml")
     assert f"az ml job create --file {file} --workspace-name" in done.stderr.replace("\n", "")
     options = ("--on", "google", "--image", "i", "--machine-type", "m", "--region", "europe-west4")
-    done = run_processes.paceline("train", "fashion-mnist", *options, "--run", "/gcs/b/a")
+    done = run_processes.paceline("train", "fashion-mnist", *options, "--run-dir", "/gcs/b/a")
     assert done.returncode == 2
     assert "gcloud ai custom-jobs create --region=europe-west4" in done.stderr
     assert json.loads(run_processes.paceline("jobs", "--json").stdout) == []
@@ -194,7 +192,7 @@ type: command
 name: t-1
 display_name: train
 code: /home/me/code
-command: "python -m paceline.launch.node --inner torchrun --nproc 1 -- python t.py --note 'it'\\"'\\"'s'"
+command: "python -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- python t.py --note 'it'\\"'\\"'s'"
 environment:
   image: registry.example/train:1
 compute: azureml:gpus
@@ -231,7 +229,7 @@ workerPoolSpecs:
         - python
         - "-m"
         - paceline.launch.node
-        - "--inner"
+        - "--rank-launcher"
         - agent
         - "--nodes"
         - "3"
@@ -276,7 +274,7 @@ workerPoolSpecs:
         - python
         - "-m"
         - paceline.launch.node
-        - "--inner"
+        - "--rank-launcher"
         - agent
         - "--nodes"
         - "3"

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.launch.rank_env import contract_variables, expand_placeholders, parse_roles
+from paceline.launch.rank_env import env_style_variables, expand_placeholders, parse_roles
 
 SECOND_OF_FOUR = Environment(
     source="variables",
@@ -27,7 +27,7 @@ SECOND_OF_FOUR = Environment(
 
 
 def test_torch() -> None:
-    assert contract_variables("torch", SECOND_OF_FOUR) == {
+    assert env_style_variables("torch", SECOND_OF_FOUR) == {
         "RANK": "2",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "0",
@@ -40,11 +40,11 @@ def test_torch() -> None:
 
 
 def test_none() -> None:
-    assert contract_variables("none", SECOND_OF_FOUR) == {}
+    assert env_style_variables("none", SECOND_OF_FOUR) == {}
 
 
 def test_tensorflow_names_every_worker_and_this_one() -> None:
-    variables = contract_variables("tensorflow", SECOND_OF_FOUR, hosts=("a", "b"))
+    variables = env_style_variables("tensorflow", SECOND_OF_FOUR, hosts=("a", "b"))
     assert json.loads(variables["TF_CONFIG"]) == {
         "cluster": {"worker": ["a:4000", "a:4001", "b:4000", "b:4001"]},
         "task": {"type": "worker", "index": 2},
@@ -56,7 +56,7 @@ def test_tensorflow_with_roles() -> None:
     roles = parse_roles("chief=1,worker=1,ps=1,evaluator=1", 4)
     configs = [
         json.loads(
-            contract_variables(
+            env_style_variables(
                 "tensorflow",
                 Environment(
                     source="variables",
@@ -85,9 +85,9 @@ def test_tensorflow_with_roles() -> None:
 
 def test_what_tensorflow_cannot_be_told() -> None:
     with pytest.raises(ConfigError, match="needs the addresses of all 2 machines, but only 1 is known: a"):
-        contract_variables("tensorflow", SECOND_OF_FOUR)
+        env_style_variables("tensorflow", SECOND_OF_FOUR)
     with pytest.raises(ConfigError, match="--roles names 1 processes, but there are 4"):
-        contract_variables("tensorflow", SECOND_OF_FOUR, hosts=("a", "b"), roles=("chief",))
+        env_style_variables("tensorflow", SECOND_OF_FOUR, hosts=("a", "b"), roles=("chief",))
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_wrong_roles(text: str, message: str) -> None:
 
 
 def test_only_their_own_launchers_keep_these() -> None:
-    with pytest.raises(ConfigError, match=r"kept by mpirun alone\. Use --inner mpi, or --on mpi"):
-        contract_variables("mpi", SECOND_OF_FOUR)
+    with pytest.raises(ConfigError, match=r"kept by mpirun alone\. Use --rank-launcher mpi, or --on mpi"):
+        env_style_variables("mpi", SECOND_OF_FOUR)
     with pytest.raises(ConfigError, match="kept by horovodrun alone"):
-        contract_variables("horovod", SECOND_OF_FOUR)
+        env_style_variables("horovod", SECOND_OF_FOUR)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def places(run_processes: Any) -> Callable[..., list[str]]:
         shown = " ".join(f"${name}" for name in names)
         done = run_processes.run(
             [
-                *(sys.executable, "-m", "paceline.launch.rank", "--contract", "torch", *options),
+                *(sys.executable, "-m", "paceline.launch.rank", "--env-style", "torch", *options),
                 *("--", "sh", "-c", f"echo {shown} {{node_rank}}/{{nnodes}}"),
             ],
             env=environ,
@@ -157,7 +157,7 @@ def test_machines_are_numbered_where_they_have_different_numbers_of_ranks(
 
 
 def test_ranks_that_the_launcher_did_not_number_are_told(run_processes: Any) -> None:
-    words = ("--contract", "torch", "--nproc", "2,1", "--master-addr", "a", "--", "true")
+    words = ("--env-style", "torch", "--nproc", "2,1", "--master-addr", "a", "--", "true")
     done = run_processes.run([sys.executable, "-m", "paceline.launch.rank", *words])
     assert done.returncode == 2
     assert "3 ranks are wanted, 2,1 by machine, but the launcher says that there are 1" in done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.launch.local_processes import get_local_launcher
 from paceline.runs.directory import RunDirectory
 
@@ -20,7 +20,7 @@ from paceline.core.environment import detect_environment
 from paceline.parallel.world import open_world
 environment = detect_environment()
 with open_world(environment, device="cpu", init_timeout_s=30) as world:
-    ranks = world.all_gather_json(world.rank)
+    ranks = world.all_gather_object(world.rank)
     listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     world.barrier()
 place = [environment.local_rank, environment.local_world_size, environment.node_rank, world.one_host]
@@ -49,7 +49,7 @@ with open_world(environment, device="cpu", init_timeout_s=30) as world:
     if environment.restart_count == 0:
         if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
         while True: world.barrier()
-    ranks = world.all_gather_json([world.rank, environment.restart_count])
+    ranks = world.all_gather_object([world.rank, environment.restart_count])
 Path(sys.argv[1], f"{world.rank}.json").write_text(str(ranks))
 """
 
@@ -63,7 +63,7 @@ def _script(tmp_path: Path, text: str) -> tuple[str, str]:
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=_script(tmp_path, MEETS), nproc=2, threads=1, directory=RunDirectory(tmp_path / "run")
     )
     chosen = get_local_launcher(launcher)
@@ -75,7 +75,7 @@ def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
 
 @pytest.mark.integration
 def test_spawn_starts_a_script_that_knows_nothing_of_paceline(tmp_path: Path) -> None:
-    spec = LocalSpec(command=_script(tmp_path, PLAIN), nproc=2, threads=1)
+    spec = ProcessGroupSpec(command=_script(tmp_path, PLAIN), nproc=2, threads=1)
     spawn = get_local_launcher("spawn")
     assert spawn.submit(spawn.render(spec)).wait() == 0
     assert [(tmp_path / f"{rank}.json").read_text() for rank in (0, 1)] == ["3", "3"]
@@ -87,7 +87,7 @@ def test_two_machines_by_hand(tmp_path: Path, run_processes: Any) -> None:
     handles = [
         spawn.submit(
             spawn.render(
-                LocalSpec(
+                ProcessGroupSpec(
                     command=_script(tmp_path, MEETS),
                     nproc=1,
                     nodes=2,
@@ -108,9 +108,7 @@ def test_two_machines_by_hand(tmp_path: Path, run_processes: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(4))
-def test_torchrun_restarts_a_killed_worker_and_does_not_hang(
-    tmp_path: Path, run_processes: Any, attempt: int
-) -> None:
+def test_torchrun_restarts_a_killed_worker_and_does_not_hang(tmp_path: Path, run_processes: Any, attempt: int) -> None:
     done = run_processes.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),

@@ -37,7 +37,7 @@ def render(**fields: Any) -> str:
         "threads": options.threads,
         "timeout_s": options.timeout_s,
         "startup_s": options.startup_timeout_s,
-        "drain_s": options.drain_notice_s,
+        "drain_s": options.drain_delay_s,
         **fields,
         "words": (*options.words(), *fields.get("words", ())),
     }

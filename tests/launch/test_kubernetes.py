@@ -18,7 +18,7 @@ from paceline.cli.jobs import cancel
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.kubernetes import Kubernetes
 from paceline.launch.kubernetes_api import KubernetesJob
-from paceline.launch.launcher import JobSpec, JobStatus
+from paceline.launch.launcher import JobStatus, LaunchSpec
 from paceline.launch.options import KubernetesOptions
 from paceline.launch.submit import JobRecord, add_record, find_record
 
@@ -41,7 +41,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 
 def submit(kind: str = "job", *, nodes: tuple[int, int] = (2, 2), **options: Any) -> KubernetesJob:
-    spec = JobSpec(
+    spec = LaunchSpec(
         command=("python", "train.py"),
         name="t",
         directory=Path("/state/t-1"),
@@ -132,7 +132,7 @@ def test_logs_are_followed_until_the_job_fails(
 def test_the_command_line(api: ApiServer, run_processes: Any) -> None:
     options = ("--on", "kubernetes", "--kind", "job", "--image", "train:1", "--namespace", NAMESPACE)
     submitted = run_processes.paceline(
-        *("train", "fashion-mnist", *options, "--nodes", "1:2", "--volume", "runs:/runs", "--run", "/runs/a"),
+        *("train", "fashion-mnist", *options, "--nodes", "1:2", "--volume", "runs:/runs", "--run-dir", "/runs/a"),
         "--json",
     )
     assert submitted.returncode == 0, submitted.stderr
@@ -245,9 +245,7 @@ def test_what_may_have_been_made_is_deleted(api: ApiServer) -> None:
         submit()
     assert not api.objects
     api.forbidden.add(("delete", "jobs"))
-    with pytest.raises(
-        LaunchError, match=r"kubectl delete --ignore-not-found --namespace team --context lab job/t-1$"
-    ):
+    with pytest.raises(LaunchError, match=r"kubectl delete --ignore-not-found --namespace team --context lab job/t-1$"):
         submit()
     assert [plural for plural, _ in api.objects] == ["jobs"]
 
@@ -337,7 +335,7 @@ dist.destroy_process_group()
 def test_a_script_in_the_pods_of_a_train_job(run_processes: Any, tmp_path: Path) -> None:
     """Kubeflow's variables are torchrun's own defaults; the manifest's command overrides them."""
     (tmp_path / "sum.py").write_text(SUM)
-    spec = JobSpec(
+    spec = LaunchSpec(
         command=(sys.executable, "sum.py"),
         name="t",
         directory=Path("/state/t-1"),

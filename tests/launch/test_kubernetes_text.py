@@ -12,7 +12,7 @@ from tests.lab.kubernetes_api import check
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.launch.kubernetes import Kubernetes
-from paceline.launch.launcher import JobSpec, Rendered
+from paceline.launch.launcher import LaunchSpec, RenderedJob
 from paceline.launch.options import KubernetesOptions
 from paceline.launch.submit import jobs_directory, task_job
 
@@ -25,7 +25,7 @@ def text(name: str) -> str:
     return (Path(__file__).parent / "kubernetes_texts" / name).read_text()
 
 
-def render(options: dict[str, Any], **fields: Any) -> Rendered:
+def render(options: dict[str, Any], **fields: Any) -> RenderedJob:
     described = {
         "command": ("python", "train.py", "--lr", "0.1"),
         "name": "train",
@@ -35,7 +35,7 @@ def render(options: dict[str, Any], **fields: Any) -> Rendered:
         "python": "python",
         **fields,
     }
-    rendered = Kubernetes().render(JobSpec(**described), KubernetesOptions(**{"image": IMAGE, **options}))
+    rendered = Kubernetes().render(LaunchSpec(**described), KubernetesOptions(**{"image": IMAGE, **options}))
     documents = list(yaml.safe_load_all(rendered.files["job.yaml"]))
     assert documents == list(rendered.objects)
     for document in documents:
@@ -71,7 +71,7 @@ def test_a_train_job_with_a_runtime_of_its_own() -> None:
     rendered = render(
         {"volume": ("runs:/runs",)},
         nodes=(2, 4),
-        inner="agent",
+        rank_launcher="agent",
         is_task=True,
         run=Path("/runs/a"),
         command=run,
@@ -102,12 +102,12 @@ def test_a_job_set() -> None:
         ({"secret": ("HF_TOKEN=abc",)}, {}, "--secret must be VARIABLE=SECRET/KEY"),
         ({"label": ("a b=c",)}, {}, "--label must be KEY=VALUE"),
         ({"node_selector": ("zone",)}, {}, "--node-selector must be KEY=VALUE"),
-        ({"grace": "0s"}, {}, "--grace"),
+        ({"grace": "0s"}, {}, "--grace-period"),
         ({}, {"env": {"HF_TOKEN": "x"}}, "--secret VARIABLE=SECRET/KEY"),
         ({}, {"directory": Path("/state/1train")}, "Give another --name"),
         ({}, {"directory": Path("/state") / ("a" * 60)}, "at most 54 characters"),
-        ({}, {"run": Path("/data/a"), "is_task": True}, "--run /data/a is in no volume"),
-        ({}, {"nodes": (1, 2), "inner": "spawn"}, "--nodes MIN:MAX"),
+        ({}, {"run": Path("/data/a"), "is_task": True}, "--run-dir /data/a is in no volume"),
+        ({}, {"nodes": (1, 2), "rank_launcher": "spawn"}, "--nodes MIN:MAX"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused_before(
@@ -119,10 +119,10 @@ def test_what_kubernetes_would_refuse_is_refused_before(
 
 @pytest.mark.parametrize("run", [None, "runs/a"])
 def test_a_run_needs_a_place_in_the_pods(run: str | None) -> None:
-    with pytest.raises(ConfigError, match="Give --run with an absolute path there"):
-        task_job(RunConfig(task="fashion-mnist", run=run), {}, Kubernetes(), "python")
-    spec = task_job(RunConfig(task="fashion-mnist", run="/runs/a"), {}, Kubernetes(), "python")
-    assert (spec.run, spec.inner) == (Path("/runs/a"), "agent")
+    with pytest.raises(ConfigError, match="Give --run-dir with an absolute path there"):
+        task_job(RunConfig(task="fashion-mnist", run_dir=run), {}, Kubernetes(), "python")
+    spec = task_job(RunConfig(task="fashion-mnist", run_dir="/runs/a"), {}, Kubernetes(), "python")
+    assert (spec.run, spec.rank_launcher) == (Path("/runs/a"), "agent")
     assert spec.directory.parent == jobs_directory()
 
 

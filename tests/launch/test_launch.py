@@ -17,7 +17,7 @@ from paceline.cli.jobs import cancel, jobs, status
 from paceline.core.errors import LaunchError
 from paceline.launch.launcher import JobStatus
 from paceline.launch.submit import JobRecord, add_record, find_record, job_directory, record_id
-from paceline.launch.supervisor import EXIT_CODE, AttachedJob, process_reference
+from paceline.launch.supervisor import EXIT_CODE, ForegroundJob, process_reference
 
 PLACE = """
 import os, sys
@@ -75,8 +75,8 @@ def test_modules_and_programs(run_processes: Any, launcher: str, command: tuple[
     [
         ("paceline", "launch", "--on", "spawn"),
         ("paceline", "launch", "--on", "torchrun"),
-        ("paceline.launch.node", "--inner", "spawn"),
-        ("paceline.launch.node", "--inner", "torchrun"),
+        ("paceline.launch.node", "--rank-launcher", "spawn"),
+        ("paceline.launch.node", "--rank-launcher", "torchrun"),
     ],
 )
 def test_the_port_in_the_arguments_is_that_of_the_variable(
@@ -122,7 +122,7 @@ def test_a_script_in_this_process_that_raises_leaves_its_exit_code(
 
 def test_a_dry_run_is_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
     done = run_processes.paceline(
-        *("launch", "--on", "spawn", "--nproc", "2", "--contract", "tensorflow", "--threads", "1"),
+        *("launch", "--on", "spawn", "--nproc", "2", "--env-style", "tensorflow", "--threads", "1"),
         *("--roles", "chief=1,worker=1", "--master-port", "4000", "--python", "python", "--dry-run"),
         *("--", "place.py"),
     )
@@ -211,9 +211,7 @@ def test_detach_behind_the_dashes_is_the_programs(run_processes: Any, tmp_path: 
     assert (tmp_path / "state" / "paceline" / "jobs").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_detached_job_that_cannot_start_says_so_and_leaves_nothing(
-    run_processes: Any, tmp_path: Path
-) -> None:
+def test_a_detached_job_that_cannot_start_says_so_and_leaves_nothing(run_processes: Any, tmp_path: Path) -> None:
     words = ("launch", "--on", "spawn", "--name", "mine", "--detach", "--", "no-such-program")
     done = run_processes.paceline(*words)
     assert done.returncode == 1
@@ -248,7 +246,7 @@ def test_a_detached_task_is_known_as_soon_as_it_runs(
 
 
 def test_a_run_is_resumed_under_another_launcher(run_processes: Any, tmp_path: Path) -> None:
-    words = ("fashion-mnist", "--max-steps", "2", "--threads", "1", "--run", "a", "--quiet")
+    words = ("fashion-mnist", "--max-steps", "2", "--threads", "1", "--run-dir", "a", "--quiet")
     assert run_processes.paceline("train", *words).returncode == 0
     done = run_processes.paceline("resume", "a", "--on", "slurm", "--nodes", "2", "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -266,14 +264,15 @@ def test_a_run_is_resumed_under_another_launcher(run_processes: Any, tmp_path: P
         (("ssh", "--hosts", "a", "--gpus-per-node", "4"), "--gpus-per-node asks a cluster, but --on ssh"),
         (("ssh", "--hosts", "a", "--walltime", "1h"), "--walltime does not work with --on ssh"),
         (("ray", "--walltime", "1h"), "--walltime does not work with --on ray"),
-        (("slurm", "--inner", "srun", "--max-restarts", "2"), "does not work with --on slurm --inner srun"),
+        (
+            ("slurm", "--rank-launcher", "srun", "--max-restarts", "2"),
+            "does not work with --on slurm --rank-launcher srun",
+        ),
         (("spawn", "--foo", "3"), "--on spawn takes, besides what all launchers do: --node-rank, --rdzv"),
-        (("inprocess", "--contract", "torch"), "--contract torch does not work with --on inprocess"),
+        (("inprocess", "--env-style", "torch"), "--env-style torch does not work with --on inprocess"),
     ],
 )
-def test_nothing_is_passed_over_in_silence(
-    run_processes: Any, options: tuple[str, ...], message: str
-) -> None:
+def test_nothing_is_passed_over_in_silence(run_processes: Any, options: tuple[str, ...], message: str) -> None:
     done = run_processes.paceline("launch", "--on", *options, "--dry-run", "--", "place.py")
     assert done.returncode == 2
     assert message in done.stderr
@@ -290,17 +289,15 @@ def test_where_nobody_is_asked_for_gpus_they_are_looked_for(run_processes: Any) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("slurm", "--contract", "tensorflow"), "--contract is for scripts"),
+        (("slurm", "--env-style", "tensorflow"), "--env-style is for scripts"),
         (
-            ("slurm", "--recover", "inplace", "--inner", "torchrun"),
+            ("slurm", "--recover", "inplace", "--rank-launcher", "torchrun"),
             "needs Paceline's agent, but with --on slurm",
         ),
-        (("ssh", "--hosts", "a", "--recover", "restart", "--inner", "spawn"), "needs Paceline's agent"),
+        (("ssh", "--hosts", "a", "--recover", "restart", "--rank-launcher", "spawn"), "needs Paceline's agent"),
     ],
 )
-def test_a_task_is_refused_what_it_cannot_have(
-    run_processes: Any, options: tuple[str, ...], message: str
-) -> None:
+def test_a_task_is_refused_what_it_cannot_have(run_processes: Any, options: tuple[str, ...], message: str) -> None:
     done = run_processes.paceline("train", "fashion-mnist", "--on", *options, "--dry-run")
     assert done.returncode == 2
     assert message in done.stderr
@@ -309,9 +306,7 @@ def test_a_task_is_refused_what_it_cannot_have(
 def test_a_job_whose_process_was_killed_has_failed(
     run_processes: Any, wait_until: Callable[..., None], tmp_path: Path
 ) -> None:
-    popen = run_processes.start(
-        [sys.executable, "-m", "paceline", "launch", "--on", "spawn", "--", "waits.py"]
-    )
+    popen = run_processes.start([sys.executable, "-m", "paceline", "launch", "--on", "spawn", "--", "waits.py"])
     ready = tmp_path / "ready0"
     wait_until(lambda: ready.exists() and ready.read_text(), "the rank runs")
     rank = psutil.Process(int(ready.read_text()))
@@ -332,8 +327,8 @@ def test_a_job_whose_process_was_killed_has_failed(
         ("--on spawn -- absent.py", "there is no file absent.py in "),
         ("--on spawn -- ./absent", "there is no file ./absent in "),
         ("--on spawn -- no-such-program", "no-such-program is no program that can be run"),
-        ("--on spawn --inner srun -- place.py", "--inner srun does not work with --on spawn"),
-        ("--on spawn --contract mpi -- place.py", "--contract mpi does not work with --on spawn"),
+        ("--on spawn --rank-launcher srun -- place.py", "--rank-launcher srun does not work with --on spawn"),
+        ("--on spawn --env-style mpi -- place.py", "--env-style mpi does not work with --on spawn"),
         ("--on spawn --env 1=2 -- place.py", "--env must be NAME=VALUE"),
         ("--on spawn --nproc 2,1 -- place.py", "--nproc 2,1 lists 2 machines, but --nodes is 1"),
         ("--on inprocess --nproc 2 -- place.py", "--on inprocess runs one process"),
@@ -433,7 +428,7 @@ def test_what_a_job_of_another_machine_has_left_is_seen(sleeping: psutil.Process
 def test_what_the_runs_last_job_has_left_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     (tmp_path / EXIT_CODE).write_text("130\n")
     started: Any = None
-    elsewhere = {**AttachedJob(started, tmp_path).reference, "host": "node7", "boot": "another"}
+    elsewhere = {**ForegroundJob(started, tmp_path).reference, "host": "node7", "boot": "another"}
     remembered(elsewhere)
     assert find_record("j").status().state == "unknown"
 

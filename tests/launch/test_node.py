@@ -35,7 +35,7 @@ def start(run: Path, *, index: int, nodes: str, most: int, monkeypatch: pytest.M
     monkeypatch.setenv("PACELINE_HOSTS", ",".join(["127.0.0.1"] * most))
     preflight = shlex.join(["sh", "-c", 'echo "$0" > "$1"; exit 3', "{nnodes}", f"{run}/preflight"])
     command = ("python", "-m", "paceline", "train", "net", "--run-dir", str(run))
-    words = ["--inner", "agent", "--nodes", nodes, "--nproc", "2", "--preflight", preflight]
+    words = ["--rank-launcher", "agent", "--nodes", nodes, "--nproc", "2", "--preflight", preflight]
     return node.main([*words, "--", *command])
 
 

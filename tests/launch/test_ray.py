@@ -1,4 +1,4 @@
-"""``--on ray`` and ``--inner ray``, with real clusters: of the job's own, and one that is there."""
+"""``--on ray`` and ``--rank-launcher ray``, with real clusters: of the job's own, and one that is there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import children, runs
 
 from paceline.core.errors import ConfigError
 from paceline.core.sockets import job_port
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.node import node_command
 from paceline.launch.ray import RayOptions
 from paceline.launch.ray_node import main as ray_node
@@ -85,7 +85,7 @@ class Harmed(FashionMNIST):
                 time.sleep(0.01)
         return super().loss(model, batch)
 """
-RUN = ("--shards", "12", "--global-batch-size", "96", "--threads", "1", "--seed", "7")
+RUN = ("--microbatches", "12", "--global-batch-size", "96", "--threads", "1", "--seed", "7")
 
 WAITS = """\
 import os, pathlib, time
@@ -169,7 +169,7 @@ def leftovers() -> set[str]:
 # What would run
 
 
-def spec(**changes: Any) -> JobSpec:
+def spec(**changes: Any) -> LaunchSpec:
     values = {
         "command": ("python", "train.py"),
         "name": "train",
@@ -177,12 +177,12 @@ def spec(**changes: Any) -> JobSpec:
         "workdir": Path("/work"),
         "python": "python",
     }
-    return JobSpec(**{**values, **changes})
+    return LaunchSpec(**{**values, **changes})
 
 
 def test_a_program_is_rendered_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = get_launcher("ray")
-    own = ray.render(spec(inner="ray", cpus_per_task=4, interface="lo", env={"A": "b"}))
+    own = ray.render(spec(rank_launcher="ray", cpus_per_task=4, interface="lo", env={"A": "b"}))
     assert own.text == (
         "# a Ray cluster on this machine, and the program in it\n"
         "GLOO_SOCKET_IFNAME=lo \\\n  NCCL_SOCKET_IFNAME=lo \\\n  UCX_NET_DEVICES=lo \\\n  A=b \\\n"
@@ -190,7 +190,7 @@ def test_a_program_is_rendered_with_its_cluster(monkeypatch: pytest.MonkeyPatch)
         "-- python train.py\n"
     )
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert ray.render(spec(inner="ray", contract="none")).text == (
+    assert ray.render(spec(rank_launcher="ray", env_style="none")).text == (
         "# the program, with the Ray cluster at head:6379\nRAY_ADDRESS=head:6379 \\\n  python train.py\n"
     )
 
@@ -203,7 +203,7 @@ def test_machines_are_rendered_as_a_file_and_a_command() -> None:
         == """\
 # /jobs/train/ray-job.json
 {
-  "command": ["python", "-m", "paceline.launch.node", "--inner", "torchrun", "--nodes", "2", "--nproc", \
+  "command": ["python", "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2", "--nproc", \
 "4,2", "--max-restarts", "2", "--", "python", "train.py"],
   "cpus": [12, 6],
   "gpus": 4,
@@ -242,7 +242,7 @@ def test_the_machines_are_examined_once() -> None:
     job = spec(preflight=("doctor", "{node_rank}"), nodes=(2, 2))
     assert ray.render(job).text.count("--preflight") == 1
     assert ray.render(job, RayOptions(address="head:6379")).text.count("--preflight") == 1
-    assert ray.render(spec(inner="ray", preflight=("doctor",))).text.count("--preflight") == 1
+    assert ray.render(spec(rank_launcher="ray", preflight=("doctor",))).text.count("--preflight") == 1
 
 
 def test_a_preflight_is_told_which_machine_this_is(
@@ -259,10 +259,10 @@ def test_a_preflight_is_told_which_machine_this_is(
 
 def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     ray = get_launcher("ray")
-    with pytest.raises(ConfigError, match=r"--nproc 2: under --inner ray .* --inner torchrun"):
-        ray.render(spec(inner="ray", nproc=(2,)))
+    with pytest.raises(ConfigError, match=r"--nproc 2: under --rank-launcher ray .* --rank-launcher torchrun"):
+        ray.render(spec(rank_launcher="ray", nproc=(2,)))
     with pytest.raises(ConfigError, match=r"--nodes 2: a program that uses Ray is started once"):
-        ray.render(spec(inner="ray", nodes=(2, 2)))
+        ray.render(spec(rank_launcher="ray", nodes=(2, 2)))
     with pytest.raises(ConfigError, match=r"--nodes 1:2: .* paceline join"):
         ray.render(spec(nodes=(1, 2)))
     with pytest.raises(ConfigError, match=r"--placement must be one of spread, pack"):
@@ -272,12 +272,12 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"--address must be HOST:PORT"):
         ray.render(spec(), RayOptions(address="head"))
     with pytest.raises(ConfigError, match=r"--preflight: .* the Ray cluster at head:6379 .* Leave it out"):
-        ray.render(spec(inner="ray", preflight=("doctor",)), RayOptions(address="head:6379"))
+        ray.render(spec(rank_launcher="ray", preflight=("doctor",)), RayOptions(address="head:6379"))
 
 
 def test_nothing_of_a_token_is_rendered() -> None:
-    assert "token" not in get_launcher("ray").render(spec(inner="ray", contract="none")).text
-    assert "token" not in " ".join(node_command(spec(inner="ray", nodes=(2, 2))))
+    assert "token" not in get_launcher("ray").render(spec(rank_launcher="ray", env_style="none")).text
+    assert "token" not in " ".join(node_command(spec(rank_launcher="ray", nodes=(2, 2))))
 
 
 # A cluster of the job's own
@@ -300,14 +300,14 @@ def test_a_program_that_preflight_lets_go(run_processes: Any) -> None:
 
 def test_a_task_with_a_worker_killed_ends_with_the_same_bits(run_processes: Any, tmp_path: Path) -> None:
     undisturbed = run_processes.paceline(
-        "train", "fashion-mnist", *RUN, "--max-steps", "60", "--run", "undisturbed", "--json"
+        "train", "fashion-mnist", *RUN, "--max-steps", "60", "--run-dir", "undisturbed", "--json"
     )
     assert undisturbed.returncode == 0, undisturbed.stderr
     (tmp_path / "plan" / "kill-100").touch()
     done = run_processes.paceline(
         *("train", "harmed.py:Harmed", "--set", f"plan={tmp_path}/plan", "--on", "ray", "--nproc", "2"),
         # The end of a worker is seen without it, and a machine that stalls is no fault.
-        *(*RUN, "--max-steps", "60", "--run", "run", "--heartbeat", "60"),
+        *(*RUN, "--max-steps", "60", "--run-dir", "run", "--heartbeat", "60"),
     )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -318,9 +318,7 @@ def test_a_task_with_a_worker_killed_ends_with_the_same_bits(run_processes: Any,
     assert {path.name for path in (tmp_path / "run" / "job").iterdir()} == {"ray-job.json", "exit-code"}
 
 
-def test_ctrl_c_saves_and_leaves_nothing(
-    run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
+def test_ctrl_c_saves_and_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     before = leftovers()
     (tmp_path / "plan" / "wait-100").touch()
     started = run_processes.start(
@@ -334,7 +332,7 @@ def test_ctrl_c_saves_and_leaves_nothing(
                 "--set",
                 f"plan={tmp_path}/plan",
             ),
-            *("--on", "ray", *RUN, "--max-steps", "100000", "--run", "run"),
+            *("--on", "ray", *RUN, "--max-steps", "100000", "--run-dir", "run"),
         ]
     )
     wait_until((tmp_path / "plan" / "here").exists, "the task waits", 120)
@@ -369,7 +367,7 @@ def test_the_cluster_listens_on_loopback_alone_and_wants_its_token(
     other = tmp_path / "token"
     other.write_text("0" * 64)
     done = run_processes.paceline(
-        *("launch", "--on", "ray", "--inner", "spawn", "--", "waits.py"),
+        *("launch", "--on", "ray", "--rank-launcher", "spawn", "--", "waits.py"),
         env={**cluster.env, "RAY_AUTH_TOKEN_PATH": str(other)},
     )
     assert done.returncode == 1
@@ -387,7 +385,7 @@ def test_a_scripts_machines_are_actors(
         "os.write(2, b'to stderr\\n')\n"
     )
     done = run_processes.paceline(
-        *("launch", "--on", "ray", "--nodes", "2", "--inner", "spawn", "--placement", "pack", "--env", "A=b"),
+        *("launch", "--on", "ray", "--nodes", "2", "--rank-launcher", "spawn", "--placement", "pack", "--env", "A=b"),
         *("--address", cluster.address, "--", "place.py"),
         env=cluster.env,
     )
@@ -406,7 +404,7 @@ def test_one_failure_ends_all_and_gives_its_exit_code(
     cluster: Cluster, run_processes: Any, wait_until: Callable[..., None]
 ) -> None:
     done = run_processes.paceline(
-        *("launch", "--on", "ray", "--nodes", "2", "--inner", "spawn", "--contract", "torch", "--"),
+        *("launch", "--on", "ray", "--nodes", "2", "--rank-launcher", "spawn", "--env-style", "torch", "--"),
         *("sh", "-c", "if [ $RANK = 1 ]; then exit 7; fi; trap '' TERM; while :; do sleep 1; done"),
         env=cluster.env,
     )
@@ -419,7 +417,7 @@ def test_cancel_removes_a_detached_jobs_actors_and_processes(
     cluster: Cluster, run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     done = run_processes.paceline(
-        *("launch", "--on", "ray", "--nodes", "2", "--inner", "spawn", "--name", "mine", "--detach"),
+        *("launch", "--on", "ray", "--nodes", "2", "--rank-launcher", "spawn", "--name", "mine", "--detach"),
         *("--", "waits.py"),
         env=cluster.env,
     )
@@ -437,15 +435,12 @@ def test_cancel_removes_a_detached_jobs_actors_and_processes(
     assert not any(rank.is_running() for rank in ranks)
     wait_until(lambda: cluster.actors() == [], "its actors are gone")
     assert "waiting" in run_processes.paceline("logs", "mine").stdout
-    assert (
-        json.loads(run_processes.paceline("status", "mine", "--json").stdout)["status"]["state"]
-        == "cancelled"
-    )
+    assert json.loads(run_processes.paceline("status", "mine", "--json").stdout)["status"]["state"] == "cancelled"
 
 
 def test_a_cluster_that_does_not_answer_is_named(run_processes: Any) -> None:
     done = run_processes.paceline(
-        "launch", "--on", "ray", "--inner", "torchrun", "--address", "127.0.0.1:1", "--", "waits.py"
+        "launch", "--on", "ray", "--rank-launcher", "torchrun", "--address", "127.0.0.1:1", "--", "waits.py"
     )
     assert done.returncode == 1
     assert "no Ray cluster answers at --address 127.0.0.1:1" in done.stderr

@@ -17,7 +17,7 @@ from tests.lab.machines import Machines, Node
 from tests.lab.slurm_cluster import SlurmCluster
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.slurm import Slurm, SlurmOptions
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -67,15 +67,15 @@ def processes_of(node: Node, word: str) -> list[psutil.Process]:
 
 
 def test_the_script_for_slurm_starts_one_program_on_each_machine() -> None:
-    job = JobSpec(
+    job = LaunchSpec(
         command=("python", "test.py"),
         name="test",
         directory=Path("/jobs/test"),
         workdir=Path("/work"),
         python="python",
         nodes=(2, 2),
-        inner="ray",
-        contract="none",
+        rank_launcher="ray",
+        env_style="none",
         cpus_per_task=8,
         gpus_per_node=2,
     )
@@ -85,7 +85,7 @@ def test_the_script_for_slurm_starts_one_program_on_each_machine() -> None:
         "python -m paceline.launch.ray_node --directory /jobs/test --cpus 8 --gpus 2 "
         "-- python test.py & "
     ) in text
-    with pytest.raises(ConfigError, match=r"--signal-before: .* Leave it out with --inner ray"):
+    with pytest.raises(ConfigError, match=r"--signal-before: .* Leave it out with --rank-launcher ray"):
         Slurm().render(job, SlurmOptions(signal_before="60s"))
 
 
@@ -94,7 +94,7 @@ def test_a_ray_cluster_in_a_slurm_job(slurm_cluster: SlurmCluster) -> None:
     cluster = slurm_cluster
     (cluster.workdir / "test.py").write_text(PROGRAM)
     done = cluster.run(
-        *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--inner", "ray", "--nodes", "2"),
+        *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--rank-launcher", "ray", "--nodes", "2"),
         *("--cpus-per-task", "4", "--wait", "--json", "--", "test.py"),
         timeout_s=240,
     )
@@ -108,14 +108,12 @@ def test_a_ray_cluster_in_a_slurm_job(slurm_cluster: SlurmCluster) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_a_cancelled_slurm_job_leaves_nothing_of_its_cluster(
-    slurm_cluster: SlurmCluster, tmp_path: Path
-) -> None:
+def test_a_cancelled_slurm_job_leaves_nothing_of_its_cluster(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     cluster = slurm_cluster
     (cluster.workdir / "test.py").write_text(
         PROGRAM + "import pathlib, time\npathlib.Path('there').touch()\ntime.sleep(600)\n"
     )
-    launch = (sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--inner", "ray", "--nodes", "2")
+    launch = (sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--rank-launcher", "ray", "--nodes", "2")
     done = cluster.run(*launch, "--cpus-per-task", "4", "--json", "--", "test.py")
     record = json.loads(done.stdout)
     cluster.wait_until((cluster.workdir / "there").exists, "the program", 120)
@@ -147,7 +145,7 @@ def test_a_lost_machine_is_replaced_by_another_of_the_cluster(
             "1",
         ),
         *("--", sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, *PATIENT),
-        *("--run", "run", "--on", "ray", "--nodes", "2", "--placement", "strict-spread"),
+        *("--run-dir", "run", "--on", "ray", "--nodes", "2", "--placement", "strict-spread"),
     ]
     started = [
         node.start(
@@ -174,6 +172,6 @@ def test_a_lost_machine_is_replaced_by_another_of_the_cluster(
     assert [process.wait(120) for process in remaining] == [0, 0], started[0].text
     assert "was lost" in started[0].text
     (tmp_path / "small.py").write_text(TASK)
-    alone = run_processes.paceline("train", "small.py:Small", *OPTIONS, "--run", "alone", "--json")
+    alone = run_processes.paceline("train", "small.py:Small", *OPTIONS, "--run-dir", "alone", "--json")
     assert run.result()["model_sha256"] == json.loads(alone.stdout.splitlines()[-1])["model_sha256"]
     assert not [p for node in nodes if node is not victim for p in processes_of(node, "ray")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.launch.local_processes import LOCAL_LAUNCHERS, get_local_launcher
 from paceline.runs.directory import RunDirectory
 
@@ -17,7 +17,7 @@ WORKER = ("-m", "paceline.training.worker", "runs/a b/job.toml")
 
 
 def test_inprocess() -> None:
-    rendered = get_local_launcher("inprocess").render(LocalSpec(command=WORKER, python="python", threads=2))
+    rendered = get_local_launcher("inprocess").render(ProcessGroupSpec(command=WORKER, python="python", threads=2))
     assert (
         rendered.text
         == """\
@@ -29,7 +29,7 @@ OMP_NUM_THREADS=2 \\
 
 
 def test_spawn() -> None:
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=WORKER,
         python="python",
         nproc=2,
@@ -72,7 +72,7 @@ RANK=1 \\
 
 
 def test_spawn_on_the_second_of_two_machines() -> None:
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=("train.py",),
         python="python",
         nproc=1,
@@ -102,7 +102,7 @@ RANK=1 \\
 
 
 def test_torchrun() -> None:
-    spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1)
+    spec = ProcessGroupSpec(command=WORKER, python="python", nproc=2, threads=1)
     assert (
         get_local_launcher("torchrun").render(spec).text
         == """\
@@ -115,7 +115,7 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_on_several_machines() -> None:
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=("train.py", "--x"),
         python="python",
         nproc=4,
@@ -147,7 +147,7 @@ def test_torchrun_is_told_what_other_machines_know_this_one_by(
     hosts: tuple[str, ...], node_rank: int, known_by: list[str]
 ) -> None:
     """Its own idea, ``socket.getfqdn()``, may be ``localhost`` or a name that the others cannot look up."""
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=("train.py",), nodes=2, node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts
     )
     [process] = get_local_launcher("torchrun").render(spec).processes
@@ -156,7 +156,7 @@ def test_torchrun_is_told_what_other_machines_know_this_one_by(
 
 
 def test_torchrun_that_restarts() -> None:
-    spec = LocalSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
+    spec = ProcessGroupSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
     assert (
         get_local_launcher("torchrun").render(spec).text
         == """\
@@ -170,7 +170,7 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> None:
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=WORKER, python="python", nodes=2, rdzv_endpoint="node0:4000", threads=1, recover="restart"
     )
     [process] = get_local_launcher("torchrun").render(spec).processes
@@ -179,14 +179,14 @@ def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> Non
 
 def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    rendered = get_local_launcher("inprocess").render(LocalSpec(command=WORKER, python="python"))
+    rendered = get_local_launcher("inprocess").render(ProcessGroupSpec(command=WORKER, python="python"))
     assert "OMP_NUM_THREADS" not in rendered.text
 
 
 @pytest.mark.parametrize("name", LOCAL_LAUNCHERS)
 def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    spec = LocalSpec(command=("-c", "raise SystemExit('started')"), directory=directory)
+    spec = ProcessGroupSpec(command=("-c", "raise SystemExit('started')"), directory=directory)
     assert get_local_launcher(name).render(spec).text
     assert list(tmp_path.iterdir()) == []
 
@@ -196,12 +196,10 @@ def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
 def test_rendering_imports_no_torch() -> None:
     code = (
         "import sys; from paceline.launch.local_processes import *;"
-        "[get_local_launcher(n).render(LocalSpec(command=('x.py',))) for n in LOCAL_LAUNCHERS];"
+        "[get_local_launcher(n).render(ProcessGroupSpec(command=('x.py',))) for n in LOCAL_LAUNCHERS];"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
 
 
@@ -209,12 +207,12 @@ def test_wrong_specs() -> None:
     with pytest.raises(ConfigError, match=r"no launcher 'slurmm'. Choose one of: inprocess, spawn, torchrun"):
         get_local_launcher("slurmm")
     with pytest.raises(ConfigError, match="--on inprocess runs one process, but 2 were asked for"):
-        get_local_launcher("inprocess").render(LocalSpec(command=WORKER, nproc=2))
+        get_local_launcher("inprocess").render(ProcessGroupSpec(command=WORKER, nproc=2))
     with pytest.raises(ConfigError, match="--nproc must be at least 1, but is 0"):
-        LocalSpec(command=WORKER, nproc=0)
+        ProcessGroupSpec(command=WORKER, nproc=0)
     with pytest.raises(ConfigError, match="needs --rdzv-endpoint HOST:PORT"):
-        LocalSpec(command=WORKER, nodes=2)
+        ProcessGroupSpec(command=WORKER, nodes=2)
     with pytest.raises(ConfigError, match="--node-rank must be between 0 and 1, but is 2"):
-        LocalSpec(command=WORKER, nodes=2, node_rank=2, rdzv_endpoint="a:1")
+        ProcessGroupSpec(command=WORKER, nodes=2, node_rank=2, rdzv_endpoint="a:1")
     with pytest.raises(ConfigError, match="needs --node-rank: 0 on the machine of"):
-        get_local_launcher("spawn").render(LocalSpec(command=WORKER, nodes=2, rdzv_endpoint="a:1"))
+        get_local_launcher("spawn").render(ProcessGroupSpec(command=WORKER, nodes=2, rdzv_endpoint="a:1"))

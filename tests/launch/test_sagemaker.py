@@ -27,7 +27,7 @@ from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.options import SageMakerOptions
 from paceline.launch.sagemaker import LOG_GROUP, RenderedSageMaker, SageMaker, pack
 
@@ -105,7 +105,7 @@ def render(options: dict[str, Any] | None = None, **fields: Any) -> RenderedSage
         **fields,
     }
     given = {"image": IMAGE, "role": ROLE, "instance_type": "ml.g5.12xlarge", "s3": "s3://bucket/prefix"}
-    return SageMaker().render(JobSpec(**described), SageMakerOptions(**{**given, **(options or {})}))
+    return SageMaker().render(LaunchSpec(**described), SageMakerOptions(**{**given, **(options or {})}))
 
 
 def test_a_task_on_spot_instances_compared_whole() -> None:
@@ -113,7 +113,7 @@ def test_a_task_on_spot_instances_compared_whole() -> None:
         {"spot": True, "max_wait": "2h", "checkpoints": "s3://bucket/runs/a", "tag": ("team=vision",)},
         nodes=(2, 2),
         nproc=(4,),
-        inner="agent",
+        rank_launcher="agent",
         is_task=True,
         run=RUN,
         command=TASK,
@@ -139,9 +139,7 @@ def test_a_task_on_spot_instances_compared_whole() -> None:
     ],
 )
 def test_each_of_sagemakers_distributions(distribution: str, said: dict[str, str]) -> None:
-    rendered = render(
-        {"distribution": distribution}, nodes=(2, 2), command=("python", "t.py", "--lr", "0.1", "--n=2")
-    )
+    rendered = render({"distribution": distribution}, nodes=(2, 2), command=("python", "t.py", "--lr", "0.1", "--n=2"))
     assert list(rendered.files) == ["training-job.json"]
     assert json.loads(rendered.files["training-job.json"]) == {
         "TrainingJobName": NAME,
@@ -178,7 +176,7 @@ def test_each_of_sagemakers_distributions(distribution: str, said: dict[str, str
         ({}, {"nodes": (1, 2)}, "--nodes MIN:MAX"),
         ({}, {"gpus_per_node": 4}, "--gpus-per-node does not work"),
         ({}, {"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "Secrets Manager"),
-        ({}, {"run": Path("/data"), "is_task": True}, "--run /data"),
+        ({}, {"run": Path("/data"), "is_task": True}, "--run-dir /data"),
         (
             {},
             {"command": (*TASK, "--recover", "inplace"), "is_task": True, "run": RUN, "nodes": (2, 2)},
@@ -247,9 +245,7 @@ def test_a_job_from_its_submission_to_its_end(
     assert (again.status().state, again.wait()) == ("succeeded", 0)
 
 
-def test_lines_of_a_machine_that_come_late_are_shown(
-    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_a_machine_that_come_late_are_shown(aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launch.sagemaker._POLL_S", 0.01)
     job = SageMaker().submit(render(nodes=(2, 2), workdir=empty(tmp_path)))
     kept = at_work(NAME, "Training")
@@ -290,7 +286,7 @@ def test_start_sh_unpacks_the_source_and_becomes_the_command(tmp_path: Path) -> 
     (tmp_path / "ml/input/config").mkdir()
     (tmp_path / "ml/input/config/resourceconfig.json").write_text(json.dumps(config))
     command = (sys.executable, "train.py", "--name", "a b")
-    rendered = render(python=sys.executable, command=command, inner="spawn", nproc=(2,))
+    rendered = render(python=sys.executable, command=command, rank_launcher="spawn", nproc=(2,))
     start = rendered.files["start.sh"].replace("/opt/ml", str(tmp_path / "ml"))
     done = subprocess.run(
         ["/bin/bash", "-c", start],
@@ -397,18 +393,14 @@ def test_a_job_of_that_name_keeps_its_source(aws: str, tmp_path: Path) -> None:
     assert uploaded() == ["sourcedir.tar.gz", "start.sh"]
 
 
-def test_nothing_is_left_where_the_job_was_not_made(
-    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_where_the_job_was_not_made(aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_answers(monkeypatch, "CreateTrainingJob", carried_out=False)
     with pytest.raises(LaunchError, match="make the training job"):
         SageMaker().submit(render(workdir=empty(tmp_path)))
     assert uploaded() == []
 
 
-def test_ctrl_c_while_the_job_is_made_stops_it(
-    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_the_job_is_made_stops_it(aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(self: SageMakerResponse) -> ActionResult:
         signal.pthread_kill(main_thread, signal.SIGINT)
         made = create_training_job(self)
@@ -507,5 +499,5 @@ set -eu
 mkdir -p /opt/ml/code
 tar -xzf /opt/ml/input/data/code/sourcedir.tar.gz -C /opt/ml/code
 cd /opt/ml/code
-exec python -m paceline.launch.node --inner agent --nodes 2 --nproc 4 --threads 2 -- @TASK --recover none
+exec python -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 4 --threads 2 -- @TASK --recover none
 """

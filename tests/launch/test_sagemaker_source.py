@@ -15,7 +15,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.launch.options import SageMakerOptions
 from paceline.launch.sagemaker import SageMaker, pack
-from paceline.launch.submit import normal_command, placed_task
+from paceline.launch.submit import normal_command, remote_task
 
 pytestmark = pytest.mark.aws
 
@@ -53,7 +53,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def from_source(source: str | None) -> Callable[[str], str]:
     """Where the machines find a file, with or without ``--source``."""
-    return partial(SageMaker().place_of, options=SageMakerOptions(**OPTIONS, source=source or "."))
+    return partial(SageMaker().remote_path, options=SageMakerOptions(**OPTIONS, source=source or "."))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_the_machines_would_not_find_is_refused(
     with pytest.raises(ConfigError, match=message):
         normal_command([script], "python", from_source(source))
     with pytest.raises(ConfigError, match=message):
-        placed_task(f"{script}:Task", from_source(source))
+        remote_task(f"{script}:Task", from_source(source))
 
 
 def test_a_task_is_named_from_the_source(project: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_task_is_named_from_the_source(project: Path) -> None:
         ("{project}/src/package/deep.py:Task", "package/deep.py:Task"),
         ("package.deep:Task", "package.deep:Task"),
     ):
-        assert placed_task(task.format(project=project), from_source("src")) == there
+        assert remote_task(task.format(project=project), from_source("src")) == there
 
 
 def test_what_the_commands_start_is_named_from_the_source(project: Path, run_processes: Any) -> None:

@@ -106,9 +106,7 @@ class Jobs:
 
     def paceline(self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> str:
         """Run ``paceline ARGUMENTS``; return its stdout, or its stderr where it is to fail."""
-        done = self.cluster.run(
-            sys.executable, "-m", "paceline", *arguments, env={**self._env, **(env or {})}
-        )
+        done = self.cluster.run(sys.executable, "-m", "paceline", *arguments, env={**self._env, **(env or {})})
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout if code == 0 else done.stderr
 
@@ -121,9 +119,7 @@ class Jobs:
         return self.submit("launch", "--on", "slurm", *arguments)
 
     def status(self, record: dict[str, Any]) -> dict[str, Any]:
-        done = self.cluster.run(
-            sys.executable, "-m", "paceline", "status", record["id"], "--json", env=self._env
-        )
+        done = self.cluster.run(sys.executable, "-m", "paceline", "status", record["id"], "--json", env=self._env)
         status: dict[str, Any] = json.loads(done.stdout)["status"]
         return status
 
@@ -142,7 +138,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model of the same run, of one process that nobody disturbed."""
     path = tmp_path_factory.mktemp("undisturbed")
     (path / "small.py").write_text(TASK)
-    command = [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run", "run"]
+    command = [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run-dir", "run"]
     subprocess.run(command, cwd=path, capture_output=True, timeout=120, check=True)
     sha256: str = json.loads((path / "run/result.json").read_text())["model_sha256"]
     return sha256
@@ -168,7 +164,7 @@ class Run:
         self._path = jobs.path
         self.directory = RunDirectory(jobs.path / "run")
         self.hold(12)
-        where = ("--on", "slurm", "--nodes", "2", "--nproc", "2", "--run", "run")
+        where = ("--on", "slurm", "--nodes", "2", "--nproc", "2", "--run-dir", "run")
         self.record = jobs.submit("train", "small.py:Small", *OPTIONS, *PATIENT, *where, *options)
         self.job: str = self.record["reference"]["id"]
         self.wait_for("checkpoint", lambda event: event["step"] == 10)
@@ -220,10 +216,10 @@ class Run:
 
 
 def test_a_task_has_the_bits_of_spawn(jobs: Jobs) -> None:
-    options = ("--shards", "12", "--global-batch-size", "96", "--max-steps", "10", "--threads", "1")
+    options = ("--microbatches", "12", "--global-batch-size", "96", "--max-steps", "10", "--threads", "1")
     train = ("train", "fashion-mnist", *options, "--seed", "7")
-    jobs.paceline(*train, "--on", "spawn", "--nproc", "4", "--run", "here")
-    record = jobs.submit(*train, "--on", "slurm", "--nodes", "2", "--nproc", "2", "--run", "there")
+    jobs.paceline(*train, "--on", "spawn", "--nproc", "4", "--run-dir", "here")
+    record = jobs.submit(*train, "--on", "slurm", "--nodes", "2", "--nproc", "2", "--run-dir", "there")
     assert record["run"] == str(jobs.path / "there")
     jobs.cluster.wait_for(record["reference"]["id"], "COMPLETED")
     here, there = (json.loads((jobs.path / run / "result.json").read_text()) for run in ("here", "there"))
@@ -270,9 +266,9 @@ def test_a_preempted_task_is_saved_requeued_and_goes_on(jobs: Jobs, undisturbed:
 def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> None:
     two = ("--nodes", "2", "--nproc", "2", "--threads", "1")
     torchrun = jobs.launch(*two, "--", "sums.py", "{master_addr}:{node_rank}/{nnodes}")
-    by_rank = jobs.launch(*two, "--inner", "srun", "--", "sums.py")
+    by_rank = jobs.launch(*two, "--rank-launcher", "srun", "--", "sums.py")
     own = jobs.launch(
-        *("--nodes", "2", "--cpus-per-task", "2", "--contract", "none", "--", "distributed.py"),
+        *("--nodes", "2", "--cpus-per-task", "2", "--env-style", "none", "--", "distributed.py"),
         *("--dist-url", "tcp://{master_addr}:{master_port}", "--multiprocessing-distributed"),
         *("--rank", "{node_rank}", "--world-size", "{nnodes}"),
     )
@@ -288,10 +284,10 @@ def test_scripts_by_torchrun_by_rank_and_by_their_own_processes(jobs: Jobs) -> N
 
 
 def test_mpirun_starts_its_daemons_by_slurm(jobs: Jobs) -> None:
-    mpi = ("--nodes", "2", "--nproc", "2", "--inner", "mpi", "--threads", "1", "--env", "COLOUR=red")
+    mpi = ("--nodes", "2", "--nproc", "2", "--rank-launcher", "mpi", "--threads", "1", "--env", "COLOUR=red")
     own = jobs.launch(*mpi, "--", "mpi.py")
     assert "red" not in Path(own["directory"], "job.sh").read_text()
-    for_torch = jobs.launch(*mpi, "--contract", "torch", "--", "sums.py")
+    for_torch = jobs.launch(*mpi, "--env-style", "torch", "--", "sums.py")
     assert jobs.end_of(own, "COMPLETED") == {f"rank {rank} of 4 has 10 red" for rank in range(4)}
     lines = jobs.end_of(for_torch, "COMPLETED")
     assert {line.partition(" local")[0] for line in lines} == {f"rank {rank}" for rank in range(4)}
@@ -300,7 +296,7 @@ def test_mpirun_starts_its_daemons_by_slurm(jobs: Jobs) -> None:
 
 def test_an_array_is_a_job_for_each_number(jobs: Jobs) -> None:
     record = jobs.launch(
-        *("--array", "0-2,5%2", "--contract", "none", "--name", "sweep"),
+        *("--array", "0-2,5%2", "--env-style", "none", "--name", "sweep"),
         *("--", "sh", "-c", "echo lr {array_index} $SLURM_ARRAY_TASK_ID; test {array_index} != 5"),
     )
     job = record["reference"]["id"]
@@ -316,7 +312,7 @@ def test_an_array_is_a_job_for_each_number(jobs: Jobs) -> None:
 def test_each_job_of_an_array_comes_back_alone(jobs: Jobs) -> None:
     (jobs.path / "stops.sh").write_text(STOPS)
     record = jobs.launch(
-        *("--array", "0-2", "--requeue", "--contract", "none", "--", "sh", "stops.sh", "{array_index}")
+        *("--array", "0-2", "--requeue", "--env-style", "none", "--", "sh", "stops.sh", "{array_index}")
     )
     jobs.cluster.wait_until(lambda: jobs.status(record)["state"] == "succeeded", "the whole array")
     assert [len((jobs.path / f"starts-{number}").read_text()) for number in range(3)] == [2, 1, 3]
@@ -325,7 +321,7 @@ def test_each_job_of_an_array_comes_back_alone(jobs: Jobs) -> None:
 
 def test_logs_status_and_cancel_from_another_process(jobs: Jobs) -> None:
     command = "echo waiting on $(hostname); echo $$ >pid-$(hostname); sleep 600"
-    record = jobs.launch("--nodes", "2", "--contract", "none", "--name", "waits", "--", "sh", "-c", command)
+    record = jobs.launch("--nodes", "2", "--env-style", "none", "--name", "waits", "--", "sh", "-c", command)
     job = record["reference"]["id"]
     assert record["id"] == f"slurm-{job}"
     jobs.cluster.wait_until(lambda: len(list(jobs.path.glob("pid-*"))) == 2, "both machines")
@@ -343,7 +339,7 @@ def test_logs_status_and_cancel_from_another_process(jobs: Jobs) -> None:
 
 
 def test_waiting_ends_as_the_job_does(jobs: Jobs) -> None:
-    launch = ("launch", "--on", "slurm", "--contract", "none", "--wait")
+    launch = ("launch", "--on", "slurm", "--env-style", "none", "--wait")
     assert jobs.paceline(*launch, "--", "sh", "-c", "echo done").splitlines() == ["done"]
     jobs.paceline(*launch, "--", "sh", "-c", "exit 7", code=7)
     jobs.paceline(*launch, "--setup", "no-such-program", "--", "true", code=127)
@@ -386,7 +382,7 @@ def test_a_cluster_that_does_not_answer(jobs: Jobs) -> None:
 def test_slurms_signal_before_the_time_limit_saves_and_requeues(jobs: Jobs) -> None:
     # Slurm looks at limits every half a minute, and may signal a minute early.
     env = {"SBATCH_TIMELIMIT": "3"}
-    options = ("--max-steps", "100000", "--threads", "1", "--signal-before", "100s", "--run", "run")
+    options = ("--max-steps", "100000", "--threads", "1", "--signal-before", "100s", "--run-dir", "run")
     where = ("--on", "slurm", "--nodes", "2", "--nproc", "2")
     record = jobs.submit("train", "fashion-mnist", *options, *where, env=env)
     directory = RunDirectory(jobs.path / "run")
@@ -403,7 +399,7 @@ def test_slurms_signal_before_the_time_limit_saves_and_requeues(jobs: Jobs) -> N
 
 def test_ctrl_c_ends_the_steps_in_an_allocation(jobs: Jobs) -> None:
     command = "trap 'echo saved >saved; exit 75' TERM; touch ready; while true; do sleep 0.1; done"
-    launch = ("-m", "paceline", "launch", "--on", "slurm", "--contract", "none", "--", "sh", "-c", command)
+    launch = ("-m", "paceline", "launch", "--on", "slurm", "--env-style", "none", "--", "sh", "-c", command)
     env = {"XDG_STATE_HOME": str(jobs.path / "state")}
     session = jobs.cluster.start("salloc", "--quiet", sys.executable, *launch, env=env)
     jobs.cluster.wait_until((jobs.path / "ready").exists, "the step")
@@ -421,13 +417,13 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
     salloc = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2")
     env = {"XDG_STATE_HOME": str(jobs.path / "state"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     two = ("--nodes", "2", "--nproc", "2", "--threads", "1")
-    done = jobs.cluster.run(*salloc, *launch, *two, "--inner", "srun", "--", "sums.py", env=env)
+    done = jobs.cluster.run(*salloc, *launch, *two, "--rank-launcher", "srun", "--", "sums.py", env=env)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == WHO_SUMS
     done = jobs.cluster.run(*salloc, *launch, "--nodes", "3", "--", "sums.py", env=env)
     assert done.returncode == 2
     assert "--nodes 3, but this allocation of Slurm's has 2" in done.stderr
-    limits = ("--nodes", "1:2", "--gpus-per-node", "1", "--walltime", "10min", "--contract", "none")
+    limits = ("--nodes", "1:2", "--gpus-per-node", "1", "--walltime", "10min", "--env-style", "none")
     command = ("--", "sh", "-c", "echo $SLURM_STEP_NUM_NODES $CUDA_VISIBLE_DEVICES; squeue -hs -o %j:%l")
     for gpus in ("--gres=gpu:2", "--gpus-per-node=2"):
         larger = ("salloc", "--quiet", "--nodes=3", gpus)
@@ -439,7 +435,7 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
     done = jobs.cluster.run(*salloc, *launch, "--partition", "high", "--", "sums.py", env=env)
     assert done.returncode == 2
     assert "--partition: here is an allocation of Slurm's already" in done.stderr
-    train = (sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run", "run")
+    train = (sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run-dir", "run")
     done = jobs.cluster.run(*salloc, *train, "--on", "slurm", *two[:4], env=env)
     assert done.returncode == 0, done.stderr
     assert (jobs.path / "run" / "result.json").exists()

@@ -41,11 +41,11 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"command": ("train", "{array_index}")}, "{array_index} needs --array"),
         (
             {},
-            {"inner": "srun", "max_restarts": 2},
-            "--max-restarts does not work with --on slurm --inner srun",
+            {"rank_launcher": "srun", "max_restarts": 2},
+            "--max-restarts does not work with --on slurm --rank-launcher srun",
         ),
-        ({}, {"inner": "horovod", "env": {"HF_TOKEN": "s"}}, "--env HF_TOKEN: whoever sees the job"),
-        ({}, {"inner": "srun", "nodes": (2, 2), "nproc": (2, 1)}, "--nproc 2,1: under --inner srun"),
+        ({}, {"rank_launcher": "horovod", "env": {"HF_TOKEN": "s"}}, "--env HF_TOKEN: whoever sees the job"),
+        ({}, {"rank_launcher": "srun", "nodes": (2, 2), "nproc": (2, 1)}, "--nproc 2,1: under --rank-launcher srun"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], changes: dict[str, Any], said: str) -> None:
@@ -57,10 +57,10 @@ def test_what_no_step_in_an_allocation_could_be_held_to_is_refused(monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     limits = {"walltime_s": 60.0, "gpus_per_node": 2}
     with pytest.raises(ConfigError, match="--gpus-per-node, --walltime: in an allocation"):
-        text(SCRIPT, inner="horovod", contract="horovod", **limits)
+        text(SCRIPT, rank_launcher="horovod", env_style="horovod", **limits)
     with pytest.raises(ConfigError, match="--gpus-per-node: in an allocation"):
-        text(TASK, inner="mpi", **limits)
-    assert "mpirun" in text(TASK, inner="mpi", walltime_s=60.0), "a task looks at the time itself"
+        text(TASK, rank_launcher="mpi", **limits)
+    assert "mpirun" in text(TASK, rank_launcher="mpi", walltime_s=60.0), "a task looks at the time itself"
 
 
 def test_the_jobs_of_an_array_need_a_run_each() -> None:
@@ -76,16 +76,17 @@ TRAIN = ("train", "fashion-mnist", "--on", "slurm", "--dry-run")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--nodes", "4", "--nproc", "4", "--shards", "12"), "16 processes cannot share --shards 12"),
+        (
+            ("--nodes", "4", "--nproc", "4", "--microbatches", "12"),
+            "16 processes cannot share --microbatches 12",
+        ),
         (("--nproc", "4,4"), "--nproc 4,4 lists 2 machines, but --nodes is 1"),
         (("--nproc", "4", "--gpus-per-node", "2"), "--nproc 4 processes cannot have a GPU each"),
         (("--walltime", "20min", "--checkpoint-every", "30min"), "--walltime 20min is over before the first"),
         (("--hosts", "a,b"), "hosts"),
     ],
 )
-def test_a_task_that_cannot_run_is_refused_at_once(
-    run_processes: Any, arguments: tuple[str, ...], said: str
-) -> None:
+def test_a_task_that_cannot_run_is_refused_at_once(run_processes: Any, arguments: tuple[str, ...], said: str) -> None:
     done = run_processes.paceline(*TRAIN, *arguments)
     assert done.returncode == 2
     assert said in done.stderr

@@ -100,8 +100,8 @@ wait_for() {
 }
 
 srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 \\
-  /opt/python -m paceline.launch.node --inner torchrun --nodes 2 --nproc 4 -- /opt/python \\
-  train.py --out 'a b' &
+  /opt/python -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 4 -- \\
+  /opt/python train.py --out 'a b' &
 steps+=("$!")
 wait_for "$!"
 code=$?
@@ -163,8 +163,8 @@ for rank in "${!hosts[@]}"; do
   export PACELINE_NODE_RANK=$rank
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
     --nodelist="${hosts[rank]}" --cpus-per-task=2 bash /home/me/runs/a/job/machine.sh \\
-    /opt/python -m paceline.launch.node --inner agent --nodes 1:3 --nproc 2 -- /opt/python -m \\
-    paceline train fashion-mnist --run-dir /home/me/runs/a &
+    /opt/python -m paceline.launch.node --rank-launcher agent --nodes 1:3 --nproc 2 -- \\
+    /opt/python -m paceline train fashion-mnist --run-dir /home/me/runs/a &
   steps+=("$!")
 done
 code=1
@@ -225,7 +225,7 @@ def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
             command=("/opt/python", "train.py", "--lr={array_index}"),
             nodes=(1, 2),
             nproc=(4,),
-            inner="srun",
+            rank_launcher="srun",
         )
         == """\
 # /home/me/jobs/train/job.sh
@@ -259,7 +259,8 @@ wait_for() {
 
 srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * 4)) \\
   --ntasks-per-node=4 --cpus-per-task=$((${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*} / 4)) /opt/python \\
-  -m paceline.launch.rank --contract torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" &
+  -m paceline.launch.rank --env-style torch -- /opt/python train.py --lr="$SLURM_ARRAY_TASK_ID" \\
+  &
 steps+=("$!")
 wait_for "$!"
 code=$?
@@ -284,8 +285,8 @@ def test_a_script_that_starts_its_own_processes() -> None:
             SCRIPT,
             SlurmOptions(no_requeue=True),
             command=("/opt/python", "main.py", "--dist-url", "tcp://{master_addr}:{master_port}"),
-            inner="spawn",
-            contract="none",
+            rank_launcher="spawn",
+            env_style="none",
             nodes=(2, 2),
         )
         == """\
@@ -318,8 +319,8 @@ wait_for() {
 }
 
 srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python \\
-  -m paceline.launch.node --inner spawn --nodes 2 --nproc 1 --contract none -- /opt/python \\
-  main.py --dist-url 'tcp://{master_addr}:{master_port}' &
+  -m paceline.launch.node --rank-launcher spawn --nodes 2 --nproc 1 --env-style none -- \\
+  /opt/python main.py --dist-url 'tcp://{master_addr}:{master_port}' &
 steps+=("$!")
 wait_for "$!"
 code=$?
@@ -369,8 +370,8 @@ for rank in "${!hosts[@]}"; do
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
     --nodelist="${hosts[rank]}" \\
     --job-name="paceline-$$" --cpus-per-task="${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}" /opt/python \\
-    -m paceline.launch.node --inner agent --nodes 2 --nproc 2 -- /opt/python -m paceline train \\
-    fashion-mnist --run-dir /home/me/runs/a &
+    -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- /opt/python -m paceline \\
+    train fashion-mnist --run-dir /home/me/runs/a &
   steps+=("$!")
 done
 code=1
@@ -402,7 +403,7 @@ def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pyt
     script = joined(text(SCRIPT, **limits))
     assert "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
     assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
-    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 " in joined(text(SCRIPT, inner="srun", **limits))
+    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 " in joined(text(SCRIPT, rank_launcher="srun", **limits))
     script = joined(text(TASK, **limits))
     assert '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 2))\n' in script
     assert ' --job-name="paceline-$$" --gres=gpu:2 --time=01:30:00 --cpus-per-task=' in script
@@ -410,22 +411,20 @@ def test_in_an_allocation_a_step_has_no_more_than_was_asked_for(monkeypatch: pyt
 
 def test_mpirun_and_ray_in_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.launch.mpi.find_mpirun", lambda: ("mpich", "mpiexec.hydra"))
-    two = {"nodes": (2, 2), "nproc": (2,), "inner": "mpi", "contract": "mpi"}
+    two = {"nodes": (2, 2), "nproc": (2,), "rank_launcher": "mpi", "env_style": "mpi"}
     script = text(SCRIPT, **two)
     assert "#SBATCH --ntasks-per-node=2\n" in script
     assert "mpiexec.hydra -n 4 -ppn 2 -bind-to none /opt/python train.py &\n" in joined(script)
-    script = joined(text(SCRIPT, **{**two, "contract": "torch", "master_port": 4000}))
-    assert "rank --contract torch --master-port 4000 -- /opt/python" in script
-    with pytest.raises(ConfigError, match="--inner mpi needs one number"):
+    script = joined(text(SCRIPT, **{**two, "env_style": "torch", "master_port": 4000}))
+    assert "rank --env-style torch --master-port 4000 -- /opt/python" in script
+    with pytest.raises(ConfigError, match="--rank-launcher mpi needs one number"):
         text(SCRIPT, **{**two, "nodes": (1, 2)})
-    script = joined(text(SCRIPT, nodes=(2, 2), inner="ray", contract="none"))
-    assert (
-        "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python -m paceline.launch.ray_node" in script
-    )
+    script = joined(text(SCRIPT, nodes=(2, 2), rank_launcher="ray", env_style="none"))
+    assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 /opt/python -m paceline.launch.ray_node" in script
 
 
 def test_horovodrun_reaches_the_other_machines_by_steps() -> None:
-    script = text(SCRIPT, nodes=(2, 2), nproc=(2,), inner="horovod", contract="horovod")
+    script = text(SCRIPT, nodes=(2, 2), nproc=(2,), rank_launcher="horovod", env_style="horovod")
     expected = r"""
 export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"
@@ -447,7 +446,7 @@ chmod +x "$starters/ssh"
 PATH="$starters:$PATH" horovodrun -np 4 --gloo -H "$hosts" env "PATH=$PATH" /opt/python train.py &
 """
     assert expected in joined(script)
-    assert "ssh" not in text(SCRIPT, nproc=(2,), inner="horovod", contract="horovod"), (
+    assert "ssh" not in text(SCRIPT, nproc=(2,), rank_launcher="horovod", env_style="horovod"), (
         "on one there is no need"
     )
 
@@ -456,12 +455,10 @@ def test_an_activated_environment_has_its_own_python() -> None:
     command = (sys.executable, "train.py")
     script = text(SCRIPT, SlurmOptions(venv="/opt/my env"), command=command, python=sys.executable)
     assert "source '/opt/my env/bin/activate'\n" in script
-    assert "python -m paceline.launch.node --inner torchrun --nproc 1 -- python train.py &\n" in joined(
-        script
-    )
+    assert "python -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- python train.py &\n" in joined(script)
     script = text(SCRIPT, SlurmOptions(venv="/opt/env"))
     assert (
-        "/opt/python -m paceline.launch.node --inner torchrun --nproc 1 -- /opt/python train.py &\n"
+        "/opt/python -m paceline.launch.node --rank-launcher torchrun --nproc 1 -- /opt/python train.py &\n"
         in joined(script)
     )
 
@@ -493,7 +490,7 @@ def test_a_task_of_an_array_asks_slurm_for_itself_alone() -> None:
 
 
 def test_a_sweep_of_tasks_keeps_its_script_beside_the_runs(run_processes: Any, tmp_path: Path) -> None:
-    sweep = ("--array", "0-3", "--seed", "1", "--run", "runs/sweep-{array_index}")
+    sweep = ("--array", "0-3", "--seed", "1", "--run-dir", "runs/sweep-{array_index}")
     done = run_processes.paceline("train", "fashion-mnist", "--on", "slurm", "--dry-run", *sweep)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"# {tmp_path}/runs/sweep-array-index-job/job.sh\n")

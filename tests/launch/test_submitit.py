@@ -20,13 +20,13 @@ from tests.launch.submitit_programs import ADD, COUNT, NETWORK
 
 import paceline
 from paceline.core.errors import ConfigError, TaskError
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.registry import make_options
 from paceline.launch.submit import JobRecord
 from paceline.launch.submitit_running import check_private, make_private
 
 TRAIN = (
-    *("train", "fashion-mnist", "--shards", "12", "--global-batch-size", "96", "--max-steps", "120"),
+    *("train", "fashion-mnist", "--microbatches", "12", "--global-batch-size", "96", "--max-steps", "120"),
     *("--threads", "1", "--seed", "7", "--eval-every", "never", "--checkpoint-every", "5steps"),
 )
 
@@ -55,8 +55,8 @@ executor.update_parameters(
     slurm_additional_parameters={'signal': 'USR1@90', 'nice': '10'},
     stderr_to_stdout=True,
 )
-command = ['/opt/python', '-m', 'paceline.launch.node', '--inner', 'torchrun', '--nodes', '2', '--nproc', '4',
- '--', 'python', 'train.py', '--lr', '0.1']
+command = ['/opt/python', '-m', 'paceline.launch.node', '--rank-launcher', 'torchrun', '--nodes', '2',
+ '--nproc', '4', '--', 'python', 'train.py', '--lr', '0.1']
 print(executor.submit(StartCommand(command, each='machine')).job_id)
 
 # submit
@@ -71,27 +71,25 @@ class Named(paceline.Task):
     name: str = "one"
 
 
-def spec(**fields: object) -> JobSpec:
+def spec(**fields: object) -> LaunchSpec:
     values = {"command": ("python", "train.py", "--lr", "0.1"), "name": "net", "python": "/opt/python"}
-    return JobSpec(**{"directory": Path("/shared/net/job"), **values, **fields})
+    return LaunchSpec(**{"directory": Path("/shared/net/job"), **values, **fields})
 
 
-def rendered(job: JobSpec, **options: object) -> str:
+def rendered(job: LaunchSpec, **options: object) -> str:
     launcher = get_launcher("submitit")
     return launcher.render(job, make_options(launcher, options)).text
 
 
 def test_the_whole_text() -> None:
-    job = spec(
-        nodes=(2, 2), nproc=(4,), gpus_per_node=4, cpus_per_task=4, walltime_s=5400, env={"NAME": "a b"}
-    )
+    job = spec(nodes=(2, 2), nproc=(4,), gpus_per_node=4, cpus_per_task=4, walltime_s=5400, env={"NAME": "a b"})
     text = rendered(job, partition="main", setup=("module load cuda",), slurm=("nice=10",))
     assert text.replace(sys.executable, "PYTHON") == WHOLE_TEXT
 
 
 def test_a_task_of_slurms_for_each_rank() -> None:
     assert "    cpus_per_task=3,\n" in rendered(spec(nproc=(3,)))  # one task, which starts three processes
-    text = rendered(spec(nodes=(2, 2), nproc=(3,), cpus_per_task=2, inner="srun"))
+    text = rendered(spec(nodes=(2, 2), nproc=(3,), cpus_per_task=2, rank_launcher="srun"))
     assert "    tasks_per_node=3,\n" in text
     assert "    cpus_per_task=2,\n" in text
     assert "'paceline.launch.rank'" in text
@@ -103,17 +101,15 @@ def test_a_task_of_slurms_for_each_rank() -> None:
     [
         ({"nodes": (1, 2)}, {}, "--nodes is 1:2"),
         ({"nodes": (2, 2)}, {"executor": "local"}, "--nodes is 2"),
-        ({"nodes": (2, 2), "nproc": (1, 2), "inner": "srun"}, {}, "--nproc is a list"),
-        ({"inner": "srun"}, {"executor": "local"}, "--inner srun needs Slurm"),
+        ({"nodes": (2, 2), "nproc": (1, 2), "rank_launcher": "srun"}, {}, "--nproc is a list"),
+        ({"rank_launcher": "srun"}, {"executor": "local"}, "--rank-launcher srun needs Slurm"),
         ({}, {"executor": "local", "partition": "main"}, "--partition is for Slurm"),
         ({}, {"executor": "pbs"}, "--executor must be slurm or local"),
         ({}, {"slurm": ("nice",)}, "--slurm must be KEY=VALUE"),
         ({}, {"colour": "red"}, "--on submitit knows no --colour"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    fields: dict[str, object], options: dict[str, object], message: str
-) -> None:
+def test_what_cannot_be_is_refused(fields: dict[str, object], options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rendered(spec(**fields), **options)
 
@@ -174,10 +170,10 @@ def test_a_task_that_is_preempted_ends_with_the_same_model(
     run_processes: Processes, tmp_path: Path, wait_until: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    undisturbed = run_processes.paceline(*TRAIN, "--run", "undisturbed", "--json", "--quiet")
+    undisturbed = run_processes.paceline(*TRAIN, "--run-dir", "undisturbed", "--json", "--quiet")
     expected = json.loads(undisturbed.stdout.splitlines()[-1])["model_sha256"]
     on = ("--on", "submitit", "--executor", "local")
-    submitted = run_processes.paceline(*TRAIN, "--nproc", "2", "--run", "run", *on, "--json")
+    submitted = run_processes.paceline(*TRAIN, "--nproc", "2", "--run-dir", "run", *on, "--json")
     job = json.loads(submitted.stdout)
     controller = psutil.Process(job["reference"]["pid"])
     try:
@@ -203,7 +199,7 @@ def test_a_submitted_task_is_cancelled_and_then_continued_from_python(
         "import sys, paceline\n"
         "from paceline.training.tasks.fashion_mnist import FashionMNIST\n"
         'if __name__ == "__main__":\n'
-        "    job = paceline.submit(FashionMNIST(lr=0.05), on='local', run='run', nproc=1,\n"
+        "    job = paceline.submit(FashionMNIST(lr=0.05), on='local', run_dir='run', nproc=1,\n"
         "                          max_steps=int(sys.argv[1]), threads=1, checkpoint_every='5steps')\n"
         "    print(job.id, flush=True)\n"
         "    if sys.argv[2:]:\n"
@@ -256,9 +252,7 @@ def test_wrong_calls_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.rglob("*")] == ["jobs"]
 
 
-def test_functions_that_cannot_be_recorded_are_not_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_that_cannot_be_recorded_are_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 
 PACELINE = (sys.executable, "-m", "paceline")
 TRAIN = (
-    *("train", "fashion-mnist", "--shards", "12", "--global-batch-size", "96", "--max-steps", "120"),
+    *("train", "fashion-mnist", "--microbatches", "12", "--global-batch-size", "96", "--max-steps", "120"),
     *("--threads", "1", "--seed", "7", "--eval-every", "never", "--checkpoint-every", "5steps"),
 )
 
@@ -35,9 +35,7 @@ def test_functions_and_what_slurm_refuses(slurm_cluster: SlurmCluster, tmp_path:
     script = (tmp_path / "log_test" / f"{number}_submission.sh").read_text()
     assert "#SBATCH --ntasks-per-node=1\n" in script
     assert "#SBATCH --time=60\n" in script
-    (tmp_path / "wrong.py").write_text(
-        "import paceline\npaceline.submit(print, partition='none', name='wrong')\n"
-    )
+    (tmp_path / "wrong.py").write_text("import paceline\npaceline.submit(print, partition='none', name='wrong')\n")
     refused = slurm_cluster.run(sys.executable, "wrong.py", env=env)
     assert refused.returncode == 1
     assert "sbatch refused the job: invalid partition specified: none" in refused.stderr
@@ -50,9 +48,9 @@ def test_a_task_on_two_machines_is_requeued_and_ends_with_the_same_model(
     slurm_cluster: SlurmCluster, run_processes: Processes, tmp_path: Path
 ) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
-    undisturbed = run_processes.paceline(*TRAIN, "--run", "undisturbed", "--json", "--quiet")
+    undisturbed = run_processes.paceline(*TRAIN, "--run-dir", "undisturbed", "--json", "--quiet")
     expected = json.loads(undisturbed.stdout.splitlines()[-1])["model_sha256"]
-    on = ("--on", "submitit", "--nodes", "2", "--nproc", "2", "--run", "run", "--heartbeat", "60")
+    on = ("--on", "submitit", "--nodes", "2", "--nproc", "2", "--run-dir", "run", "--heartbeat", "60")
     submitted = slurm_cluster.run(*PACELINE, *TRAIN, *on, "--json", env=env)
     assert submitted.returncode == 0, submitted.stderr
     job = json.loads(submitted.stdout)
@@ -71,15 +69,13 @@ def test_a_task_on_two_machines_is_requeued_and_ends_with_the_same_model(
 def test_ranks_as_tasks_of_slurm_and_cancelling(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     (tmp_path / "say.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1])\n")
-    on = ("--on", "submitit", "--nodes", "2", "--nproc", "2", "--inner", "srun")
+    on = ("--on", "submitit", "--nodes", "2", "--nproc", "2", "--rank-launcher", "srun")
     done = slurm_cluster.run(*PACELINE, "launch", *on, "--wait", "--", "say.py", "{nnodes}", env=env)
     assert done.returncode == 0, done.stderr
-    said = sorted(
-        line.partition("| ")[2] for line in done.stdout.splitlines() if "rank " in line and "_log" in line
-    )
+    said = sorted(line.partition("| ")[2] for line in done.stdout.splitlines() if "rank " in line and "_log" in line)
     assert [line for line in said if line.startswith("rank")] == [f"rank {n} 2" for n in range(4)]
     submitted = slurm_cluster.run(
-        *PACELINE, "launch", "--on", "submitit", "--inner", "spawn", "--json", "--", "sleep", "1000", env=env
+        *PACELINE, "launch", "--on", "submitit", "--rank-launcher", "spawn", "--json", "--", "sleep", "1000", env=env
     )
     number = json.loads(submitted.stdout)["reference"]["id"]
     slurm_cluster.wait_for(number, "RUNNING")

@@ -16,19 +16,19 @@ import pytest
 from tests.conftest import children, runs
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.launch.local_processes import get_local_launcher
 from paceline.runs.directory import RunDirectory
 
 DRIVER = """
 import sys
 from pathlib import Path
-from paceline.launch.local_processes import LocalSpec, get_local_launcher
+from paceline.launch.local_processes import ProcessGroupSpec, get_local_launcher
 from paceline.runs.directory import RunDirectory
 launcher, nproc, *command = sys.argv[1:]
 launcher = get_local_launcher(launcher)
 run = RunDirectory(Path("run"))
-spec = LocalSpec(command=tuple(command), nproc=int(nproc), directory=run, grace_s=5, threads=1)
+spec = ProcessGroupSpec(command=tuple(command), nproc=int(nproc), directory=run, grace_s=5, threads=1)
 sys.exit(launcher.submit(launcher.render(spec)).wait())
 """
 
@@ -147,7 +147,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: 
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "while True: signal.pause()\n"
     )
-    spec = LocalSpec(command=(str(script),), nproc=2, grace_s=0.2, directory=RunDirectory(tmp_path / "run"))
+    spec = ProcessGroupSpec(command=(str(script),), nproc=2, grace_s=0.2, directory=RunDirectory(tmp_path / "run"))
     spawn = get_local_launcher("spawn")
     handle = spawn.submit(spawn.render(spec))
     assert len(handle.pids) == 2
@@ -157,9 +157,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_is_passed_on_once_and_the_workers_stop(
-    job: Job, launcher: str, number: int, code: int
-) -> None:
+def test_a_signal_is_passed_on_once_and_the_workers_stop(job: Job, launcher: str, number: int, code: int) -> None:
     popen = job.start(STOPS_WHEN_ASKED, launcher=launcher)
     job.wait_for(popen, "ready-0", "ready-1")
     # To the whole group, as Ctrl-C in a terminal does.
@@ -194,9 +192,7 @@ def test_scripts_that_know_no_signals_die_of_them_without_a_failure(job: Job) ->
 
 
 def test_grandchildren_end_with_their_rank(job: Job) -> None:
-    done = job.run(
-        "child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, flush=True)\nif rank: sys.exit(0)"
-    )
+    done = job.run("child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, flush=True)\nif rank: sys.exit(0)")
     children = [int(done.stdout), int((job.path / "run/logs/rank-1.log").read_text())]
     assert done.returncode == 0
     job.wait_gone(children)
@@ -232,7 +228,7 @@ def test_a_cancelled_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")
     spawn = get_local_launcher("spawn")
-    handle = spawn.submit(spawn.render(LocalSpec(command=(str(script),), nproc=2)))
+    handle = spawn.submit(spawn.render(ProcessGroupSpec(command=(str(script),), nproc=2)))
     handle.cancel()
     assert handle.wait() == 128 + signal.SIGTERM
 
@@ -240,11 +236,9 @@ def test_a_cancelled_job_ends(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['MASTER_PORT'])"
-    )
+    script.write_text("import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['MASTER_PORT'])")
     spawn = get_local_launcher("spawn")
-    spec = LocalSpec(command=(str(script), str(tmp_path / "port")))
+    spec = ProcessGroupSpec(command=(str(script), str(tmp_path / "port")))
     rendered = spawn.render(spec)
     port = int(rendered.processes[0].env["MASTER_PORT"])
     with socket.socket() as other:
@@ -258,7 +252,7 @@ def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_is_not_there_is_reported(tmp_path: Path) -> None:
     spawn = get_local_launcher("spawn")
-    spec = LocalSpec(command=("x.py",), nproc=2, python=str(tmp_path / "no-python"))
+    spec = ProcessGroupSpec(command=("x.py",), nproc=2, python=str(tmp_path / "no-python"))
     with pytest.raises(LaunchError, match="no-python is no program"):
         spawn.submit(spawn.render(spec))
 
@@ -271,15 +265,13 @@ def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> Non
     directory = RunDirectory(tmp_path / "run")
     directory.log_of(1).mkdir(parents=True)
     spawn = get_local_launcher("spawn")
-    spec = LocalSpec(command=(str(script),), nproc=2, directory=directory)
+    spec = ProcessGroupSpec(command=(str(script),), nproc=2, directory=directory)
     with pytest.raises(LaunchError, match=r"could not be started: .*rank-1\.log"):
         spawn.submit(spawn.render(spec))
     assert set(children(os.getpid())) <= before
 
 
-def test_inprocess_runs_here_and_returns_the_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inprocess_runs_here_and_returns_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\nprint(os.getpid(), sys.argv[1:], os.environ['EXTRA'])\nsys.exit(int(sys.argv[1]))"
@@ -287,12 +279,12 @@ def test_inprocess_runs_here_and_returns_the_exit_code(
     inprocess = get_local_launcher("inprocess")
     argv = list(sys.argv)
     for code in (0, 3):
-        spec = LocalSpec(command=(str(script), str(code)), env={"EXTRA": "x"})
+        spec = ProcessGroupSpec(command=(str(script), str(code)), env={"EXTRA": "x"})
         assert inprocess.submit(inprocess.render(spec)).wait() == code
         assert capsys.readouterr().out == f"{os.getpid()} ['{code}'] x\n"
     assert sys.argv == argv
     assert "EXTRA" not in os.environ
-    module = LocalSpec(command=("-m", "this"))
+    module = ProcessGroupSpec(command=("-m", "this"))
     assert inprocess.submit(inprocess.render(module)).wait() == 0
     assert "Namespaces" in capsys.readouterr().out
 
@@ -309,7 +301,7 @@ def test_inprocess_imports_from_where_python_does(
     inprocess = get_local_launcher("inprocess")
     path = list(sys.path)
     for command in (("beside/script.py",), ("link.py",), ("-m", "module_of_directory")):
-        assert inprocess.submit(inprocess.render(LocalSpec(command=command))).wait() == 0
+        assert inprocess.submit(inprocess.render(ProcessGroupSpec(command=command))).wait() == 0
         sys.modules.pop("neighbour_of_script", None)
     assert capsys.readouterr().out.splitlines() == [
         *["beside the script"] * 2,

@@ -102,11 +102,9 @@ def test_static_ranks(launch: Any, run_processes: Any) -> None:
 def test_workers_meet_at_the_address_that_the_hosts_are_given_by(run_processes: Any, tmp_path: Path) -> None:
     """What torchrun takes for this machine's name is never asked for: it may mean something only here."""
     (tmp_path / "meets.py").write_text(
-        "import os\n"
-        "line = 'rank {RANK} meets at {MASTER_ADDR}\\n'.format(**os.environ)\n"
-        "os.write(1, line.encode())\n"
+        "import os\nline = 'rank {RANK} meets at {MASTER_ADDR}\\n'.format(**os.environ)\nos.write(1, line.encode())\n"
     )
-    agent = [sys.executable, "-m", "paceline.launch.node", "--inner", "torchrun", "--nodes", "2"]
+    agent = [sys.executable, "-m", "paceline.launch.node", "--rank-launcher", "torchrun", "--nodes", "2"]
     agent += [
         "--threads",
         "1",
@@ -154,7 +152,7 @@ def test_what_torchrun_cannot_do(launch: Any, run_processes: Any) -> None:
         (("--rdzv-backend", "etcd"), "--rdzv-backend must be c10d or static, but is 'etcd'"),
         (("--rdzv-backend", "static"), "static needs --node-rank"),
         (("--nodes", "2"), "--nodes above 1 needs --rdzv-endpoint HOST:PORT"),
-        (("--contract", "tensorflow"), "--contract tensorflow does not work with --on torchrun"),
+        (("--env-style", "tensorflow"), "--env-style tensorflow does not work with --on torchrun"),
     ):
         done = run_processes.finish(launch("--on", "torchrun", *words, "--", "plain.py"))
         assert done.returncode == 2

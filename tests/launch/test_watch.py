@@ -158,7 +158,7 @@ def test_no_library_comes_of_waiting(clock: Clock) -> None:
     missing = LaunchError("Install it.")
     missing.__cause__ = ImportError("boto3")
     with pytest.raises(LaunchError, match="Install it"):
-        job_logs.Watch(answering(missing)).wait()
+        job_logs.StatusPoller(answering(missing)).wait()
 
 
 def test_an_end_that_cannot_be_asked_for_again_is_still_an_end(
@@ -167,8 +167,6 @@ def test_an_end_that_cannot_be_asked_for_again_is_still_an_end(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     job = handle("slurm", tmp_path)
     monkeypatch.setattr(SlurmJob, "status", answering(SUCCEEDED, AWAY))
-    record = JobRecord(
-        id="slurm-7", launcher="slurm", name="t", command=("t",), directory=str(tmp_path), reference={}
-    )
+    record = JobRecord(id="slurm-7", launcher="slurm", name="t", command=("t",), directory=str(tmp_path), reference={})
     assert finish(record, job) == 0
     assert read_records() == [], "nothing wrong is remembered"

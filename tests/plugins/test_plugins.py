@@ -100,9 +100,7 @@ def outcomes(
     """Exit status, counts of the summary line, and output of pytest on these files."""
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text, encoding="utf-8")
-    (directory / "pytest.ini").write_text(
-        "[pytest]\nmarkers = gpu\naddopts = --strict-markers\n", encoding="utf-8"
-    )
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = --strict-markers\n", encoding="utf-8")
     finished = subprocess.run(
         [
             sys.executable,

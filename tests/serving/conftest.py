@@ -54,9 +54,7 @@ def serving_env(registry: Path) -> dict[str, str]:
     return {"PACELINE_REGISTRY": str(registry), "XDG_CONFIG_HOME": str(registry / "config")}
 
 
-def start_server(
-    processes: Processes, env: dict[str, str], *words: str | Path, shared: bool = False
-) -> Server:
+def start_server(processes: Processes, env: dict[str, str], *words: str | Path, shared: bool = False) -> Server:
     """Start ``paceline serve`` on a free port and wait until it is ready."""
     popen = processes.start(
         [sys.executable, "-m", "paceline", "serve", *words, "--port", "0", "--json"], env=env, shared=shared

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from paceline.core.inference import Inference
+from paceline.core.inference import InferenceSignature
 from paceline.core.task_loading import build_task, load_task_class
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import trust
-from paceline.runs.package_manifest import Manifest, Provenance
-from paceline.runs.package_registry import Reference, Registry
+from paceline.runs.package_manifest import PackageManifest, Provenance
+from paceline.runs.package_registry import PackageReference, Registry
 
 
 def put(registry: Path, recipe: str, *, name: str, seed: int = 0, tag: str = "prod") -> Path:
@@ -23,17 +23,15 @@ def put(registry: Path, recipe: str, *, name: str, seed: int = 0, tag: str = "pr
     torch.manual_seed(seed)
     task = build_task(load_task_class(recipe), {})
     model = task.build_model().eval()
-    inference = task.build_inference(model)
+    inference = task.inference_signature(model)
     assert inference is not None
     module = inference.module.eval()
-    return put_module(
-        registry, inference, module, save(dict(model.state_dict())), name=name, task=recipe, tag=tag
-    )
+    return put_module(registry, inference, module, save(dict(model.state_dict())), name=name, task=recipe, tag=tag)
 
 
 def put_module(
     registry: Path,
-    inference: Inference,
+    inference: InferenceSignature,
     module: torch.nn.Module,
     weights: bytes,
     *,
@@ -52,14 +50,12 @@ def put_module(
         program = torch.export.export(module, tuple(examples), dynamic_shapes=tuple(dynamic))
     stream = io.BytesIO()
     torch.export.save(program, stream)
-    return put_files(
-        registry, inference, weights, {"program.pt2": stream.getvalue()}, name=name, task=task, tag=tag
-    )
+    return put_files(registry, inference, weights, {"program.pt2": stream.getvalue()}, name=name, task=task, tag=tag)
 
 
 def put_files(
     registry: Path,
-    inference: Inference,
+    inference: InferenceSignature,
     weights: bytes,
     programs: dict[str, bytes],
     *,
@@ -69,7 +65,7 @@ def put_files(
 ) -> Path:
     """The same of weights, and of programs that somebody has made."""
     files = {"weights.safetensors": weights, **programs}
-    manifest = Manifest(
+    manifest = PackageManifest(
         name=name,
         created="2026-01-01T00:00:00+00:00",
         inputs=inference.inputs,
@@ -98,7 +94,7 @@ def put_files(
         for file, content in files.items():
             (draft / file).write_bytes(content)
         digest = home.commit(draft, manifest)
-    home.put_tag(Reference(name, tag), digest)
+    home.put_tag(PackageReference(name, tag), digest)
     configured = os.environ.get("XDG_CONFIG_HOME")
     os.environ["XDG_CONFIG_HOME"] = str(registry / "config")
     try:

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from tests.serving.packages import put_module
 from torch import nn
 
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.training.tasks.fashion_mnist import LABELS, FashionMNISTMLP, load_fashion_mnist
 
 
@@ -46,7 +46,7 @@ def put_clothes(registry: Path) -> Clothes:
         optimizer.zero_grad()
         task.loss(model, [images[batch], labels[batch]]).backward()
         optimizer.step()
-    inference = task.build_inference(model.eval())
+    inference = task.inference_signature(model.eval())
     module = inference.module.eval()
     put_module(registry, inference, module, save(dict(model.state_dict())), name="clothes")
     images, labels = load_fashion_mnist("test")
@@ -87,5 +87,5 @@ def put_points(registry: Path) -> None:
 
 def _put(registry: Path, name: str, module: nn.Module, takes: Any, gives: Any) -> None:
     specs = [{key: TensorSpec(dtype="float32", shape=shape)} for key, shape in (takes, gives)]
-    inference = Inference(module=module, inputs=specs[0], outputs=specs[1])
+    inference = InferenceSignature(module=module, inputs=specs[0], outputs=specs[1])
     put_module(registry, inference, module.eval(), save({"none": torch.zeros(1)}), name=name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 
 DIE, FAIL, LEAVE_A_CHILD = -1.0, -2.0, -3.0
@@ -44,6 +44,6 @@ class PuppetTask(Task):
     def build_model(self) -> nn.Module:
         return nn.Identity()
 
-    def build_inference(self, model: nn.Module) -> Inference:
+    def inference_signature(self, model: nn.Module) -> InferenceSignature:
         inputs = {"act": TensorSpec(dtype="float32", shape=(1,))}
-        return Inference(module=Puppet(), inputs=inputs, outputs={"pid": TensorSpec(dtype="int64")})
+        return InferenceSignature(module=Puppet(), inputs=inputs, outputs={"pid": TensorSpec(dtype="int64")})

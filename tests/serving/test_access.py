@@ -18,7 +18,7 @@ from tests.serving.load import PATH
 from paceline.core.errors import ConfigError
 from paceline.serving.access import read_token
 from paceline.serving.model import ServingOptions
-from paceline.serving.server import Address, bind, listen
+from paceline.serving.server import ListenAddress, bind, listen
 
 
 @pytest.fixture
@@ -66,22 +66,22 @@ def test_a_token_that_is_none(token_file: Path, content: bytes) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
 def test_no_public_address_without_a_token(host: str) -> None:
     with pytest.raises(ConfigError, match="--token-file"):
-        Address(host=host)
-    assert Address(host=host, token="0123456789abcdef").host == host
+        ListenAddress(host=host)
+    assert ListenAddress(host=host, token="0123456789abcdef").host == host
 
 
 def test_a_port_in_use() -> None:
-    with bind(Address(port=0)) as first:
+    with bind(ListenAddress(port=0)) as first:
         first.listen()
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}.*in use.*--port 0"):
-            bind(Address(port=port))
+            bind(ListenAddress(port=port))
 
 
 def test_two_servers_that_were_started_at_the_same_time() -> None:
-    with bind(Address(port=0)) as first:
+    with bind(ListenAddress(port=0)) as first:
         port = first.getsockname()[1]
-        with bind(Address(port=port)) as second:  # the first does not listen yet
+        with bind(ListenAddress(port=port)) as second:  # the first does not listen yet
             listen(first)
             with pytest.raises(ConfigError, match=f"port {port}.*in use.*--port 0"):
                 listen(second)

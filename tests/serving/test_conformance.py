@@ -143,9 +143,7 @@ def test_triton_client(base_url: str, binary_input: bool, binary_output: bool) -
         assert client.get_model_metadata(MODEL)["name"] == MODEL
         tensor = triton.InferInput("image", list(pixels.shape), "UINT8")
         tensor.set_data_from_numpy(pixels, binary_data=binary_input)
-        wanted = [
-            triton.InferRequestedOutput(n, binary_data=binary_output) for n in ("probabilities", "label")
-        ]
+        wanted = [triton.InferRequestedOutput(n, binary_data=binary_output) for n in ("probabilities", "label")]
         answer = client.infer(MODEL, [tensor], outputs=wanted, request_id="t", timeout=60_000_000)
         probabilities = answer.as_numpy("probabilities")
         assert probabilities.shape == (5, 10)

@@ -173,10 +173,8 @@ def test_who_asks_and_does_not_read_fills_no_memory(server: Server) -> None:
         assert process.memory_info().rss - before < 100 * 2**20
 
 
-def test_a_server_ends_although_a_client_does_not_read(
-    run_processes: Processes, start: Callable[..., Server]
-) -> None:
-    server = start("fashion-mnist@prod", "--drain-notice", "1ms")
+def test_a_server_ends_although_a_client_does_not_read(run_processes: Processes, start: Callable[..., Server]) -> None:
+    server = start("fashion-mnist@prod", "--drain-delay", "1ms")
     with connected(server) as connection:
         ask_until_it_waits(server, connection)
         server.popen.send_signal(signal.SIGINT)

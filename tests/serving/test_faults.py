@@ -55,9 +55,7 @@ def test_another_package_without_a_failed_request(
 ) -> None:
     with Load(faulty.url) as load:
         wait_until(lambda: load.statuses[200] > 20, "answers before", timeout_s=120)
-        done = run_processes.paceline(
-            "serve", "fashion-mnist@next", "--swap", faulty.url, env=serving_env, timeout_s=240
-        )
+        done = run_processes.paceline("deploy", faulty.url, "fashion-mnist@next", env=serving_env, timeout_s=240)
         assert done.returncode == 0, done.stderr
         assert "is now version" in done.stdout
         wait_until(lambda: len(load.versions) == 2, "answers of the other", timeout_s=120)
@@ -66,9 +64,7 @@ def test_another_package_without_a_failed_request(
     assert load.broken == []
     assert len(load.versions) == 2
 
-    done = run_processes.paceline(
-        "serve", "fashion-mnist@none", "--swap", faulty.url, env=serving_env, timeout_s=240
-    )
+    done = run_processes.paceline("deploy", faulty.url, "fashion-mnist@none", env=serving_env, timeout_s=240)
     assert done.returncode == 1
     assert "the model stays as it is" in done.stderr
     assert ready(faulty)
@@ -85,9 +81,7 @@ def test_a_package_that_is_exchanged_while_a_client_sends(
         connection.endheaders(body[:100])
         before = httpx.get(f"{faulty.url}/v2/models/fashion-mnist", timeout=60).json()["versions"]
         for tag in ("prod", "next"):
-            done = run_processes.paceline(
-                "serve", f"fashion-mnist@{tag}", "--swap", faulty.url, "--json", env=serving_env
-            )
+            done = run_processes.paceline("deploy", faulty.url, f"fashion-mnist@{tag}", "--json", env=serving_env)
             assert done.returncode == 0, done.stderr
             if [json.loads(done.stdout)["version"]] != before:
                 break
@@ -101,7 +95,7 @@ def test_a_package_that_is_exchanged_while_a_client_sends(
 
 @pytest.mark.chaos
 def test_readiness_and_the_end(start: Callable[..., Server], wait_until: Callable[..., None]) -> None:
-    server = start("fashion-mnist@prod", "--drain-notice", "10s", "--timeout", "2min")
+    server = start("fashion-mnist@prod", "--drain-delay", "10s", "--timeout", "2min")
     assert ready(server)
     with Load(server.url) as load:
         wait_until(lambda: load.statuses[200] > 50, "answers before", timeout_s=120)

@@ -24,11 +24,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from paceline.core.errors import ConfigError
-from paceline.serving.access import Access
+from paceline.serving.access import AccessPolicy
 from paceline.serving.app import Models
 from paceline.serving.grpc_server import GrpcServer
 from paceline.serving.model import ServingOptions
-from paceline.serving.server import Address
+from paceline.serving.server import ListenAddress
 
 MODEL = "fashion-mnist"
 TIMEOUT_S = 60
@@ -98,9 +98,7 @@ def test_typed_contents_are_answered_in_kind(stub: Any, client: triton.Inference
     assert len(answer.raw_output_contents) == 0
     probabilities, label = answer.outputs
     black = client.infer(MODEL, [tensor(np.zeros((1, 1, 28, 28), np.uint8))])
-    np.testing.assert_allclose(
-        probabilities.contents.fp32_contents, black.as_numpy("probabilities")[0], rtol=1e-5
-    )
+    np.testing.assert_allclose(probabilities.contents.fp32_contents, black.as_numpy("probabilities")[0], rtol=1e-5)
     assert list(label.contents.int64_contents) == black.as_numpy("label").tolist()
 
 
@@ -193,9 +191,7 @@ def test_limits_deadlines_and_the_end(
 
         def gone() -> float:
             text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text
-            lines = [
-                line for line in text.splitlines() if line.startswith('paceline_requests_total{code="499"')
-            ]
+            lines = [line for line in text.splitlines() if line.startswith('paceline_requests_total{code="499"')]
             return sum(float(line.split()[-1]) for line in lines)
 
         answers: queue.Queue[Any] = queue.Queue()
@@ -237,18 +233,14 @@ def is_ready(client: triton.InferenceServerClient) -> bool:
 def test_a_port_in_use(server: Server, run_processes: Processes, serving_env: dict[str, str]) -> None:
     assert server.grpc is not None
     port = server.grpc.rpartition(":")[2]
-    done = run_processes.paceline(
-        "serve", "fashion-mnist@prod", "--port", "0", "--grpc-port", port, env=serving_env
-    )
+    done = run_processes.paceline("serve", "fashion-mnist@prod", "--port", "0", "--grpc-port", port, env=serving_env)
     assert done.returncode == 2
-    assert f"--grpc-port {port}: it is in use. --grpc-port 0 takes a free one." in " ".join(
-        done.stderr.split()
-    )
+    assert f"--grpc-port {port}: it is in use. --grpc-port 0 takes a free one." in " ".join(done.stderr.split())
 
 
 def test_a_port_that_is_none() -> None:
     with pytest.raises(ConfigError, match="--grpc-port must be between 0 and 65535, but is 65536"):
-        Address(grpc_port=65536)
+        ListenAddress(grpc_port=65536)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +253,6 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
             *("127.0.0.1", 0),
             models=Models(options),
             options=options,
-            access=Access(None),
+            access=AccessPolicy(None),
             is_draining=lambda: False,
         )

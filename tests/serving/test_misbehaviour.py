@@ -23,7 +23,7 @@ PATH = "/v2/models/puppet/infer"
 @pytest.fixture(scope="module")
 def puppets(module_processes: Processes, registry: Path, serving_env: dict[str, str]) -> Server:
     task = puppet.PuppetTask()
-    inference = task.build_inference(task.build_model())
+    inference = task.inference_signature(task.build_model())
     put_files(registry, inference, save({}), {}, name="puppet")
     words = ("--task", f"{puppet.__file__}:PuppetTask", "--max-batch", "4")
     words = (*words, "--hang-timeout", "20s", "--timeout", "2min")

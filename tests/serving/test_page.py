@@ -66,9 +66,7 @@ def page(chrome: Chrome, served: Server, wait_until: Callable[..., None]) -> Ite
     yield chrome
     # The browser tells of the request that had no token yet, too.
     assert [text for text in complaints(chrome) if "401 (Unauthorized)" not in text] == []
-    assert {
-        address for address in requested(chrome) if not address.startswith((served.url, "blob:"))
-    } == set()
+    assert {address for address in requested(chrome) if not address.startswith((served.url, "blob:"))} == set()
 
 
 def texts(chrome: Chrome, selector: str) -> list[str]:
@@ -169,9 +167,7 @@ def test_drawing_with_mouse_finger_and_keyboard(page: Chrome, wait_until: Callab
 
 @pytest.mark.browser
 @needs_browser
-def test_a_coloured_picture_keeps_its_channels(
-    page: Chrome, tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
+def test_a_coloured_picture_keeps_its_channels(page: Chrome, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     choose(page, "colours", wait_until)
     picture = tmp_path / "picture.png"
     Image.new("RGB", (16, 16), (255, 102, 0)).save(picture)
@@ -250,9 +246,7 @@ def proxy(target: str, prefix: str) -> Iterator[str]:
             if not self.path.startswith(prefix):
                 self.send_error(404)
                 return
-            kept = {
-                name: self.headers[name] for name in ("Authorization", "Content-Type") if self.headers[name]
-            }
+            kept = {name: self.headers[name] for name in ("Authorization", "Content-Type") if self.headers[name]}
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             answer = httpx.request(
                 self.command, target + self.path[len(prefix) - 1 :], headers=kept, content=body, timeout=60
@@ -280,9 +274,7 @@ def proxy(target: str, prefix: str) -> Iterator[str]:
 
 @pytest.mark.browser
 @needs_browser
-def test_the_page_works_under_a_sub_path(
-    page: Chrome, served: Server, wait_until: Callable[..., None]
-) -> None:
+def test_the_page_works_under_a_sub_path(page: Chrome, served: Server, wait_until: Callable[..., None]) -> None:
     with proxy(served.url, "/deep/er/") as url:
         page.get(url)
         wait_until(lambda: texts(page, "form label"), "the question for the token", WAIT_S)

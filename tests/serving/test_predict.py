@@ -34,9 +34,7 @@ def predict(run_processes: Processes, serving_env: dict[str, str]) -> Callable[.
     return run
 
 
-def test_a_picture_and_arrays_of_every_form(
-    predict: Callable[..., str], server: Server, tmp_path: Path
-) -> None:
+def test_a_picture_and_arrays_of_every_form(predict: Callable[..., str], server: Server, tmp_path: Path) -> None:
     Image.fromarray(PIXELS[0, 0]).save(tmp_path / "one.png")
     np.save(tmp_path / "rows.npy", PIXELS[:1])
     np.savez(tmp_path / "rows.npz", image=PIXELS[:1])
@@ -59,9 +57,7 @@ def test_a_picture_and_arrays_of_every_form(
 
 def test_a_file_through_a_server(predict: Callable[..., str], server: Server, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", PIXELS)
-    predict(
-        server.url, tmp_path / "rows.npy", "--output", tmp_path / "out.csv", "--chunk", "7", "--nproc", "2"
-    )
+    predict(server.url, tmp_path / "rows.npy", "--output", tmp_path / "out.csv", "--chunk", "7", "--nproc", "2")
     with (tmp_path / "out.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["row"]) for row in rows] == list(range(40))

@@ -17,7 +17,7 @@ from tests.serving.load import Load
 
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.serving.model import ServingOptions, parse_replicas
-from paceline.serving.ray_serve import RayOptions, ray_serve, reason
+from paceline.serving.ray_serve import RayServeOptions, ray_serve, reason
 
 MODEL = 'model="fashion-mnist"'
 PATIENCE_S = 240
@@ -53,9 +53,7 @@ def test_loopback_another_version_and_the_end(
 
     with Load(ray_server.url, connections=2) as load:
         wait_until(lambda: load.statuses[200] > 20, "answers before", timeout_s=120)
-        done = run_processes.paceline(
-            "serve", "fashion-mnist@next", "--swap", ray_server.url, env=serving_env, timeout_s=360
-        )
+        done = run_processes.paceline("deploy", ray_server.url, "fashion-mnist@next", env=serving_env, timeout_s=360)
         assert done.returncode == 0, done.stderr
         wait_until(lambda: len(load.versions) == 2, "answers from the other version")
         seen = load.statuses[200]
@@ -109,16 +107,16 @@ def test_how_many_replicas_cannot_be(text: str) -> None:
 def test_where_replicas_run(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ServingOptions()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert RayOptions.make(None, "1:4", options) == RayOptions(address=None, least=1, most=4)
+    assert RayServeOptions.make(None, "1:4", options) == RayServeOptions(address=None, least=1, most=4)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
-    assert RayOptions.make(None, "1", options).address == "192.0.2.1:6379"
-    assert RayOptions.make("auto", "1", options).address == "auto"
+    assert RayServeOptions.make(None, "1", options).address == "192.0.2.1:6379"
+    assert RayServeOptions.make("auto", "1", options).address == "auto"
     with pytest.raises(ConfigError, match=r"--ray-address .* runs on one of its machines"):
-        RayOptions.make("ray://head:10001", "1", options)
+        RayServeOptions.make("ray://head:10001", "1", options)
     with pytest.raises(ConfigError, match="--ray-address"):
-        RayOptions.make("head", "1", options)
+        RayServeOptions.make("head", "1", options)
     with pytest.raises(ConfigError, match=r"--devices cuda:0,cuda:1: .* it is cpu or cuda"):
-        RayOptions.make(None, "1", ServingOptions(devices=("cuda:0", "cuda:1")))
+        RayServeOptions.make(None, "1", ServingOptions(devices=("cuda:0", "cuda:1")))
 
 
 def test_why_a_replica_could_not_load_its_model() -> None:
@@ -139,7 +137,7 @@ def test_a_missing_library_names_its_command(monkeypatch: pytest.MonkeyPatch) ->
         without_ray.setitem(sys.modules, "ray", None)
         with (
             pytest.raises(LaunchError, match=r"pip install 'paceline\[ray-serve\]'"),
-            ray_serve(RayOptions(address="127.0.0.1:1")),
+            ray_serve(RayServeOptions(address="127.0.0.1:1")),
         ):
             pass
 

@@ -84,9 +84,7 @@ def test_a_cluster_is_left_as_it_was(
     )
 
 
-def test_a_machine_is_lost(
-    machines: Machines, serving_env: dict[str, str], wait_until: Callable[..., None]
-) -> None:
+def test_a_machine_is_lost(machines: Machines, serving_env: dict[str, str], wait_until: Callable[..., None]) -> None:
     nodes = machines(2)
     directory = nodes[0].lab.directory
     (directory / "request.json").write_text(json.dumps(json_request()))

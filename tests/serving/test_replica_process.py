@@ -11,11 +11,11 @@ import pytest
 from tests.serving.clock import Clock
 
 from paceline.serving import frames
-from paceline.serving.model import ModelSpec, ServingOptions, Source
-from paceline.serving.replica_process import ReplicaDied, ReplicaProcess, Starter
+from paceline.serving.model import ModelLocation, ModelSpec, ServingOptions
+from paceline.serving.replica_process import ReplicaDied, ReplicaProcess, ReplicaStarter
 
 INPUTS = {"x": np.zeros((1, 1), np.float32)}
-SOURCE = Source(package="nowhere", digest="0" * 64, kind="pt2")
+SOURCE = ModelLocation(package="nowhere", digest="0" * 64, kind="pt2")
 SPEC = ModelSpec(name="m", version="1", inputs={}, outputs={})
 
 
@@ -26,7 +26,7 @@ async def pass_by(clock: Clock, seconds: float) -> None:
         await asyncio.sleep(0)
 
 
-class Puppet(Starter):
+class Puppet(ReplicaStarter):
     """Starts a process that answers when it is told to, and none else."""
 
     pid = 0
@@ -34,7 +34,7 @@ class Puppet(Starter):
     def __init__(self) -> None:
         self.killed = asyncio.Event()
 
-    async def start(self, source: Source, device: str, channel: socket.socket) -> Puppet:
+    async def start(self, source: ModelLocation, device: str, channel: socket.socket) -> Puppet:
         self.channel = channel.dup()
         frames.send(self.channel, frames.encode({}))
         return self

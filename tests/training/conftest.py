@@ -22,24 +22,20 @@ class Runner(Protocol):
         self, argv: list[str | Path], *, env: Mapping[str, str], cwd: Path, shared: bool
     ) -> subprocess.Popen[str]: ...
 
-    def finish(
-        self, popen: subprocess.Popen[str], *, timeout_s: float
-    ) -> subprocess.CompletedProcess[str]: ...
+    def finish(self, popen: subprocess.Popen[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]: ...
 
 
 class Trainings:
     """A set of ranks that trains a list of jobs, started at once and waited for when asked."""
 
-    def __init__(
-        self, processes: Runner, directory: Path, jobs: Mapping[str, Mapping[str, Any]], ranks: int
-    ) -> None:
+    def __init__(self, processes: Runner, directory: Path, jobs: Mapping[str, Mapping[str, Any]], ranks: int) -> None:
         directory.mkdir()
         self.directory = directory
         self._names = list(jobs)
         self._processes = processes
         self._results: dict[str, dict[str, Any]] | None = None
         listed = [
-            {**job, "options": {"run": name, "threads": 1, **job["options"]}}
+            {**job, "options": {"run_dir": name, "threads": 1, **job["options"]}}
             for name, job in _with_runs(jobs).items()
         ]
         (directory / "jobs.json").write_text(json.dumps(listed))

@@ -2,7 +2,7 @@
 
 ``python driver.py JOBS.json``, where a job is ``{"task", "fields", "options", "stop_at", "computing",
 "arrival", "pipedream", "network"}``. With ``computing``, only so many ranks compute, and they share the
-shards anew, at random, after every step. With ``arrival``, parameter servers apply the workers' gradients in
+micro-batches anew, at random, after every step. With ``arrival``, parameter servers apply the workers' gradients in
 this order. With ``pipedream``, how many blocks each stage has, one process computes what that pipeline does.
 With ``network``, gradients go from rank to rank as between machines. Prints one JSON line a job: the
 ``result.json``, or ``{"error", "message"}``.
@@ -27,13 +27,13 @@ from unittest import mock
 import tasks  # beside this file
 
 import paceline
-from paceline.insight.verify.reference import Reference
+from paceline.insight.verify.reference import PipeDreamReference
 from paceline.parallel import load_balancing, reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
 from paceline.training import async_ps, run_context
 
 
-class Restless(load_balancing.Balancer):
+class Restless(load_balancing.WorkSplitter):
     """Shares anew at each opportunity, as every rank's does alike."""
 
     windows = 0
@@ -48,13 +48,13 @@ class Restless(load_balancing.Balancer):
 
 @contextmanager
 def restless(computing: int) -> Iterator[None]:
-    """Worlds in which only so many ranks compute, and in which the shards move all the time."""
+    """Worlds in which only so many ranks compute, and in which the micro-batches move all the time."""
     open_world = world.open_world
 
     @contextmanager
     def with_spares(*arguments: Any, **options: Any) -> Iterator[world.World]:
         with open_world(*arguments, **options) as whole:
-            yield dataclasses.replace(whole, computing=computing if whole.world_size > 1 else None)
+            yield dataclasses.replace(whole, active=computing if whole.world_size > 1 else None)
 
     with (
         mock.patch.object(world, "open_world", with_spares),
@@ -67,8 +67,8 @@ def restless(computing: int) -> Iterator[None]:
 def simulated(task: paceline.Task, sizes: list[int]) -> Iterator[None]:
     """A pipeline without a flush, stage by stage in this process."""
 
-    def build(module: Any, mesh: Any, config: Any, options: Any) -> Reference:
-        return Reference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
+    def build(module: Any, mesh: Any, config: Any, options: Any) -> PipeDreamReference:
+        return PipeDreamReference(module, mesh, options, cut(find_blocks(module, task.pipeline_blocks(module)), sizes))
 
     with mock.patch.object(run_context, "build_strategy", build):
         yield
@@ -78,7 +78,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = getattr(tasks, job["task"])(**job.get("fields", {}))
     try:
-        order = mock.patch.object(async_ps.ArrivalTrainer, "order", iter(job.get("arrival", ())))
+        order = mock.patch.object(async_ps.AsyncParameterServerTrainer, "order", iter(job.get("arrival", ())))
         network = mock.patch.object(reducer, "supported", return_value=False)
         with (
             restless(job["computing"]) if "computing" in job else nullcontext(),

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
-from paceline.core.callback import Callback, Group, Horizon
+from paceline.core.callback import Callback, RankInfo, RunSchedule
 from paceline.training.tasks.transformer import Transformer, load_stdlib_text
 
 CLASSES, FEATURES = 3, 12
@@ -59,7 +59,7 @@ class Points(paceline.Task):
     num_val: int = 0
     num_test: int = 0
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, shards=4, epochs=2)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, microbatches=4, epochs=2)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
@@ -87,7 +87,7 @@ class Everything(Points):
     lr: float = 0.02
     num: int = 250
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=48, shards=12, epochs=40)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=48, microbatches=12, epochs=40)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -120,7 +120,7 @@ class Layered(Points):
     num_val: int = 20
     double: bool = False
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, shards=4, epochs=2)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, microbatches=4, epochs=2)
 
     def build_model(self) -> nn.Module:
         model = nn.Sequential(
@@ -202,7 +202,7 @@ class Lines(Text):
         lines = [line[: self.context] for line in text.split(b"\n") if len(line) > 1]
         return [torch.frombuffer(bytearray(line), dtype=torch.uint8) for line in lines[: self.num]]
 
-    def sample_sizes(self, dataset: list[torch.Tensor]) -> list[int] | None:
+    def sample_lengths(self, dataset: list[torch.Tensor]) -> list[int] | None:
         return [len(line) - 1 for line in dataset] if self.balanced else None
 
     def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
@@ -213,9 +213,7 @@ class Lines(Text):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> paceline.Loss:
         logits, targets = model(batch[:, :-1].clamp(min=0)), batch[:, 1:]
-        summed = functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
-        )
+        summed = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
         return paceline.Loss(summed, (targets >= 0).sum())
 
 
@@ -242,7 +240,7 @@ class TwoOptimizers(Points):
 
     num: int = 107
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, shards=5, epochs=2)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=24, microbatches=5, epochs=2)
 
     def build_model(self) -> nn.Module:
         return TwoParts()
@@ -360,9 +358,9 @@ class Describes(Points):
 
 @dataclass
 class Deep(Points):
-    """Eight layers, seven shards."""
+    """Eight layers, seven micro-batches."""
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=30, shards=7, epochs=2)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=30, microbatches=7, epochs=2)
 
     def build_model(self) -> nn.Module:
         sizes = [FEATURES, 10, 9, 8, 7, 6, 5, CLASSES]
@@ -377,8 +375,8 @@ class Overflowing(Points):
     num: int = 40
     num_val: int = 9
 
-    # The last batch, of 8 samples, has four shards: at four ranks and eight shards, two have none.
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, shards=8, epochs=3)
+    # The last batch, of 8 samples, has four micro-batches: at four ranks and eight micro-batches, two have none.
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, microbatches=8, epochs=3)
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> StepLR:
         return StepLR(optimizer, step_size=1, gamma=0.5)
@@ -411,7 +409,7 @@ class Shift(nn.Module):
 class OverflowingFirst(Overflowing):
     """Only the first class's gradients are too large, and with them those of the first parameter."""
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, shards=8, epochs=6)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=32, microbatches=8, epochs=6)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(Shift(), nn.Linear(FEATURES, CLASSES))
@@ -508,20 +506,20 @@ class Range:
 
 
 class UnevenStream:
-    """Shard k holds k + 1 parts of the data, so shards end at different steps."""
+    """Shard k holds k + 1 parts of the data, so micro-batches end at different steps."""
 
     def __init__(self, num: int) -> None:
         self._points = points(num)
 
-    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> Range:
-        part = len(self._points) // (num_shards * (num_shards + 1) // 2)
-        first = part * (shard * (shard + 1) // 2)
-        return Range(self._points, first, first + part * (shard + 1))
+    def open(self, microbatch: int, num_microbatches: int, epoch: int, seed: int) -> Range:
+        part = len(self._points) // (num_microbatches * (num_microbatches + 1) // 2)
+        first = part * (microbatch * (microbatch + 1) // 2)
+        return Range(self._points, first, first + part * (microbatch + 1))
 
 
 @dataclass
 class Uneven(Points):
-    """A ``ShardedStream`` whose shards end at different steps; the short ones come first."""
+    """A ``ShardedStream`` whose micro-batches end at different steps; the short ones come first."""
 
     num: int = 100
 
@@ -574,7 +572,7 @@ class WorseAndWorse(Points):
 
 @dataclass
 class Lagging(Points):
-    """Rank 1 needs 40 ms longer for a shard than the others."""
+    """Rank 1 needs 40 ms longer for a micro-batch than the others."""
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         if os.environ.get("RANK") == "1":
@@ -675,10 +673,10 @@ class CountsState(Callback):
     def __init__(self, task: Told) -> None:
         self._task = task
 
-    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         self._path = group.directory / f"numbers-{group.rank}.json"
 
-    def fit_ends(self) -> None:
+    def on_fit_end(self) -> None:
         states = self._task.built.state.values()
         numbers = sum(v.numel() for s in states for v in s.values() if v.numel() > 1)
         self._path.write_text(json.dumps(numbers))
@@ -690,7 +688,7 @@ class Told(Points):
 
     optimizer: str = "AdamW"
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
         return CountsState(self)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

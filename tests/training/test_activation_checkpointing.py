@@ -12,7 +12,7 @@ from tests.training import tasks
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.wrap_units import checkpoint_activations, repeated_blocks
+from paceline.parallel.wrap_units import checkpoint_activations, repeated_units
 
 JOB: dict[str, Any] = {"task": "Noisy", "options": {"max_steps": 4, "ema": 0.9, "eval_every": "2steps"}}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 # DistributedDataParallel sums in its own order; between split layers each rank draws for itself.
 OWN_BITS: dict[str, dict[str, Any]] = {
-    "torch": {**JOB, "options": {**JOB["options"], "strategy": "ddp", "reduction": "torch"}},
+    "torch": {**JOB, "options": {**JOB["options"], "strategy": "ddp", "reduction": "ddp"}},
     "tp": {
         "task": "Text",
         "fields": {"dropout": 0.2, "layers": 2},
@@ -117,9 +117,7 @@ def test_names_stay_and_a_copy_is_its_own() -> None:
     plain = nn.Sequential(tasks.NoisyBlock(), tasks.NoisyBlock())
     names = list(plain.state_dict())
     checkpoint_activations(plain, "block", "auto")
-    assert [name for name, _ in plain.named_parameters()] == [
-        n for n in names if n.endswith(("weight", "bias"))
-    ]
+    assert [name for name, _ in plain.named_parameters()] == [n for n in names if n.endswith(("weight", "bias"))]
     twin = copy.deepcopy(plain)
     assert list(twin.state_dict()) == names
     with torch.no_grad():
@@ -134,7 +132,7 @@ def test_which_modules_are_repeated() -> None:
     stage = nn.Sequential(tasks.NoisyBlock(), tasks.NoisyBlock())
     leaves = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     model = nn.Sequential(nn.Linear(3, 3), stage, nn.ModuleList([leaves, nn.ReLU()]))
-    assert repeated_blocks(model) == [stage[0], stage[1], leaves]
+    assert repeated_units(model) == [stage[0], stage[1], leaves]
 
 
 def test_a_model_without_blocks_is_refused() -> None:

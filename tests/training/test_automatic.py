@@ -13,11 +13,11 @@ from torch import nn
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.parallel.planning import auto_strategy
-from paceline.parallel.planning.auto_strategy import require_replaceable, settle_strategy
+from paceline.parallel.planning.auto_strategy import choose_strategy, require_replaceable
 from paceline.training.tasks.transformer import Transformer
 
 MIB = 2**20
-CONFIG = RunConfig(task="transformer", reduction="fast", shards=2, global_batch_size=2)
+CONFIG = RunConfig(task="transformer", reduction="allreduce", microbatches=2, global_batch_size=2)
 
 
 @dataclass
@@ -36,13 +36,11 @@ class Counted(Transformer):
 
 def settled(memory: int, config: RunConfig = CONFIG, **changes: Any) -> tuple[RunConfig, str | None]:
     arguments = {"world_size": 2, "memory": memory, "device": "cpu", **changes}
-    return settle_strategy(config, Counted(), **arguments)
+    return choose_strategy(config, Counted(), **arguments)
 
 
 def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "paceline.parallel.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured")
-    )
+    monkeypatch.setattr("paceline.parallel.planning.recommend.make_plan", lambda *_, **__: pytest.fail("measured"))
     before = torch.get_rng_state()
     assert settled(1024 * MIB) == (CONFIG, None)
     assert torch.equal(torch.get_rng_state(), before)
@@ -51,7 +49,7 @@ def test_what_clearly_fits_is_ddp_and_not_measured(monkeypatch: pytest.MonkeyPat
 @pytest.mark.integration
 def test_what_does_not_fit_ddp_is_split_and_said() -> None:
     config, note = settled(130 * MIB)
-    assert config.methods != ("ddp",)
+    assert config.strategies != ("ddp",)
     assert note is not None
     assert note.startswith(f"strategy: {config.mesh or config.strategy}. ddp needs 0.1")
     # Nothing else is decided: the bits are the same.
@@ -73,7 +71,7 @@ def test_where_nothing_fits_it_is_ddp_and_said() -> None:
 
 @pytest.mark.parametrize(
     ("options", "world"),
-    [({"strategy": "ddp"}, 2), ({"mesh": "dp=2"}, 2), ({"reduction": "torch"}, 2), ({}, 1)],
+    [({"strategy": "ddp"}, 2), ({"mesh": "dp=2"}, 2), ({"reduction": "ddp"}, 2), ({}, 1)],
 )
 def test_what_was_asked_for_stays(options: dict[str, Any], world: int) -> None:
     config = dataclasses.replace(CONFIG, **options)
@@ -97,5 +95,5 @@ def test_in_place_recovery_names_what_to_give() -> None:
 
 def test_processes_share_the_machine() -> None:
     cpu = torch.device("cpu")
-    one = auto_strategy.memory_of_process(cpu, 1)
-    assert auto_strategy.memory_of_process(cpu, 4) == one // 4
+    one = auto_strategy.memory_per_process(cpu, 1)
+    assert auto_strategy.memory_per_process(cpu, 4) == one // 4

@@ -46,13 +46,13 @@ def test_micro_batches_have_about_as_many_bytes(alone: Any) -> None:
     alone.results()
     run = RunDirectory(alone.run("lines"))
     plain = read_ledger(run.ledger).order
-    order = with_saved_sizes(plain, run.sample_sizes)
-    sizes = np.load(run.sample_sizes, allow_pickle=False)
+    order = with_saved_sizes(plain, run.sample_lengths)
+    sizes = np.load(run.sample_lengths, allow_pickle=False)
     assert plain is not None
     assert order is not None
     heaviest = {
         which: [
-            max(int(sizes[which.shard_indices(0, step, shard)].sum()) for shard in range(4))
+            max(int(sizes[which.microbatch_indices(0, step, microbatch)].sum()) for microbatch in range(4))
             for step in range(2)
         ]
         for which in (plain, order)
@@ -62,12 +62,12 @@ def test_micro_batches_have_about_as_many_bytes(alone: Any) -> None:
     assert max(most / even for most, even in zip(heaviest[plain], mean, strict=True)) > 1.1
 
 
-def test_the_audit_knows_which_samples_a_shard_had(alone: Any, staged: Any) -> None:
+def test_the_audit_knows_which_samples_a_microbatch_had(alone: Any, staged: Any) -> None:
     for worlds in (alone, staged):
         worlds.results()
         run = RunDirectory(worlds.run("lines"))
         assert audit(run).clean
-        kept = run.sample_sizes.read_bytes()
-        run.sample_sizes.unlink()
+        kept = run.sample_lengths.read_bytes()
+        run.sample_lengths.unlink()
         assert "fed with other samples" in audit(run).verdict
-        run.sample_sizes.write_bytes(kept)
+        run.sample_lengths.write_bytes(kept)

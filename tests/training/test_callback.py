@@ -17,17 +17,17 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.core.callback import BatchPlace, Callback, Group, Horizon
+from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 
 
 class Diary(Callback):
     """Keeps what was called, as a part of the run's state."""
 
-    def __init__(self, horizon: Horizon, stop_in: str, enough: int) -> None:
+    def __init__(self, horizon: RunSchedule, stop_in: str, enough: int) -> None:
         self.horizon, self._stop_in, self._enough = horizon, stop_in, enough
         self.calls: list[str] = []
 
-    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         assert (group.rank, group.world_size, group.gather("x")) == (0, 1, ["x"])
 
     def _note(self, call: str) -> None:
@@ -35,16 +35,16 @@ class Diary(Callback):
         if call == self._stop_in:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def epoch_begins(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int) -> None:
         self._note(f"epoch {epoch} begins")
 
-    def gradients_ready(self) -> None:
+    def on_before_optimizer_step(self) -> None:
         self._note("gradients")
 
-    def step_reduced(self, *, due: bool) -> Mapping[str, float]:
+    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
         return {"calls": float(len(self.calls))}
 
-    def step_done(self, step: int, loss: float) -> None:
+    def on_step_end(self, step: int, loss: float) -> None:
         self._note(f"step {step}")
 
     def evaluated(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -55,7 +55,7 @@ class Diary(Callback):
         self._note(f"epoch {epoch} ends")
         self.should_stop = epoch + 1 == self._enough
 
-    def fit_ends(self) -> None:
+    def on_fit_end(self) -> None:
         self._note("end")
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,12 +82,12 @@ class Watched(paceline.Task):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.01)
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
         self.diary = Diary(horizon, self.stop_in, self.enough)
-        self.places: list[BatchPlace] = []
+        self.places: list[BatchInfo] = []
         return self.diary
 
-    def begin_batch(self, place: BatchPlace) -> None:
+    def on_batch_begin(self, place: BatchInfo) -> None:
         self.places.append(place)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -95,8 +95,8 @@ class Watched(paceline.Task):
 
 
 def fit(task: Watched, run: Path, **options: Any) -> paceline.Result:
-    values = {"shards": 2, "global_batch_size": 4, "epochs": 2, "log_every": 1, **options}
-    return paceline.fit(task, run=str(run), quiet=True, threads=1, **values)
+    values = {"microbatches": 2, "global_batch_size": 4, "epochs": 2, "log_every": 1, **options}
+    return paceline.fit(task, run_dir=str(run), quiet=True, threads=1, **values)
 
 
 EPOCH_0 = ["epoch 0 begins", "gradients", "step 1", "gradients", "step 2", "val evaluated", "epoch 0 ends"]
@@ -107,12 +107,12 @@ def test_it_is_called_at_each_point_and_may_add_numbers(tmp_path: Path) -> None:
     task = Watched()
     result = fit(task, tmp_path / "run")
     assert task.diary.calls == [*EPOCH_0, *EPOCH_1, "end"]
-    assert task.diary.horizon == Horizon(total_steps=4, steps_per_epoch=2)
+    assert task.diary.horizon == RunSchedule(total_steps=4, steps_per_epoch=2)
     assert result.metrics["val"]["doubled"] == 2 * result.metrics["val"]["loss"]
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [record["logged"]["calls"] for record in records if record["kind"] == "train"] == [1, 3, 8, 10]
     train = [(place.step, place.number, place.samples) for place in task.places if place.split == "train"]
-    # The second step has samples for one shard alone.
+    # The second step has samples for one micro-batch alone.
     assert train == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (2, 0, 2), (2, 1, 2), (3, 0, 2)]
 
 
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_owes_each_call_once(tmp_path: Path, stop_in: str) ->
     assert result.model_sha256 == fit(Watched(), tmp_path / "undisturbed").model_sha256
 
 
-def _diary(task: Watched, horizon: Horizon) -> Diary:
+def _diary(task: Watched, horizon: RunSchedule) -> Diary:
     """One that stops nobody, for a task whose fields are those of the run."""
     task.diary, task.places = Diary(horizon, "", 9), []
     return task.diary

@@ -13,11 +13,12 @@ from tests.training.states import newest
 
 pytestmark = pytest.mark.matrix
 
-RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "mp": 2, "ps": 2, "tp": 2, "mesh": 4}
+RANKS = {"single": 1, "dp": 1, "ddp": 2, "zero1": 2, "fsdp": 2, "pp": 2, "sequential": 2, "ps": 2, "tp": 2, "mesh": 4}
 if find_spec("deepspeed") is not None:
     RANKS["zero3"] = 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "dp": {"dp_devices": 2},
+    "sequential": {"strategy": "pp", "pp_schedule": "sequential"},
     "mesh": {"mesh": "pp=2,tp=2", "strategy": "auto"},
     "zero3": {"strategy": "deepspeed", "zero_stage": 3},
 }
@@ -26,7 +27,7 @@ EXACT = [name for name in RANKS if name not in (*SPLIT, "zero3")]
 
 
 def job(strategy: str, path: Path) -> dict[str, Any]:
-    options = {"max_steps": 3, "checkpoint_every": ["2steps"], "eval_every": "never", "run": str(path)}
+    options = {"max_steps": 3, "checkpoint_every": ["2steps"], "eval_every": "never", "run_dir": str(path)}
     return {"task": "Layered", "options": {**options, "strategy": strategy, **OPTIONS.get(strategy, {})}}
 
 

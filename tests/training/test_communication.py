@@ -21,39 +21,39 @@ from paceline.core.errors import ConfigError
 from paceline.insight.verify.reference import simulated_compression, simulated_model
 from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopSignals
-from paceline.training.local_sgd import averaged
-from paceline.training.reproducibility import numerics_kept
-from paceline.training.run_setup import Request, prepare
-from paceline.training.schedule import Rounds
-from paceline.training.state import Progress
+from paceline.training.local_sgd import tensors_to_average
+from paceline.training.reproducibility import preserve_numerics
+from paceline.training.run_setup import RunRequest, setup_run
+from paceline.training.schedule import SyncSchedule
+from paceline.training.state import TrainProgress
 
 HERE = Path(__file__).parent
 APART: dict[str, dict[str, Any]] = {
     # 7 steps an epoch, the last of which is short: rounds of 3, 3 and 1.
-    "plain": {"task": "Points", "options": {"sync_every": 3}},
-    "to-the-end": {"task": "Points", "options": {"sync_every": 50, "max_steps": 5}},
-    "each-step": {"task": "Points", "options": {"sync_every": 1, "clip_norm": 0.5}},
-    # Momentum and AdamW, schedules, dropout, batch norm, a counter, weighted samples; 5 shards.
-    "two-optimizers": {"task": "TwoOptimizers", "options": {"sync_every": 4, "eval_every": "never"}},
+    "plain": {"task": "Points", "options": {"local_sgd_steps": 3}},
+    "to-the-end": {"task": "Points", "options": {"local_sgd_steps": 50, "max_steps": 5}},
+    "each-step": {"task": "Points", "options": {"local_sgd_steps": 1, "clip_norm": 0.5}},
+    # Momentum and AdamW, schedules, dropout, batch norm, a counter, weighted samples; 5 micro-batches.
+    "two-optimizers": {"task": "TwoOptimizers", "options": {"local_sgd_steps": 4, "eval_every": "never"}},
     "diloco": {
         "task": "TwoOptimizers",
-        "options": {"sync_every": 2, "outer_optimizer": "nesterov", "precision": "bf16"},
+        "options": {"local_sgd_steps": 2, "outer_optimizer": "nesterov", "precision": "bf16"},
     },
-    "factored": {"task": "Factored", "options": {"sync_every": 3, "max_steps": 8}},
-    # The scaler skips the first steps; in the last batch of an epoch some ranks have no shard.
+    "factored": {"task": "Factored", "options": {"local_sgd_steps": 3, "max_steps": 8}},
+    # The scaler skips the first steps; in the last batch of an epoch some ranks have no micro-batch.
     "fp16": {
         "task": "Overflowing",
         "fields": {"num_val": 0},
-        "options": {"sync_every": 2, "precision": "fp16"},
+        "options": {"local_sgd_steps": 2, "precision": "fp16"},
     },
 }
 OTHER: dict[str, dict[str, Any]] = {
     "rounded-up": {
         "task": "Points",
         "fields": {"num_val": 12, "num": 160},
-        "options": {"sync_every": 4, "eval_every": "3steps", "checkpoint_every": ["5steps"], "max_steps": 17},
+        "options": {"local_sgd_steps": 4, "eval_every": "3steps", "checkpoint_every": ["5steps"], "max_steps": 17},
     },
-    "stream": {"task": "Uneven", "options": {"sync_every": 4}},
+    "stream": {"task": "Uneven", "options": {"local_sgd_steps": 4}},
     "half": {"task": "Points", "options": {"comm_hook": "fp16"}},
     "brain": {"task": "Points", "options": {"comm_hook": "bf16"}},
     "halves": {
@@ -67,10 +67,10 @@ OTHER: dict[str, dict[str, Any]] = {
         "options": {"comm_hook": "powersgd", "powersgd_rank": 3, "epochs": 4},
     },
     "powersgd-1": {"task": "Points", "options": {"comm_hook": "powersgd", "epochs": 4}},
-    "long": {"task": "Points", "options": {"reduction": "fast", "epochs": 4}},
-    "fast": {"task": "Points", "options": {"reduction": "fast"}},
+    "long": {"task": "Points", "options": {"reduction": "allreduce", "epochs": 4}},
+    "fast": {"task": "Points", "options": {"reduction": "allreduce"}},
 }
-DILOCO = {"sync_every": 2, "outer_optimizer": "nesterov", "max_steps": 12}
+DILOCO = {"local_sgd_steps": 2, "outer_optimizer": "nesterov", "max_steps": 12}
 POWERSGD = {"comm_hook": "powersgd", "max_steps": 24}
 MOVING: dict[str, dict[str, Any]] = {
     # Two losses a step on rank 0: stopped in its 16th step, the sixth that is compressed.
@@ -78,13 +78,13 @@ MOVING: dict[str, dict[str, Any]] = {
     "compressed-stopped": {"task": "TwoOptimizers", "options": POWERSGD, "stop_at": 32},
     "compressed-continued": {
         "task": "TwoOptimizers",
-        "options": {"max_steps": 24, "run": "compressed-stopped"},
+        "options": {"max_steps": 24, "run_dir": "compressed-stopped"},
     },
     "compressed-moved": {"task": "TwoOptimizers", "options": POWERSGD, "stop_at": 32},
     "whole": {"task": "Normed", "options": DILOCO},
     "stopped": {"task": "Normed", "options": DILOCO, "stop_at": 10},
     # Without being told again how.
-    "continued": {"task": "Normed", "options": {"max_steps": 12, "run": "stopped"}},
+    "continued": {"task": "Normed", "options": {"max_steps": 12, "run_dir": "stopped"}},
     "moved": {"task": "Normed", "options": DILOCO, "stop_at": 7},
 }
 DP: dict[str, dict[str, Any]] = {
@@ -98,17 +98,14 @@ DP: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def worlds(start_trainings: Any) -> dict[int, Any]:
-    return {
-        ranks: start_trainings(APART | (OTHER | MOVING if ranks == 2 else {}), ranks=ranks)
-        for ranks in (2, 3)
-    }
+    return {ranks: start_trainings(APART | (OTHER | MOVING if ranks == 2 else {}), ranks=ranks) for ranks in (2, 3)}
 
 
 @pytest.fixture(scope="module")
 def threads(start_trainings: Any) -> Any:
     """Each job alone, and over two and three threads."""
     jobs: dict[str, dict[str, Any]] = {f"{name}-1": job for name, job in DP.items()}
-    jobs |= {"alone": {"task": "Normed"}, "apart": {"task": "Normed", "options": {"sync_every": 3}}}
+    jobs |= {"alone": {"task": "Normed"}, "apart": {"task": "Normed", "options": {"local_sgd_steps": 3}}}
     for devices in (2, 3):
         for name, job in DP.items():
             options = {**job["options"], "strategy": "dp", "dp_devices": devices}
@@ -118,9 +115,7 @@ def threads(start_trainings: Any) -> Any:
 
 @pytest.mark.parametrize("name", APART)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_train_apart_are_as_simulated(
-    worlds: dict[int, Any], tmp_path: Path, name: str, ranks: int
-) -> None:
+def test_ranks_that_train_apart_are_as_simulated(worlds: dict[int, Any], tmp_path: Path, name: str, ranks: int) -> None:
     assert "error" not in worlds[ranks][name], worlds[ranks][name]
     expected = simulated(APART[name], tmp_path, ranks)
     for parameter, value in weights(worlds[ranks].run(name)).items():
@@ -135,7 +130,7 @@ def test_all_of_an_optimizers_state_is_averaged_but_for_what_counts_steps() -> N
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         state: Any = SimpleNamespace(module=module, optimizers={"": optimizer})
-        found = {id(tensor) for tensor in averaged(state)}
+        found = {id(tensor) for tensor in tensors_to_average(state)}
         states = optimizer.state.values()
         left = {name for values in states for name, value in values.items() if id(value) not in found}
         assert left == {"step"}
@@ -171,7 +166,7 @@ def test_evaluations_and_saves_wait_for_the_round_to_end(worlds: dict[int, Any])
 
 
 def test_streams_are_refused(worlds: dict[int, Any]) -> None:
-    assert "--sync-every needs a dataset with a length" in worlds[2]["stream"]["message"]
+    assert "--local-sgd-steps needs a dataset with a length" in worlds[2]["stream"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +216,7 @@ def test_a_run_goes_on_under_another_strategy(worlds: dict[int, Any], start_trai
     state = newest(run)
     assert state["progress"]["step"] == 4
     assert state["outer"]["state"]
-    options = {"run": str(run), "sync_every": 0, "outer_optimizer": "none", "max_steps": 12}
+    options = {"run_dir": str(run), "local_sgd_steps": 0, "outer_optimizer": "none", "max_steps": 12}
     assert start_trainings({"job": {"task": "Normed", "options": options}})["job"]["steps"] == 12
 
 
@@ -232,16 +227,14 @@ def test_what_powersgd_left_out_is_in_the_checkpoint(worlds: dict[int, Any]) -> 
     assert two["compressed-continued"]["model_sha256"] == two["compressed"]["model_sha256"]
 
 
-def test_what_powersgd_left_out_is_shared_by_other_ranks(
-    worlds: dict[int, Any], start_trainings: Any
-) -> None:
+def test_what_powersgd_left_out_is_shared_by_other_ranks(worlds: dict[int, Any], start_trainings: Any) -> None:
     assert worlds[2]["compressed-moved"]["error"] == "StopRequested"
     run = worlds[2].run("compressed-moved")
     before = newest(run)["powersgd"]
     assert before["steps"] > 10
     assert {len(errors) for errors in before["errors"].values()} == {2}
     moved = start_trainings(
-        {"job": {"task": "TwoOptimizers", "options": {"max_steps": 24, "run": str(run)}}},
+        {"job": {"task": "TwoOptimizers", "options": {"max_steps": 24, "run_dir": str(run)}}},
         ranks=3,
     )
     assert moved["job"]["steps"] == 24
@@ -252,29 +245,37 @@ def test_what_powersgd_left_out_is_shared_by_other_ranks(
 
 
 def test_rounds() -> None:
-    rounds = Rounds(every=4, steps_per_epoch=10, total_steps=23)
+    rounds = SyncSchedule(every=4, steps_per_epoch=10, total_steps=23)
     ends = [
-        step for step in range(1, 24) if rounds.ends(Progress(step=step, step_in_epoch=(step - 1) % 10 + 1))
+        step
+        for step in range(1, 24)
+        if rounds.is_sync_step(TrainProgress(step=step, step_in_epoch=(step - 1) % 10 + 1))
     ]
     assert ends == [4, 8, 10, 14, 18, 20, 23]
-    assert [rounds.begun(Progress(step=end, step_in_epoch=end % 10)) for end in ends] == [0, *ends[:-1]]
-    assert Rounds(1, None, None).begun(Progress(step=7, step_in_epoch=0)) == 6
+    assert [rounds.interval_start(TrainProgress(step=end, step_in_epoch=end % 10)) for end in ends] == [
+        0,
+        *ends[:-1],
+    ]
+    assert SyncSchedule(1, None, None).interval_start(TrainProgress(step=7, step_in_epoch=0)) == 6
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"sync_every": 4, "strategy": "fsdp"},
-            "--sync-every 4 works with --strategy ddp only, not with fsdp",
+            {"local_sgd_steps": 4, "strategy": "fsdp"},
+            "--local-sgd-steps 4 works with --strategy ddp only, not with fsdp",
         ),
-        ({"sync_every": 4, "reduction": "fast"}, "--reduction fast does not work with --sync-every"),
-        ({"sync_every": 4, "ema": 0.9}, "--ema does not work with --sync-every"),
-        ({"sync_every": 4, "comm_hook": "fp16"}, "with --sync-every none are sent"),
-        ({"outer_optimizer": "nesterov"}, "such as --sync-every 50"),
+        (
+            {"local_sgd_steps": 4, "reduction": "allreduce"},
+            "--reduction allreduce does not work with --local-sgd-steps",
+        ),
+        ({"local_sgd_steps": 4, "ema": 0.9}, "--ema does not work with --local-sgd-steps"),
+        ({"local_sgd_steps": 4, "comm_hook": "fp16"}, "with --local-sgd-steps none are sent"),
+        ({"outer_optimizer": "nesterov"}, "such as --local-sgd-steps 50"),
         ({"outer_lr": 0.5}, "need --outer-optimizer nesterov"),
-        ({"sync_every": 4, "outer_optimizer": "nesterov", "outer_momentum": 1.0}, "between 0 and 1"),
-        ({"comm_hook": "fp16", "reduction": "fast"}, "Leave --reduction out"),
+        ({"local_sgd_steps": 4, "outer_optimizer": "nesterov", "outer_momentum": 1.0}, "between 0 and 1"),
+        ({"comm_hook": "fp16", "reduction": "allreduce"}, "Leave --reduction out"),
         ({"comm_hook": "fp16", "powersgd_rank": 2}, "--powersgd-rank needs --comm-hook powersgd"),
         ({"comm_hook": "powersgd", "precision": "fp16"}, "Use --precision bf16"),
         ({"dp_devices": 2}, "--dp-devices needs --strategy dp"),
@@ -293,8 +294,8 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
             ("--strategy", "dp", "--nproc", "2"),
             "--strategy dp is one process for all devices, but there are 2",
         ),
-        (("--strategy", "dp", "--dp-devices", "9"), "--dp-devices 9: a step has 4 shards"),
-        (("--nproc", "2", "--sync-every", "4", "--recover", "inplace"), "does not work with --sync-every 4"),
+        (("--strategy", "dp", "--dp-devices", "9"), "--dp-devices 9: a step has 4 micro-batches"),
+        (("--nproc", "2", "--local-sgd-steps", "4", "--recover", "inplace"), "does not work with --local-sgd-steps 4"),
         (("--nproc", "1", "--comm-hook", "bf16"), "--comm-hook bf16 needs at least two processes"),
     ],
 )
@@ -314,17 +315,17 @@ def simulated(
     tasks = importlib.util.module_from_spec(specification)
     sys.modules["simulated_tasks"] = tasks
     specification.loader.exec_module(tasks)
-    config = RunConfig(threads=1, run=str(directory / "run"), **job["options"])
-    request = Request(
+    config = RunConfig(threads=1, run_dir=str(directory / "run"), **job["options"])
+    request = RunRequest(
         config=config,
-        given=frozenset(),
+        explicit_options=frozenset(),
         task=getattr(tasks, job["task"])(**job.get("fields", {})),
         started=time.time(),
         default_threads=1,
         quiet=True,
     )
-    with numerics_kept():
-        run, _ = prepare(
+    with preserve_numerics():
+        run, _ = setup_run(
             request,
             None,
             RunDirectory(directory / "run"),

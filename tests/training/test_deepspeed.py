@@ -38,7 +38,7 @@ def worlds(start_trainings: Any) -> dict[int, Any]:
         options = {"strategy": "deepspeed", "zero_stage": stage, "max_steps": 4}
         stopped = f"stopped-{stage}"
         continued[stopped] = {"task": "Deep", "options": options, "stop_at": 4}
-        continued[f"continued-{stage}"] = {"task": "Deep", "options": {**options, "run": stopped}}
+        continued[f"continued-{stage}"] = {"task": "Deep", "options": {**options, "run_dir": stopped}}
     refused = {
         "scalar": {"task": "Scaled", "options": {"strategy": "deepspeed"}},
         "two-optimizers": {"task": "TwoOptimizers", "options": {"strategy": "deepspeed"}},
@@ -116,8 +116,8 @@ def test_what_cannot_be_sharded_is_refused(worlds: dict[int, Any], name: str, me
             "--mesh dp=2 is laid out for ddp, not for --strategy deepspeed",
         ),
         (
-            ("--nproc", "2", "--strategy", "deepspeed", "--reduction", "fast"),
-            "--reduction fast does not work with --strategy deepspeed, which sums gradients itself",
+            ("--nproc", "2", "--strategy", "deepspeed", "--reduction", "allreduce"),
+            "--reduction allreduce does not work with --strategy deepspeed, which sums gradients itself",
         ),
         (("--nproc", "2", "--strategy", "deepspeed", "--fsdp-offload"), "--fsdp-offload needs"),
     ],

@@ -38,7 +38,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "verified": {
         "task": "Everything",
         "options": {"val_fraction": 0.2, "clip_norm": 0.5, "ema": 0.9, "early_stop": "accuracy:4", "seed": 3}
-        | {"verify_every": 2},
+        | {"sdc_check_every": 2},
     },
     "two-optimizers": {
         "task": "TwoOptimizers",
@@ -50,41 +50,39 @@ EXACT: dict[str, dict[str, Any]] = {
     "metrics": {"task": "ManyMetrics"},
     "iterable": {"task": "Iterable", "options": {"log_every": 1}},
     "uneven-stream": {"task": "Uneven", "options": {"log_every": 1}},
-    "blocks": {"task": "Points", "options": {"shuffle": "block:8"}},
+    "blocks": {"task": "Points", "options": {"shuffle": "window:8"}},
 }
 WORKERS: dict[str, dict[str, Any]] = {
-    f"{workers}-workers": {"task": "FromRecords", "options": {"workers": workers, "epochs": 1}}
+    f"{workers}-workers": {"task": "FromRecords", "options": {"num_workers": workers, "epochs": 1}}
     for workers in (0, 1)
-} | {"verified-records": {"task": "FromRecords", "options": {"workers": 1, "epochs": 1, "verify_every": 1}}}
+} | {"verified-records": {"task": "FromRecords", "options": {"num_workers": 1, "epochs": 1, "sdc_check_every": 1}}}
 OTHER: dict[str, dict[str, Any]] = {
     f"{reduction}-{task.lower()}": {"task": task, "options": {"reduction": reduction}, "fields": fields}
-    for reduction in ("exact", "fast", "torch")
+    for reduction in ("exact", "allreduce", "ddp")
     for task, fields in (("TwoOptimizers", {"num_val": 21}), ("Uneven", {"num_val": 20}))
 } | {
     # Its last batch has samples for half of the ranks only.
     "torch-fp16": {
         "task": "Overflowing",
         "fields": {"num": 36},
-        "options": {"reduction": "torch", "precision": "fp16"},
+        "options": {"reduction": "ddp", "precision": "fp16"},
     },
     "fast-verified": {
         "task": "TwoOptimizers",
-        "options": {"reduction": "fast", "verify_every": 1},
+        "options": {"reduction": "allreduce", "sdc_check_every": 1},
         "fields": {"num_val": 21},
     },
-    "verified-torch": {"task": "Points", "options": {"reduction": "torch", "verify_every": 1}},
-    "verified-stream": {"task": "Uneven", "options": {"verify_every": 1}},
+    "verified-torch": {"task": "Points", "options": {"reduction": "ddp", "sdc_check_every": 1}},
+    "verified-stream": {"task": "Uneven", "options": {"sdc_check_every": 1}},
     "single": {"task": "Points", "options": {"strategy": "single"}},
-    "too-few-shards": {"task": "Points", "options": {"shards": 3}},
+    "too-few-microbatches": {"task": "Points", "options": {"microbatches": 3}},
 }
 
 
 @pytest.fixture(scope="module")
 def by_world(start_trainings: Any) -> dict[int, Any]:
     """Who trained what, by number of ranks; all have ended."""
-    started = {
-        ranks: start_trainings(EXACT | (OTHER if ranks == 4 else WORKERS), ranks=ranks) for ranks in WORLDS
-    }
+    started = {ranks: start_trainings(EXACT | (OTHER if ranks == 4 else WORKERS), ranks=ranks) for ranks in WORLDS}
     for trainings in started.values():
         trainings.results()
     return started
@@ -110,12 +108,10 @@ def test_every_number_of_processes_logs_the_same_curves(by_world: dict[int, Any]
     assert all(other == curves[0] for other in curves[1:])
 
 
-def test_the_command_line_gives_the_same_bits(
-    by_world: dict[int, Any], tasks_file: Path, run_processes: Any
-) -> None:
+def test_the_command_line_gives_the_same_bits(by_world: dict[int, Any], tasks_file: Path, run_processes: Any) -> None:
     options = [
         *("--val-fraction", "0.2", "--clip-norm", "0.5", "--ema", "0.9", "--early-stop", "accuracy:4"),
-        *("--seed", "3", "--nproc", "3", "--threads", "1", "--json", "--quiet", "--run", "run"),
+        *("--seed", "3", "--nproc", "3", "--threads", "1", "--json", "--quiet", "--run-dir", "run"),
     ]
     finished = run_processes.paceline("train", f"{tasks_file}:Everything", *options)
     assert finished.returncode == 0, finished.stderr
@@ -146,8 +142,8 @@ def test_verification_changes_no_bit(by_world: dict[int, Any]) -> None:
 
 def test_verification_is_refused_where_bits_may_differ(by_world: dict[int, Any]) -> None:
     trainings = by_world[4]
-    assert "--verify-every needs --reduction exact or fast" in trainings["verified-torch"]["message"]
-    assert "--verify-every needs a map-style dataset" in trainings["verified-stream"]["message"]
+    assert "--sdc-check-every needs --reduction exact or allreduce" in trainings["verified-torch"]["message"]
+    assert "--sdc-check-every needs a map-style dataset" in trainings["verified-stream"]["message"]
 
 
 def test_a_counter_rises_by_one_a_step_and_both_optimizers_and_schedules_move(
@@ -202,17 +198,17 @@ def test_metrics_are_those_of_the_whole_split(by_world: dict[int, Any], tasks_fi
         assert result["metrics"][split] == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
 
 
-def test_streams_end_when_all_shards_are_exhausted(by_world: dict[int, Any]) -> None:
+def test_streams_end_when_all_microbatches_are_exhausted(by_world: dict[int, Any]) -> None:
     result = by_world[2]["iterable"]
-    # 75 items over 4 shards, 4 at a time: none is left out, though 19 are no multiple of 4.
+    # 75 items over 4 micro-batches, 4 at a time: none is left out, though 19 are no multiple of 4.
     assert (result["epochs"], result["samples"]) == (2, 150)
     result = by_world[2]["uneven-stream"]
-    # Shards of 10, 20, 30 and 40 samples, 4 at a time.
+    # Micro-batches of 10, 20, 30 and 40 samples, 4 at a time.
     assert (result["epochs"], result["steps"], result["samples"]) == (2, 20, 200)
 
 
 @pytest.mark.parametrize("task", ["twooptimizers", "uneven"])
-@pytest.mark.parametrize("reduction", ["fast", "torch"])
+@pytest.mark.parametrize("reduction", ["allreduce", "ddp"])
 def test_other_reductions_agree_within_rounding(by_world: dict[int, Any], reduction: str, task: str) -> None:
     exact, other = (by_world[4][f"{name}-{task}"] for name in ("exact", reduction))
     assert other["reduction"] == reduction
@@ -220,7 +216,7 @@ def test_other_reductions_agree_within_rounding(by_world: dict[int, Any], reduct
     assert other["metrics"]["val"]["loss"] == pytest.approx(exact["metrics"]["val"]["loss"], rel=1e-4)
 
 
-def test_ranks_without_a_shard_do_not_hang_under_torch(by_world: dict[int, Any]) -> None:
+def test_ranks_without_a_microbatch_do_not_hang_under_torch(by_world: dict[int, Any]) -> None:
     result = by_world[4]["torch-fp16"]
     assert (result["steps"], result["samples"]) == (6, 3 * 36)
 
@@ -228,8 +224,8 @@ def test_ranks_without_a_shard_do_not_hang_under_torch(by_world: dict[int, Any])
 def test_what_cannot_run_on_several_processes_is_refused(by_world: dict[int, Any]) -> None:
     assert by_world[4]["single"]["error"] == "ConfigError"
     assert "--strategy single is for one process, but there are 4" in by_world[4]["single"]["message"]
-    assert by_world[4]["too-few-shards"]["error"] == "ConfigError"
-    assert "4 processes cannot share 3 shards" in by_world[4]["too-few-shards"]["message"]
+    assert by_world[4]["too-few-microbatches"]["error"] == "ConfigError"
+    assert "4 processes cannot share 3 micro-batches" in by_world[4]["too-few-microbatches"]["message"]
 
 
 def test_worker_processes_do_not_change_the_bits(by_world: dict[int, Any]) -> None:

@@ -11,7 +11,7 @@ from tests.training.states import newest
 
 from paceline.core.config import config_from_mapping
 from paceline.runs.directory import RunDirectory
-from paceline.training.fine_tuning import kept_parent, merged
+from paceline.training.fine_tuning import load_pretrained_copy, merge_adapters
 
 pytestmark = pytest.mark.matrix
 
@@ -26,10 +26,10 @@ CHILDREN: dict[str, dict[str, Any]] = {
     "whole": {"task": "Everything", "options": {**_CONV, "init_from": "conv@last"}},
     "frozen": {
         "task": "Everything",
-        "options": {**_CONV, **_FROZEN, "init_from": "conv", "ema": 0.9, "clip_norm": 0.5, "verify_every": 2},
+        "options": {**_CONV, **_FROZEN, "init_from": "conv", "ema": 0.9, "clip_norm": 0.5, "sdc_check_every": 2},
     },
     "stopped": {"task": "Layered", "stop_at": 6, "options": {"init_from": "layers", "freeze": ["0"]}},
-    "again": {"task": "Layered", "options": {"run": "stopped"}},
+    "again": {"task": "Layered", "options": {"run_dir": "stopped"}},
     "straight": {"task": "Layered", "options": {"init_from": "layers", "freeze": ["0"]}},
 }
 _LAYERS = {"max_steps": 3, "init_from": "layers", "freeze": ["0"], "lr_scale": ["2=0.1"]}
@@ -70,9 +70,7 @@ def test_two_ranks_make_the_same_model_as_one(on_one: Any, on_two: Any, name: st
 
 @pytest.mark.parametrize("job", ["layers", "text"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_makes_the_same_model_as_one_process(
-    on_one: Any, on_two: Any, job: str, strategy: str
-) -> None:
+def test_every_strategy_makes_the_same_model_as_one_process(on_one: Any, on_two: Any, job: str, strategy: str) -> None:
     expected = on_one[f"{job}-auto"]["model_sha256"]
     assert expected != on_one[job]["model_sha256"]
     assert on_two[f"{job}-{strategy}"]["model_sha256"] == expected
@@ -117,14 +115,12 @@ def test_only_adapters_are_trained_and_merging_them_gives_the_tasks_own_model(on
     before, after = _models(on_one, "text", "text-auto")
     trained = {name for name in after if ".lora_" in name}
     assert len(trained) == 4
-    kept = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in after.items() if name not in trained
-    }
+    kept = {name.replace(".base_layer.", "."): tensor for name, tensor in after.items() if name not in trained}
     assert kept.keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in kept.items())
     adapters = config_from_mapping({"lora": _TEXT["lora"]}, "here").adapters
     assert adapters is not None
-    plain = merged(after, adapters)
+    plain = merge_adapters(after, adapters)
     changed = {name for name in plain if not torch.equal(plain[name], before[name])}
     assert changed == {f"blocks.0.attention.{layer}.weight" for layer in ("query", "value")}
 
@@ -136,7 +132,7 @@ def test_the_parent_is_recorded_and_copied(on_one: Any) -> None:
     assert manifest["parent"]["run"] == parent["id"]
     assert manifest["parent"]["step"] == 5
     assert manifest["parent"]["model_sha256"] == results["conv"]["model_sha256"]
-    copy = kept_parent(RunDirectory(on_one.run("whole"))).weights
+    copy = load_pretrained_copy(RunDirectory(on_one.run("whole"))).weights
     assert all(torch.equal(copy[name], value) for name, value in newest(on_one.run("conv"))["model"].items())
 
 

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from paceline.core.config import Lora, RunConfig, parse_lora, parse_lr_scale
 from paceline.core.errors import ConfigError
-from paceline.training.fine_tuning import add_adapters, freeze, initialise, merged
-from paceline.training.optim import rate, scale_rates, scaled
-from paceline.training.parameter_patterns import names
+from paceline.training.fine_tuning import add_adapters, freeze, initialise, merge_adapters
+from paceline.training.optim import current_lr, scale_lr, scaled_lr
+from paceline.training.parameter_patterns import matches
 
 
 def _model(classes: int = 3) -> nn.Sequential:
@@ -35,7 +35,7 @@ def _model(classes: int = 3) -> nn.Sequential:
     ],
 )
 def test_a_pattern_names_a_parameter_or_what_is_around_it(pattern: str, name: str, expected: bool) -> None:
-    assert names(pattern, name) is expected
+    assert matches(pattern, name) is expected
 
 
 @pytest.mark.parametrize("schedule", ["one-cycle", "lambda"])
@@ -46,7 +46,7 @@ def test_a_scaled_group_is_updated_as_with_a_rate_so_much_smaller(kind: Any, sch
     def trained(base: float, scales: tuple[str, ...]) -> list[torch.Tensor]:
         model = _model()
         optimizer = kind(model.parameters(), lr=base)
-        scale_rates({"main": optimizer}, model, scales)
+        scale_lr({"main": optimizer}, model, scales)
         scheduler = (
             OneCycleLR(optimizer, max_lr=base, total_steps=8, cycle_momentum=False)
             if schedule == "one-cycle"
@@ -57,7 +57,7 @@ def test_a_scaled_group_is_updated_as_with_a_rate_so_much_smaller(kind: Any, sch
             # Gradients that do not depend on the weights: the two runs differ by the rate alone.
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
-            with scaled({"main": optimizer}):
+            with scaled_lr({"main": optimizer}):
                 optimizer.step()
             scheduler.step()
         return [p.detach() for p in model.parameters()]
@@ -81,9 +81,9 @@ def test_groups_keep_their_options_and_the_last_pattern_counts() -> None:
         lr=1.0,
         momentum=0.9,
     )
-    scale_rates({"main": optimizer}, model, ("0=0.5", "0.bias=0.25"))
+    scale_lr({"main": optimizer}, model, ("0=0.5", "0.bias=0.25"))
     told = {
-        id(p): (rate(group), group["weight_decay"], group["momentum"])
+        id(p): (current_lr(group), group["weight_decay"], group["momentum"])
         for group in optimizer.param_groups
         for p in group["params"]
     }
@@ -91,7 +91,7 @@ def test_groups_keep_their_options_and_the_last_pattern_counts() -> None:
     assert told[id(model[0].bias)] == (0.25, 0, 0.9)
     assert told[id(model[3].weight)] == (1.0, 0.1, 0.9)
     assert len(told) == 6
-    with scaled({"main": optimizer}):
+    with scaled_lr({"main": optimizer}):
         assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.25, 0.5, 1.0]
     assert {group["lr"] for group in optimizer.param_groups} == {1.0}
 
@@ -99,7 +99,7 @@ def test_groups_keep_their_options_and_the_last_pattern_counts() -> None:
 def test_named_parameters_stay_named() -> None:
     model = _model()
     optimizer = SGD(list(model.named_parameters()), lr=1.0)
-    scale_rates({"main": optimizer}, model, ("0=0.5",))
+    scale_lr({"main": optimizer}, model, ("0=0.5",))
     assert [group["param_names"] for group in optimizer.param_groups] == [
         ["0.weight", "0.bias"],
         ["1.weight", "1.bias", "3.weight", "3.bias"],
@@ -128,7 +128,7 @@ def test_what_matches_nothing_is_refused_with_the_nearest_names(pattern: str, pa
     with pytest.raises(ConfigError, match=part):
         freeze(_model(), [pattern])
     with pytest.raises(ConfigError, match=part):
-        scale_rates({}, _model(), [f"{pattern}=0.5"])
+        scale_lr({}, _model(), [f"{pattern}=0.5"])
 
 
 def test_freezing_everything_leaves_nothing_to_train() -> None:
@@ -189,7 +189,7 @@ def test_merged_weights_compute_what_the_adapters_do() -> None:
     points = torch.randn(5, 4, dtype=torch.float64)
     plain = _model().double().eval()
     before = plain(points)
-    plain.load_state_dict(merged(model.state_dict(), lora))
+    plain.load_state_dict(merge_adapters(model.state_dict(), lora))
     torch.testing.assert_close(plain(points), model(points))
     assert not torch.allclose(before, model(points))
     model[0].merge()

@@ -49,9 +49,7 @@ def test_a_script_gives_the_same_model_however_it_is_started(script: Path, run_p
     options = {"epochs": 1, "threads": 1, "seed": 2}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     started = {
-        run: run_processes.start(
-            [sys.executable, *before, script, json.dumps({**options, **more, "run": run})]
-        )
+        run: run_processes.start([sys.executable, *before, script, json.dumps({**options, **more, "run_dir": run})])
         for run, before, more in (
             ("alone", [], {}),
             ("two", [], {"nproc": 2}),
@@ -76,10 +74,10 @@ def test_a_script_gives_the_same_model_however_it_is_started(script: Path, run_p
 
 def test_a_failure_of_a_started_process_is_raised(script: Path, run_processes: Any) -> None:
     finished = run_processes.run(
-        [sys.executable, script, json.dumps({"nproc": 2, "shards": 1, "run": "run"})]
+        [sys.executable, script, json.dumps({"nproc": 2, "microbatches": 1, "run_dir": "run"})]
     )
     assert finished.returncode != 0
-    assert "2 processes cannot share 1 shards" in finished.stderr
+    assert "2 processes cannot share 1 micro-batches" in finished.stderr
     assert "LaunchError" in finished.stderr
     assert not (script.parent / "run" / "result.json").exists()
 
@@ -90,7 +88,7 @@ def record(**metrics: float | None) -> dict[str, Any]:
         "epochs": 1,
         "samples": 40,
         "world_size": 1,
-        "shards": 4,
+        "microbatches": 4,
         "restarts": 0,
         "recoveries": 0,
         "seconds": 1.0,
@@ -100,7 +98,7 @@ def record(**metrics: float | None) -> dict[str, Any]:
 
 def test_a_result_is_its_record_as_attributes() -> None:
     result = Result.of(record(accuracy=0.5))
-    assert (result.run, result.samples, result.shards) == (Path("runs/a"), 40, 4)
+    assert (result.run, result.samples, result.microbatches) == (Path("runs/a"), 40, 4)
     assert result.record["metrics"] == {"val": {"accuracy": 0.5}}
     assert str(result) == "runs/a: 3 steps, 40 samples, val accuracy 0.5"
 

@@ -11,7 +11,7 @@ from tests.training.states import newest
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.wrap_units import blocks, untied
+from paceline.parallel.wrap_units import exclude_tied, wrap_units
 
 pytestmark = pytest.mark.matrix
 
@@ -32,7 +32,7 @@ EXACT: dict[str, dict[str, Any]] = {
             "max_steps": 12,
             "val_fraction": 0.2,
             "eval_every": "4steps",
-            "best": "accuracy:max",
+            "best_metric": "accuracy:max",
         },
     },
     "frozen": {"task": "Frozen"},
@@ -57,11 +57,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "best": {
         "task": "Points",
         "fields": {"num_val": 40, "num_test": 20},
-        "options": {"best": "accuracy:max"},
+        "options": {"best_metric": "accuracy:max"},
     },
 }
 OTHER: dict[str, dict[str, Any]] = {
-    "fast": {"task": "Points", "options": {"reduction": "fast"}},
+    "fast": {"task": "Points", "options": {"reduction": "allreduce"}},
     "clipped": {"task": "Points", "options": {"clip_norm": 0.05}},
 }
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_is_that_of_one_process(worlds: dict[int, Any]) -> None:
 @pytest.mark.timeout(240)
 def test_a_run_goes_from_strategy_to_strategy(start_trainings: Any, tmp_path: Path) -> None:
     def train(run: str, ranks: int, stop_at: int = 0, **options: Any) -> dict[str, Any]:
-        options |= {"run": str(tmp_path / run), "max_steps": 16, "seed": 3}
+        options |= {"run_dir": str(tmp_path / run), "max_steps": 16, "seed": 3}
         job = {"task": "Everything", "options": options, "stop_at": stop_at}
         return start_trainings({"job": job}, ranks=ranks)["job"]
 
@@ -165,34 +165,30 @@ def test_which_modules_are_blocks() -> None:
     model = nn.Sequential(
         nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 10)), nn.Linear(10, 2)
     )
-    assert blocks(model, "whole") == []
-    assert blocks(model, "100") == [model[0], model[1][0], model[1][2]]
+    assert wrap_units(model, "whole") == []
+    assert wrap_units(model, "100") == [model[0], model[1][0], model[1][2]]
     # 110 below, 220 and 210 together in the middle.
-    assert blocks(model, "300") == [model[1]]
-    assert blocks(model, "1M") == []
-    assert blocks(model, "Linear") == [model[2], model[1][2], model[1][0], model[0]]
-    with pytest.raises(
-        ConfigError, match=r"has no module of class Conv2d\. It has: Linear, ReLU, Sequential"
-    ):
-        blocks(model, "Conv2d")
+    assert wrap_units(model, "300") == [model[1]]
+    assert wrap_units(model, "1M") == []
+    assert wrap_units(model, "Linear") == [model[2], model[1][2], model[1][0], model[0]]
+    with pytest.raises(ConfigError, match=r"has no module of class Conv2d\. It has: Linear, ReLU, Sequential"):
+        wrap_units(model, "Conv2d")
 
 
 def test_what_shares_a_parameter_is_gathered_together() -> None:
-    model = nn.Sequential(
-        nn.Embedding(10, 4), nn.Sequential(nn.Linear(4, 10), nn.Linear(4, 10)), nn.Linear(4, 10)
-    )
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Sequential(nn.Linear(4, 10), nn.Linear(4, 10)), nn.Linear(4, 10))
     model[2].weight = model[0].weight
-    assert untied(model, blocks(model, "40")) == [model[1][0], model[1][1]]
+    assert exclude_tied(model, wrap_units(model, "40")) == [model[1][0], model[1][1]]
     model[1][1].weight = model[1][0].weight  # both are in one block
-    assert untied(model, blocks(model, "Linear,Sequential")) == [model[1]]
+    assert exclude_tied(model, wrap_units(model, "Linear,Sequential")) == [model[1]]
 
 
 def test_what_shares_a_module_is_gathered_around_it() -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
-    assert untied(model, [shared]) == [shared]
-    assert untied(model, [shared, *model]) == [shared, *model]
-    assert untied(model, model) == []
+    assert exclude_tied(model, [shared]) == [shared]
+    assert exclude_tied(model, [shared, *model]) == [shared, *model]
+    assert exclude_tied(model, model) == []
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ def test_what_shares_a_module_is_gathered_around_it() -> None:
         (("--nproc", "1"), "--strategy fsdp shards a model over processes, but there is one"),
         (("--nproc", "2", "--compile"), "--compile does not work with --strategy fsdp"),
         (("--nproc", "2", "--fsdp-mixed-precision"), "--fsdp-mixed-precision needs --precision bf16 or fp16"),
-        (("--nproc", "2", "--reduction", "torch"), "With --strategy fsdp use exact or fast"),
+        (("--nproc", "2", "--reduction", "ddp"), "With --strategy fsdp use exact or allreduce"),
         (("--nproc", "2", "--fsdp-wrap", "Block"), "the model has no module of class Block. It has: "),
         (("--nproc", "2", "--recover", "inplace"), "--recover inplace does not work with --strategy fsdp"),
     ],

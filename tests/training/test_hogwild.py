@@ -14,7 +14,7 @@ EVERYTHING: dict[str, Any] = {
 LEARNED: dict[str, Any] = {
     "task": "Points",
     "fields": {"num": 480, "num_test": 240},
-    "options": {"epochs": 8, "shards": 2, "log_every": 10},
+    "options": {"epochs": 8, "microbatches": 2, "log_every": 10},
 }
 
 
@@ -25,14 +25,12 @@ def hogwild(job: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def worlds(start_trainings: Any) -> dict[int, Any]:
     return {
-        1: start_trainings(
-            {"everything": EVERYTHING, "hogwild": hogwild(EVERYTHING), "learned": LEARNED}, ranks=1
-        ),
+        1: start_trainings({"everything": EVERYTHING, "hogwild": hogwild(EVERYTHING), "learned": LEARNED}, ranks=1),
         2: start_trainings(
             {
                 "learned": hogwild(LEARNED),
-                "moved-1": {**hogwild(LEARNED, run="moved"), "stop_at": 30},
-                "moved-2": {**LEARNED, "options": {**LEARNED["options"], "run": "moved"}},
+                "moved-1": {**hogwild(LEARNED, run_dir="moved"), "stop_at": 30},
+                "moved-2": {**LEARNED, "options": {**LEARNED["options"], "run_dir": "moved"}},
                 "stream": {"task": "Uneven", "options": {"strategy": "hogwild"}},
             },
             ranks=2,

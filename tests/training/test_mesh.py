@@ -17,7 +17,7 @@ from paceline.parallel.pipeline.stages import closed, find_blocks
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
 
 JOBS: dict[str, dict[str, Any]] = {
-    "layered": {"task": "Layered", "options": {"best": "accuracy:max", "max_steps": 5}},
+    "layered": {"task": "Layered", "options": {"best_metric": "accuracy:max", "max_steps": 5}},
     # Two optimizer groups, dropout, and a seed of its own.
     "text": {"task": "Text", "fields": {"layers": 2}, "options": {"max_steps": 3, "seed": 5}},
     "sequence": {
@@ -82,7 +82,7 @@ def test_the_norm_of_gradients_is_that_of_all_stages_and_parts(alone: Any, four:
 def test_an_overflow_skips_the_step_in_all_stages_and_parts(split: Any, four: Any) -> None:
     scalers = [newest(worlds.run("fp16"))["scaler"] for worlds in (split, four)]
     assert scalers[0] == scalers[1]
-    # 24 samples over 4 shards: 2^13 to begin with, and it is halved where a step is skipped.
+    # 24 samples over 4 micro-batches: 2^13 to begin with, and it is halved where a step is skipped.
     assert scalers[0]["scale"] < 2.0**13
 
 

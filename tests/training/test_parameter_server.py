@@ -13,13 +13,13 @@ from tests.training import tasks
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.data.order import DataOrder
-from paceline.parallel.parameter_server import divide
+from paceline.data.order import DeterministicSampler
+from paceline.parallel.parameter_server import partition_parameters
 from paceline.runs.checkpoint_state import model_sha256
-from paceline.training.async_trainer import Clocks, Cuts, Staleness, most_stale
+from paceline.training.async_trainer import Staleness, StalenessBound, SyncPoints, most_stale
 from paceline.training.reproducibility import seed_model
-from paceline.training.resolve import DataPlan
-from paceline.training.state import Progress
+from paceline.training.resolve import DataSetup
+from paceline.training.state import TrainProgress
 
 SYNC: dict[str, dict[str, Any]] = {
     # Carved validation, plateau schedule, early stop; dropout, batch norm, AdamW; a short last batch.
@@ -29,7 +29,7 @@ SYNC: dict[str, dict[str, Any]] = {
     "best": {
         "task": "Points",
         "fields": {"num_val": 40, "num_test": 20},
-        "options": {"best": "accuracy:max"},
+        "options": {"best_metric": "accuracy:max"},
     },
     "clipped": {"task": "Points", "options": {"clip_norm": 0.05}},
 }
@@ -37,8 +37,8 @@ ONE_WORKER = ("everything", "two-optimizers", "best", "clipped")
 STEPS, BATCH, SEED = 15, 8, 5
 SIMULATED: dict[str, dict[str, Any]] = {
     "simulated": {"ps_mode": "async"},
-    "simulated-ssp": {"ps_mode": "ssp", "staleness": 0},
-    "simulated-servers": {"ps_mode": "async", "servers": 2},
+    "simulated-ssp": {"ps_mode": "ssp", "ps_staleness": 0},
+    "simulated-servers": {"ps_mode": "async", "ps_servers": 2},
 }
 
 
@@ -59,16 +59,16 @@ class Simulation:
         assert isinstance(optimizer, torch.optim.Optimizer)
         scheduler = task.build_scheduler(optimizer, STEPS)
         data = task.build_dataset("train")
-        order = DataOrder(len(data), BATCH, 1, SEED, 1)
+        order = DeterministicSampler(len(data), BATCH, 1, SEED, 1)
         self.arrival: list[int] = []
         self.staleness: list[int] = []
         for first in range(0, STEPS, order.steps_per_epoch):  # an epoch's end is a cut
             steps = min(order.steps_per_epoch, STEPS - first)
-            clocks, idle, handed, applied = Clocks(workers, bound), list(range(workers)), 0, 0
+            clocks, idle, handed, applied = StalenessBound(workers, bound), list(range(workers)), 0, 0
             under_way: dict[int, tuple[int, int, torch.nn.Module]] = {}
             while True:
                 for worker in list(idle):
-                    if handed < steps and clocks.may_begin(worker):
+                    if handed < steps and clocks.can_start(worker):
                         under_way[worker] = (handed, applied, copy.deepcopy(self.model))
                         idle.remove(worker)
                         handed += 1
@@ -99,7 +99,7 @@ def task() -> tasks.Points:
 @pytest.fixture(scope="module")
 def simulations() -> dict[str, Simulation]:
     return {
-        name: Simulation(task(), 4 - chosen.get("servers", 1), chosen.get("staleness"), seed)
+        name: Simulation(task(), 4 - chosen.get("ps_servers", 1), chosen.get("ps_staleness"), seed)
         for seed, (name, chosen) in enumerate(SIMULATED.items())
     }
 
@@ -110,7 +110,7 @@ def options(job: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def moved(stop_at: int, **chosen: Any) -> dict[str, Any]:
     job = SYNC["everything"]
-    return {**job, "options": {**job["options"], **chosen, "run": "moved"}, "stop_at": stop_at}
+    return {**job, "options": {**job["options"], **chosen, "run_dir": "moved"}, "stop_at": stop_at}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def worlds(start_trainings: Any, simulations: dict[str, Simulation]) -> dict[int
             "options": {
                 "strategy": "ps",
                 "seed": SEED,
-                "shards": 1,
+                "microbatches": 1,
                 "global_batch_size": BATCH,
                 "max_steps": STEPS,
                 **chosen,
@@ -138,16 +138,16 @@ def worlds(start_trainings: Any, simulations: dict[str, Simulation]) -> dict[int
             {name: options(SYNC[name], ps_mode="async") for name in ONE_WORKER}
             | {
                 "asynchronous-stream": options(SYNC["uneven-stream"], ps_mode="async"),
-                "too-many-servers": options(SYNC["best"], servers=2),
+                "too-many-servers": options(SYNC["best"], ps_servers=2),
             },
             ranks=2,
         ),
         4: start_trainings(
-            {name: options(job, servers=1 if name == "clipped" else 2) for name, job in SYNC.items()}
+            {name: options(job, ps_servers=1 if name == "clipped" else 2) for name, job in SYNC.items()}
             | simulated
             | {
-                "moved-1": moved(20, strategy="ps", ps_mode="async", servers=3),
-                "moved-2": moved(10, strategy="ps", servers=2),
+                "moved-1": moved(20, strategy="ps", ps_mode="async", ps_servers=3),
+                "moved-2": moved(10, strategy="ps", ps_servers=2),
                 "moved-3": moved(0, strategy="ddp"),
             },
             ranks=4,
@@ -183,9 +183,7 @@ def test_a_run_is_that_of_a_simulation_with_the_same_order_of_arrival(
     result = worlds[4][name]
     assert "error" not in result, result
     assert result["model_sha256"] == model_sha256(simulation.model.state_dict())
-    assert result["worker_steps"] == [
-        simulation.arrival.count(worker) for worker in range(len(result["worker_steps"]))
-    ]
+    assert result["worker_steps"] == [simulation.arrival.count(worker) for worker in range(len(result["worker_steps"]))]
     assert result["staleness"]["max"] == max(simulation.staleness)
     assert sum(result["staleness"]["histogram"].values()) == STEPS
     assert simulation.arrival != sorted(simulation.arrival)
@@ -206,7 +204,7 @@ def test_a_stream_is_read_in_turn_only(worlds: dict[int, Any]) -> None:
 
 
 def test_servers_leave_workers(worlds: dict[int, Any]) -> None:
-    assert "Use --servers 1 or fewer, or --nproc 3 or more" in worlds[2]["too-many-servers"]["message"]
+    assert "Use --ps-servers 1 or fewer, or --nproc 3 or more" in worlds[2]["too-many-servers"]["message"]
 
 
 def test_a_run_goes_from_mode_to_mode(worlds: dict[int, Any]) -> None:
@@ -218,12 +216,12 @@ def test_a_run_goes_from_mode_to_mode(worlds: dict[int, Any]) -> None:
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_worker_gets_further_ahead_than_the_bound(bound: int) -> None:
     workers, chance = 4, random.Random(bound)
-    clocks, done, idle = Clocks(workers, bound), [0] * workers, set(range(workers))
+    clocks, done, idle = StalenessBound(workers, bound), [0] * workers, set(range(workers))
     begun: dict[int, int] = {}
     staleness, furthest = [], 0
     for applied in range(2000):
         for worker in sorted(idle):
-            if clocks.may_begin(worker):
+            if clocks.can_start(worker):
                 assert done[worker] - min(done) <= bound
                 idle.remove(worker)
                 begun[worker] = applied
@@ -241,10 +239,10 @@ def test_no_worker_gets_further_ahead_than_the_bound(bound: int) -> None:
 
 
 def test_without_a_bound_everybody_may_begin() -> None:
-    clocks = Clocks(2, None)
+    clocks = StalenessBound(2, None)
     for _ in range(100):
         clocks.finished(0)
-    assert clocks.may_begin(0)
+    assert clocks.can_start(0)
 
 
 def test_what_is_reported_of_staleness() -> None:
@@ -262,9 +260,9 @@ def test_what_is_reported_of_staleness() -> None:
 def test_a_stretch_ends_where_something_is_due() -> None:
     def to_next(step: int, in_epoch: int, **options: Any) -> int:
         config = RunConfig(**options)
-        order = DataOrder(100, 10, 1, 0, 1)
-        cuts = Cuts(config, DataPlan(None, None, order, None, None, 25))
-        return cuts.steps_to_next(Progress(step=step, step_in_epoch=in_epoch))
+        order = DeterministicSampler(100, 10, 1, 0, 1)
+        cuts = SyncPoints(config, DataSetup(None, None, order, None, None, 25))
+        return cuts.steps_to_next(TrainProgress(step=step, step_in_epoch=in_epoch))
 
     assert to_next(0, 0) == 10
     assert to_next(14, 4) == 6
@@ -274,26 +272,26 @@ def test_a_stretch_ends_where_something_is_due() -> None:
 
 
 def test_parameters_are_divided_by_size() -> None:
-    assert divide([5, 5, 5, 5], 2) == (range(2), range(2, 4))
-    assert divide([100, 1, 1, 1], 3) == (range(1), range(1, 2), range(2, 4))
-    assert divide([1, 1, 1, 100], 2) == (range(3), range(3, 4))
-    assert divide([7], 1) == (range(1),)
+    assert partition_parameters([5, 5, 5, 5], 2) == (range(2), range(2, 4))
+    assert partition_parameters([100, 1, 1, 1], 3) == (range(1), range(1, 2), range(2, 4))
+    assert partition_parameters([1, 1, 1, 100], 2) == (range(3), range(3, 4))
+    assert partition_parameters([7], 1) == (range(1),)
     with pytest.raises(ConfigError, match="has 2 trainable parameters, and each server needs one"):
-        divide([1, 1], 3)
+        partition_parameters([1, 1], 3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--nproc", "1"), "--strategy ps needs a server and a worker, but there is one process"),
-        (("--nproc", "2", "--ps-mode", "ssp"), "--ps-mode ssp needs --staleness, such as --staleness 2"),
+        (("--nproc", "2", "--ps-mode", "ssp"), "--ps-mode ssp needs --ps-staleness, such as --ps-staleness 2"),
         (
-            ("--nproc", "2", "--staleness", "2"),
-            "--staleness is for --ps-mode ssp; --ps-mode sync has no bound",
+            ("--nproc", "2", "--ps-staleness", "2"),
+            "--ps-staleness is for --ps-mode ssp; --ps-mode sync has no bound",
         ),
-        (("--nproc", "2", "--reduction", "fast"), "--reduction fast does not work with --strategy ps"),
+        (("--nproc", "2", "--reduction", "allreduce"), "--reduction allreduce does not work with --strategy ps"),
         (("--nproc", "2", "--precision", "fp16"), "--precision fp16 does not work with --strategy ps"),
-        (("--nproc", "3", "--servers", "2", "--clip-norm", "1"), "Use --servers 1"),
+        (("--nproc", "3", "--ps-servers", "2", "--clip-norm", "1"), "Use --ps-servers 1"),
         (("--nproc", "2", "--recover", "inplace"), "--recover inplace does not work with --strategy ps"),
     ],
 )

@@ -17,18 +17,18 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
-from paceline.core.callback import Horizon
+from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, DataError, TaskError
 from paceline.core.task import Defaults, Loss, Task
 from paceline.data.loader import EvalBatches
-from paceline.parallel.world import Mesh, World
-from paceline.training.control import ROW_LENGTH, Control, StopSignals, exit_code, merge, statuses
+from paceline.parallel.world import ParallelDims, World
+from paceline.training.control import ROW_LENGTH, ControlFlags, StopSignals, exit_code, merge, statuses
 from paceline.training.evaluation import Evaluator, as_loss
-from paceline.training.reproducibility import seed_shard
-from paceline.training.resolve import check_world, continued, plan_data, resolve
-from paceline.training.schedule import Judge
-from paceline.training.state import Progress, TrainingState
+from paceline.training.reproducibility import seed_microbatch
+from paceline.training.resolve import check_world, merge_resumed_config, resolve_config, set_up_data
+from paceline.training.schedule import ModelSelector
+from paceline.training.state import TrainingState, TrainProgress
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Line(Task):
     value: Any = None
     optimizers: Any = None
 
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=8, shards=2, epochs=3, best="error:min")
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=8, microbatches=2, epochs=3, best_metric="error:min")
 
     def build_model(self) -> nn.Module:
         return nn.Linear(1, 1)
@@ -65,65 +65,86 @@ def points(number: int) -> TensorDataset:
 
 
 def test_what_is_left_open_is_filled_in_once() -> None:
-    config, notes = resolve(RunConfig(), Line(), 1)
-    assert (config.shards, config.global_batch_size, config.epochs, config.best) == (2, 8, 3, "error:min")
+    config, notes = resolve_config(RunConfig(), Line(), 1)
+    assert (config.microbatches, config.global_batch_size, config.epochs, config.best_metric) == (
+        2,
+        8,
+        3,
+        "error:min",
+    )
     assert notes == []
 
 
 def test_what_is_given_wins_over_the_task() -> None:
-    given = RunConfig(shards=4, global_batch_size=16, max_steps=5, best="loss:min")
-    config, _ = resolve(given, Line(), 1)
-    assert (config.shards, config.global_batch_size, config.epochs, config.max_steps) == (4, 16, None, 5)
-    assert config.best == "loss:min"
+    given = RunConfig(microbatches=4, global_batch_size=16, max_steps=5, best_metric="loss:min")
+    config, _ = resolve_config(given, Line(), 1)
+    assert (config.microbatches, config.global_batch_size, config.epochs, config.max_steps) == (
+        4,
+        16,
+        None,
+        5,
+    )
+    assert config.best_metric == "loss:min"
 
 
 @pytest.mark.parametrize(
-    ("options", "shards"),
-    [({"shards": "auto"}, 3), ({"shards": "auto", "accumulate": 4}, 12), ({"accumulate": 2}, 6)],
+    ("options", "microbatches"),
+    [
+        ({"microbatches": "auto"}, 3),
+        ({"microbatches": "auto", "grad_accumulation": 4}, 12),
+        ({"grad_accumulation": 2}, 6),
+    ],
 )
-def test_auto_shards_are_said_aloud(options: dict[str, Any], shards: int) -> None:
-    config, notes = resolve(RunConfig(**options), Line(), 3)
-    assert config.shards == shards
-    assert notes == [f"shards: {shards} (3 processes x {config.accumulate}), fixed for this run"]
+def test_auto_microbatches_are_said_aloud(options: dict[str, Any], microbatches: int) -> None:
+    config, notes = resolve_config(RunConfig(**options), Line(), 3)
+    assert config.microbatches == microbatches
+    assert notes == [f"micro-batches: {microbatches} (3 processes x {config.grad_accumulation}), fixed for this run"]
 
 
-def test_more_processes_than_shards_are_refused() -> None:
+def test_more_processes_than_microbatches_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"5 processes cannot share 4 shards.*--nproc 4 or fewer.*--shards 5"
+        ConfigError, match=r"5 processes cannot share 4 micro-batches.*--nproc 4 or fewer.*--microbatches 5"
     ):
-        check_world(RunConfig(shards=4), 5)
+        check_world(RunConfig(microbatches=4), 5)
 
 
 def test_a_continued_run_keeps_its_options_and_takes_over_what_decides_no_bits() -> None:
-    recorded = RunConfig(shards=4, seed=7, epochs=3, nproc=1, threads=1)
-    config = continued(RunConfig(nproc=2, workers=0, seed=7, run="a"), {"nproc", "workers", "seed"}, recorded)
-    assert (config.seed, config.shards, config.epochs) == (7, 4, 3)
+    recorded = RunConfig(microbatches=4, seed=7, epochs=3, nproc=1, threads=1)
+    config = merge_resumed_config(
+        RunConfig(nproc=2, num_workers=0, seed=7, run_dir="a"), {"nproc", "num_workers", "seed"}, recorded
+    )
+    assert (config.seed, config.microbatches, config.epochs) == (7, 4, 3)
     assert (config.nproc, config.workers, config.run, config.threads) == (2, 0, "a", 1)
 
 
 def test_another_strategy_continues_a_run_whose_parameters_were_gathered_in_low_precision() -> None:
-    recorded = RunConfig(shards=4, strategy="fsdp", precision="bf16", fsdp_mixed_precision=True)
-    config = continued(RunConfig(strategy="ddp", run="a"), {"strategy"}, recorded)
+    recorded = RunConfig(microbatches=4, strategy="fsdp", precision="bf16", fsdp_mixed_precision=True)
+    config = merge_resumed_config(RunConfig(strategy="ddp", run_dir="a"), {"strategy"}, recorded)
     assert (config.strategy, config.precision, config.fsdp_mixed_precision) == ("ddp", "bf16", False)
-    again = continued(
+    again = merge_resumed_config(
         RunConfig(precision="bf16", fsdp_mixed_precision=False), {"fsdp_mixed_precision"}, recorded
     )
     assert not again.fsdp_mixed_precision
 
 
 def test_a_continued_run_refuses_another_accumulation_which_would_have_no_effect() -> None:
-    recorded = RunConfig(shards=4, accumulate=2)
-    with pytest.raises(ConfigError, match="--accumulate: 2 when the run was created, 4 now"):
-        continued(RunConfig(accumulate=4, run="runs/a"), {"accumulate"}, recorded)
-    assert continued(RunConfig(accumulate=2, run="runs/a"), {"accumulate"}, recorded).accumulate == 2
-    assert continued(RunConfig(run="runs/a"), (), recorded).accumulate == 2
+    recorded = RunConfig(microbatches=4, grad_accumulation=2)
+    with pytest.raises(ConfigError, match="--grad-accumulation: 2 when the run was created, 4 now"):
+        merge_resumed_config(RunConfig(grad_accumulation=4, run_dir="runs/a"), {"grad_accumulation"}, recorded)
+    assert (
+        merge_resumed_config(
+            RunConfig(grad_accumulation=2, run_dir="runs/a"), {"grad_accumulation"}, recorded
+        ).accumulate
+        == 2
+    )
+    assert merge_resumed_config(RunConfig(run_dir="runs/a"), (), recorded).accumulate == 2
 
 
 def test_a_continued_run_refuses_what_decides_bits() -> None:
-    recorded = RunConfig(shards=4, seed=7, epochs=3)
+    recorded = RunConfig(microbatches=4, seed=7, epochs=3)
     with pytest.raises(ConfigError) as caught:
-        continued(
-            RunConfig(seed=8, epochs=3, precision="bf16", run="runs/a"),
+        merge_resumed_config(
+            RunConfig(seed=8, epochs=3, precision="bf16", run_dir="runs/a"),
             {"seed", "epochs", "precision"},
             recorded,
         )
@@ -137,7 +158,7 @@ def test_a_continued_run_refuses_what_decides_bits() -> None:
 
 def planned(config: RunConfig, **datasets: Any) -> Any:
     task = Line(datasets=datasets)
-    return plan_data(resolve(config, task, 1)[0], task)
+    return set_up_data(resolve_config(config, task, 1)[0], task)
 
 
 def test_the_length_of_a_run() -> None:
@@ -159,8 +180,8 @@ def test_no_data_is_refused(datasets: dict[str, Any], message: str) -> None:
 # --- the judge
 
 
-def judged(values: list[float], **options: Any) -> tuple[list[bool], Progress]:
-    judge, progress = Judge(RunConfig(**options)), Progress()
+def judged(values: list[float], **options: Any) -> tuple[list[bool], TrainProgress]:
+    judge, progress = ModelSelector(RunConfig(**options)), TrainProgress()
     improved = []
     for number, value in enumerate(values, start=1):
         progress.step = progress.version = number
@@ -188,7 +209,7 @@ def test_nan_is_never_the_best() -> None:
         ({"early_stop": "loss:2"}, [3.0, 2.0, 2.0, 2.0], True),
         ({"early_stop": "loss:2"}, [3.0, 3.0, 2.0, 2.0], False),
         ({"early_stop": "accuracy:2"}, [3.0, 2.0, 2.0], True),
-        ({"early_stop": "accuracy:2", "best": "accuracy:min"}, [3.0, 2.0, 1.0], False),
+        ({"early_stop": "accuracy:2", "best_metric": "accuracy:min"}, [3.0, 2.0, 1.0], False),
         ({}, [3.0, 4.0, 5.0], False),
     ],
 )
@@ -203,12 +224,12 @@ def test_early_stopping_counts_evaluations_without_a_better_one(
 
 def test_what_one_rank_says_all_obey() -> None:
     rows = [
-        Control().row(),
-        Control(stop=15, more=False).row(),
-        Control(save=True, more=False).row([1.0] * 4),
+        ControlFlags().row(),
+        ControlFlags(stop=15, more=False).row(),
+        ControlFlags(save=True, more=False).row([1.0] * 4),
     ]
     assert {len(row) for row in rows} == {ROW_LENGTH}
-    assert merge(rows) == Control(stop=15, save=True, more=True)
+    assert merge(rows) == ControlFlags(stop=15, save=True, more=True)
     assert merge(rows[1:]).more is False
     assert statuses(rows)[2] == [1.0] * 4
 
@@ -256,7 +277,7 @@ WORLD = World(
     generation=0,
     one_host=True,
 )
-MESH = Mesh(WORLD, {"dp": 1})
+MESH = ParallelDims(WORLD, {"dp": 1})
 
 
 def evaluated(task: Task, number: int = 5) -> dict[str, float]:
@@ -295,9 +316,7 @@ class Whole(Line):
 
 def test_a_metric_object_must_compute_one_number_from_a_tuple() -> None:
     labels = torch.tensor([0, 1])
-    with pytest.raises(
-        TaskError, match=r"build_metrics: 'value' computes a tensor of shape \(2,\).*one number"
-    ):
+    with pytest.raises(TaskError, match=r"build_metrics: 'value' computes a tensor of shape \(2,\).*one number"):
         evaluated(Whole(value=(labels, labels)))
     with pytest.raises(TaskError, match=r"Whole\.metrics gave a Tensor for 'value'; it must be a tuple"):
         evaluated(Whole(value=labels))
@@ -307,7 +326,7 @@ def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
     with torch.random.fork_rng():
         draws = []
         for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0), (1, 0, 0)):
-            seed_shard(*key)
+            seed_microbatch(*key)
             draws.append(float(torch.rand(())))
     assert draws[0] == draws[-1]
     assert len(set(draws)) == 4
@@ -317,8 +336,8 @@ def test_randomness_depends_on_its_purpose_and_on_nothing_before() -> None:
 
 
 def state_of(task: Task, *, total_steps: int | None = 10, **options: Any) -> TrainingState:
-    config, _ = resolve(RunConfig(**options), task, 1)
-    horizon = Horizon(total_steps=total_steps, steps_per_epoch=None)
+    config, _ = resolve_config(RunConfig(**options), task, 1)
+    horizon = RunSchedule(total_steps=total_steps, steps_per_epoch=None)
     return TrainingState(task, config, nn.Linear(1, 1), torch.device("cpu"), horizon)
 
 
@@ -357,9 +376,7 @@ def test_other_schedules_need_the_number_of_steps(schedule: Any) -> None:
 def test_a_state_of_another_shape_is_refused() -> None:
     state = state_of(Line()).state_dict()
     other = state_of(Line(optimizers={"a": SGD([nn.Parameter(torch.zeros(1))], lr=0.1)}))
-    with pytest.raises(
-        CheckpointError, match=r"does not fit the task as it is now: it holds main, the task builds a"
-    ):
+    with pytest.raises(CheckpointError, match=r"does not fit the task as it is now: it holds main, the task builds a"):
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="does not fit the task as it is now"):
         state_of(Line(), ema=0.5).load_state_dict(state)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.parallel.pipeline.pipedream import (
     PipeDreamAction,
-    Staleness,
+    PipeDreamStaleness,
     begins,
     forwards_ahead,
     step_actions,
@@ -26,15 +26,19 @@ JOBS: dict[str, dict[str, Any]] = {
             "checkpoint_every": ("10steps",),
         },
     },
-    # A short last batch, of fewer shards.
-    "short": {"task": "Points", "fields": {"num": 107}, "options": {"global_batch_size": 24, "shards": 5}},
-    "plain": {"task": "Points", "fields": {"num_val": 20}, "options": {"best": "accuracy:max"}},
-    "bf16": {"task": "Points", "options": {"precision": "bf16", "reduction": "fast"}},
+    # A short last batch, of fewer micro-batches.
+    "short": {
+        "task": "Points",
+        "fields": {"num": 107},
+        "options": {"global_batch_size": 24, "microbatches": 5},
+    },
+    "plain": {"task": "Points", "fields": {"num_val": 20}, "options": {"best_metric": "accuracy:max"}},
+    "bf16": {"task": "Points", "options": {"precision": "bf16", "reduction": "allreduce"}},
 }
 OTHER: dict[str, dict[str, Any]] = {
     "stream": {"task": "Iterable"},
-    "stopped": {"task": "Points", "options": {"max_steps": 12, "run": "again"}, "stop_at": 14},
-    "continued": {"task": "Points", "options": {"max_steps": 12, "run": "again"}},
+    "stopped": {"task": "Points", "options": {"max_steps": 12, "run_dir": "again"}, "stop_at": 14},
+    "continued": {"task": "Points", "options": {"max_steps": 12, "run_dir": "again"}},
 }
 SIZES = {
     "everything": (3, [1, 1, 1]),
@@ -77,8 +81,8 @@ def test_the_bits_are_those_of_its_simulation(pipelines: dict[str, Any], name: s
 
 
 @pytest.mark.slow
-def test_copies_of_a_pipeline_share_the_shards(start_trainings: Any) -> None:
-    """Two copies of two stages, each with half of the shards."""
+def test_copies_of_a_pipeline_share_the_microbatches(start_trainings: Any) -> None:
+    """Two copies of two stages, each with half of the micro-batches."""
     job = piped({"task": "Everything", "options": {"max_steps": 12}}, [1, 2])
     job["options"] = {**job["options"], "strategy": "auto", "mesh": "pp=2,dp=2"}
     on_four = start_trainings({"job": job}, ranks=4)["job"]
@@ -107,7 +111,7 @@ def test_a_stream_is_refused(pipelines: dict[str, Any]) -> None:
 
 
 def test_a_stage_is_never_idle_at_a_steps_end() -> None:
-    """Two stages, three shards a step: the first one runs one forward ahead, of the next step at last."""
+    """Two stages, three micro-batches a step: the first one runs one forward ahead, of the next step at last."""
 
     def forwards(*positions: int) -> list[PipeDreamAction]:
         return [PipeDreamAction("F", position) for position in positions]
@@ -132,13 +136,13 @@ def test_a_stage_is_never_idle_at_a_steps_end() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("shards", [4, 5, 12])
-def test_what_is_in_flight_is_bounded_by_the_stages(stages: int, shards: int) -> None:
+@pytest.mark.parametrize("microbatches", [4, 5, 12])
+def test_what_is_in_flight_is_bounded_by_the_stages(stages: int, microbatches: int) -> None:
     for stage in range(stages):
         ahead = forwards_ahead(stage, stages)
         in_flight, most, done, begun = 0, 0, [], 0
-        for step, following in enumerate([shards, shards, 3, 0]):
-            size = [shards, shards, shards, 3][step]
+        for step, following in enumerate([microbatches, microbatches, 3, 0]):
+            size = [microbatches, microbatches, microbatches, 3][step]
             for action in step_actions(ahead, size, begun, following):
                 in_flight += 1 if action.kind == "F" else -1
                 most = max(most, in_flight)
@@ -146,14 +150,14 @@ def test_what_is_in_flight_is_bounded_by_the_stages(stages: int, shards: int) ->
                             (action.kind, step + 1, action.position - size))  # fmt: skip
             begun = begins(ahead, following)
         assert (in_flight, most) == (0, stages - stage)
-        assert len(done) == len(set(done)) == 2 * (3 * shards + 3)
+        assert len(done) == len(set(done)) == 2 * (3 * microbatches + 3)
 
 
 def test_staleness_is_counted() -> None:
-    staleness = Staleness()
+    staleness = PipeDreamStaleness()
     staleness.count(4, 0)
     staleness.count(4, 1)
-    assert staleness.figures == {"staleness_mean": 0.125, "staleness_max": 1}
+    assert staleness.stats == {"staleness_mean": 0.125, "staleness_max": 1}
 
 
 @pytest.mark.parametrize(

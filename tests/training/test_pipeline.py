@@ -13,7 +13,7 @@ PP: dict[str, Any] = {"strategy": "pp"}
 GPIPE = {**PP, "pp_schedule": "gpipe", "pp_split": "equal"}
 ZERO_BUBBLE = {**PP, "pp_schedule": "zero-bubble"}
 INTERLEAVED = {**PP, "pp_schedule": "interleaved"}
-ONE_BY_ONE = {"strategy": "mp"}
+ONE_BY_ONE = {"strategy": "pp", "pp_schedule": "sequential"}
 BOTH = {"mesh": "pp=2,dp=2"}
 
 # Carved validation, plateau schedule; dropout, batch norm, AdamW; a short last batch.
@@ -27,11 +27,11 @@ JOBS: dict[str, dict[str, Any]] = {
     "metrics": {"task": "ManyMetrics"},
     "uneven-stream": {"task": "Uneven"},
     # Values that go past a stage, randomness before the model, the best model of several.
-    "skips": {"task": "Skipping", "options": {"best": "loss:min"}, "fields": {"num_val": 20, "num_test": 9}},
+    "skips": {"task": "Skipping", "options": {"best_metric": "loss:min"}, "fields": {"num_val": 20, "num_test": 9}},
     "deep": {"task": "Deep"},
     "describes": {"task": "Describes", "fields": {"num_val": 20}},
-    # The last batch has one shard: one of two copies has nothing to compute.
-    "one-shard": {"task": "Deep", "fields": {"num": 32}, "network": True},
+    # The last batch has one micro-batch: one of two copies has nothing to compute.
+    "one-microbatch": {"task": "Deep", "fields": {"num": 32}, "network": True},
 }
 ON_TWO: dict[str, list[dict[str, Any]]] = {
     "everything": [PP, GPIPE, ZERO_BUBBLE, ONE_BY_ONE],
@@ -50,7 +50,7 @@ ON_FOUR: dict[str, list[dict[str, Any]]] = {
     "fp16": [BOTH],
     "clipped": [BOTH],
     "skips": [{**PP, "pp_split": "2,1,1,1"}],
-    "one-shard": [{**BOTH, "pp_schedule": "interleaved"}],
+    "one-microbatch": [{**BOTH, "pp_schedule": "interleaved"}],
 }
 
 
@@ -63,7 +63,7 @@ def _jobs(ways: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
 
 
 def _moved(stop_at: int, **options: Any) -> dict[str, Any]:
-    options = {**EVERYTHING["options"], **options, "run": "moved"}
+    options = {**EVERYTHING["options"], **options, "run_dir": "moved"}
     return {"task": "Everything", "options": options, "stop_at": stop_at}
 
 
@@ -138,15 +138,15 @@ def test_a_checkpoint_is_that_of_one_process(alone: Any, pair: Any) -> None:
     [
         (("--nproc", "1", "--strategy", "pp"), "--strategy pp cuts a model over processes, but there is one"),
         (
-            ("--nproc", "3", "--strategy", "pp", "--shards", "2"),
-            "2 micro-batches for 3 stages leave some idle all the time. Use --shards 3 or more",
+            ("--nproc", "3", "--strategy", "pp", "--microbatches", "2"),
+            "2 micro-batches for 3 stages leave some idle all the time. Use --microbatches 3 or more",
         ),
         (
             ("--nproc", "3", "--strategy", "pp"),
             "the model has 2 block(s), too few for 3 stages. Use 2 stages at most",
         ),
         (
-            ("--nproc", "2", "--strategy", "mp", "--pp-split", "1,2"),
+            ("--nproc", "2", "--strategy", "pp", "--pp-schedule", "sequential", "--pp-split", "1,2"),
             "Give 2 numbers that add up to 2, such as 1,1, or balanced",
         ),
         (("--nproc", "2", "--strategy", "pp", "--pp-split", "evenly"), "--pp-split must be balanced, equal"),

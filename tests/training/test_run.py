@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-WORSE = {"best": "score:max", "early_stop": "score:3", "epochs": 8}
+WORSE = {"best_metric": "score:max", "early_stop": "score:3", "epochs": 8}
 EVERYTHING = {"val_fraction": 0.2, "clip_norm": 0.5, "ema": 0.9, "early_stop": "loss:2", "seed": 3}
 # name -> the job that is run at once, and the number of the loss in whose midst the other one is stopped.
 INTERRUPTED: dict[str, tuple[dict[str, Any], int]] = {
@@ -21,7 +21,7 @@ INTERRUPTED: dict[str, tuple[dict[str, Any], int]] = {
     "stream": ({"task": "Iterable"}, 7),
     "stream-at-the-end-of-an-epoch": ({"task": "Uneven", "fields": {"num_val": 9}}, 24),
     # In the last step of the first epoch, before its evaluation finds the best model of all.
-    "best-at-the-end-of-an-epoch": ({"task": "WorseAndWorse", "options": {**WORSE, "keep": 1}}, 25),
+    "best-at-the-end-of-an-epoch": ({"task": "WorseAndWorse", "options": {**WORSE, "keep_checkpoints": 1}}, 25),
 }
 JOBS: dict[str, dict[str, Any]] = {
     "logged": {
@@ -31,12 +31,12 @@ JOBS: dict[str, dict[str, Any]] = {
             "log_every": 5,
             "seed": 9,
             "checkpoint_every": "3steps",
-            "keep": 2,
-            "best": "accuracy:max",
+            "keep_checkpoints": 2,
+            "best_metric": "accuracy:max",
         },
     },
     "few-steps": {"task": "Points", "options": {"max_steps": 3, "checkpoint_every": "never"}},
-    "saved-by-the-clock": {"task": "Points", "options": {"checkpoint_every": ["0.000001s"], "keep": 100}},
+    "saved-by-the-clock": {"task": "Points", "options": {"checkpoint_every": ["0.000001s"], "keep_checkpoints": 100}},
     "evaluated-every-4-steps": {
         "task": "Points",
         "fields": {"num_val": 5},
@@ -56,11 +56,11 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 for name, (job, stop_at) in INTERRUPTED.items():
     JOBS[name] = job
-    here = {**job, "options": {**job.get("options", {}), "run": f"{name}-in-two-parts"}}
+    here = {**job, "options": {**job.get("options", {}), "run_dir": f"{name}-in-two-parts"}}
     JOBS[f"{name}-stopped"] = {**here, "stop_at": stop_at}
     JOBS[f"{name}-continued"] = here
 
-FINISHED = {"run": "few-steps", "max_steps": 3}
+FINISHED = {"run_dir": "few-steps", "max_steps": 3}
 # name -> a job that is refused, the error, and what its message says.
 REFUSED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "unknown-option": (
@@ -70,9 +70,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     ),
     "set": ({"task": "Points", "options": {"set": ["lr=1"]}}, "ConfigError", ["Task(lr=0.1)"]),
     "unknown-best": (
-        {"task": "Points", "fields": {"num_val": 5}, "options": {"best": "f1:max"}},
+        {"task": "Points", "fields": {"num_val": 5}, "options": {"best_metric": "f1:max"}},
         "ConfigError",
-        ["--best: there is no metric 'f1'", "accuracy, loss"],
+        ["--best-metric: there is no metric 'f1'", "accuracy, loss"],
     ),
     "unknown-early-stop": (
         {"task": "Points", "fields": {"num_val": 5}, "options": {"early_stop": "f1:2"}},
@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "small-batch": (
         {"task": "Points", "options": {"global_batch_size": 7}},
         "ConfigError",
-        ["--global-batch-size 7 is too small for 4 shards"],
+        ["--global-batch-size 7 is too small for 4 micro-batches"],
     ),
     "another-task": (
         {"task": "TwoOptimizers", "options": FINISHED},
@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ["--resume must: resume-must holds no run"],
     ),
 }
-AGAIN = {"finished-again": {"task": "Points", "options": {**FINISHED, "workers": 0}}}
+AGAIN = {"finished-again": {"task": "Points", "options": {**FINISHED, "num_workers": 0}}}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_a_run_in_two_parts_ends_with_the_same_bits(trained: Any, name: str) -> 
 
 
 def test_a_stopped_run_stands_where_it_was_stopped(trained: Any) -> None:
-    # 100 samples, 16 at a time, over 4 shards: the 25th loss is in the seventh step, which ends the epoch.
+    # 100 samples, 16 at a time, over 4 micro-batches: the 25th loss is in the seventh step, which ends the epoch.
     assert "stopped after step 7" in trained["best-at-the-end-of-an-epoch-stopped"]["message"]
     assert "stopped after step 2" in trained["stream-stopped"]["message"]
 
@@ -192,8 +192,7 @@ def test_a_metric_that_is_not_a_number_is_null_in_the_result(trained: Any) -> No
 
 def test_checkpoints_are_those_that_were_asked_for(trained: Any) -> None:
     found = {
-        name: steps_of(trained.run(name) / "checkpoints")
-        for name in ("logged", "few-steps", "saved-by-the-clock")
+        name: steps_of(trained.run(name) / "checkpoints") for name in ("logged", "few-steps", "saved-by-the-clock")
     }
     assert found["few-steps"] == [3], "only the end"
     assert found["saved-by-the-clock"] == list(range(1, 15)), "every microsecond is every step"
@@ -233,7 +232,7 @@ def test_result_json_says_it_all(trained: Any) -> None:
         "strategy": "single",
         "reduction": "exact",
         "world_size": 1,
-        "shards": 4,
+        "microbatches": 4,
         "global_batch_size": 16,
         "seed": 9,
         "steps": 14,
@@ -273,11 +272,7 @@ def test_tensorboard_holds_the_same_scalars(trained: Any) -> None:
         ("train/lr", [(5, 0.05), (10, 0.05), (14, 0.05)]),
         (
             "eval/val/accuracy",
-            [
-                (r["step"], r["metrics"]["accuracy"])
-                for r in trained.records("logged", "eval")
-                if r["split"] == "val"
-            ],
+            [(r["step"], r["metrics"]["accuracy"]) for r in trained.records("logged", "eval") if r["split"] == "val"],
         ),
     ):
         found = [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
@@ -292,8 +287,8 @@ def test_run_toml_has_nothing_left_open(trained: Any) -> None:
         "fields": {"lr": 0.05, "num": 100, "num_val": 10, "num_test": 12},
     }
     config = manifest["config"]
-    assert (config["shards"], config["global_batch_size"], config["epochs"]) == (4, 16, 2)
-    assert (config["best"], config["seed"]) == ("accuracy:max", 9)
+    assert (config["microbatches"], config["global_batch_size"], config["epochs"]) == (4, 16, 2)
+    assert (config["best_metric"], config["seed"]) == ("accuracy:max", 9)
     assert manifest["data"] == {"train_samples": 100, "steps_per_epoch": 7, "total_steps": 14}
     assert manifest["pins"]["threads"] == 1
 
@@ -329,15 +324,13 @@ def test_what_cannot_work_is_refused_with_a_reason(trained: Any, name: str) -> N
 def test_a_run_can_be_repeated_from_its_run_toml(trained: Any, run_processes: Any, tasks_file: Path) -> None:
     config = trained.run("logged") / "run.toml"
     environment = {"PYTHONPATH": _with(tasks_file.parent)}
-    arguments = ["train", "--config", config, "--run", "again", "--json", "--quiet"]
+    arguments = ["train", "--config", config, "--run-dir", "again", "--json", "--quiet"]
     finished = run_processes.paceline(*arguments, env=environment)
     assert finished.returncode == 0, finished.stderr
     result = json.loads(finished.stdout.splitlines()[-1])
     assert result["run"] == "again"
     assert result["model_sha256"] == trained["logged"]["model_sha256"]
-    shown = run_processes.paceline(
-        *arguments, "--seed", "2", "--max-steps", "4", "--dry-run", env=environment
-    )
+    shown = run_processes.paceline(*arguments, "--seed", "2", "--max-steps", "4", "--dry-run", env=environment)
     assert "seed = 2" in shown.stdout
     assert "max_steps = 4" in shown.stdout
     assert "epochs" not in shown.stdout

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.training.optim import PartScaler
+from paceline.training.optim import ShardedGradScaler
 
 
 @pytest.mark.parametrize("overflowed", [None, 0, 1, "elsewhere"])
 def test_all_optimizers_apply_a_step_or_none(overflowed: int | str | None) -> None:
-    scaler = PartScaler("cpu", init_scale=8.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [SGD([parameter], lr=0.5) for parameter in parameters]
@@ -32,7 +32,7 @@ def test_all_optimizers_apply_a_step_or_none(overflowed: int | str | None) -> No
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_an_optimizer_without_gradients_applies_nothing(finite: bool) -> None:
-    scaler = PartScaler("cpu", init_scale=8.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     frozen, trained = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizers = [SGD([frozen], lr=0.5), SGD([trained], lr=0.5)]
@@ -49,7 +49,7 @@ def test_an_optimizer_without_gradients_applies_nothing(finite: bool) -> None:
 
 
 def test_a_rank_without_any_gradient_follows_the_others() -> None:
-    scaler = PartScaler("cpu", init_scale=8.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.5)
 

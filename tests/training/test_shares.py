@@ -1,4 +1,4 @@
-"""Shards that move between ranks while a run trains, ranks that only hold the state, and measured speed."""
+"""Micro-batches that move between ranks while a run trains, ranks that only hold the state, and measured speed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.parallel.load_balancing import (
     SPEED_WIDTH,
     WINDOW_STEPS,
     WINDOWS,
-    ShareBalance,
+    LoadBalancer,
     Speed,
-    Stopwatch,
+    SpeedMeter,
 )
 from paceline.parallel.world import World
 from paceline.runs.directory import RunDirectory
 from paceline.runs.phases import PhaseTimer
-from paceline.training.control import ROW_LENGTH, Control, speeds, statuses
+from paceline.training.control import ROW_LENGTH, ControlFlags, speeds, statuses
 
 pytestmark = pytest.mark.matrix
 
@@ -33,7 +33,7 @@ NAMES = ("everything", "two-optimizers", "fp16", "metrics", "iterable", "uneven-
 JOBS = {name: EXACT[name] for name in NAMES} | {"1-workers": WORKERS["1-workers"]}
 RESUMED = {"task": "Uneven", "options": {"log_every": 1, "epochs": 3}}
 LAGGING = {"task": "Lagging", "options": {"max_steps": 8 * 4 * WINDOWS, "log_every": 1}}
-FAST = {"task": "TwoOptimizers", "options": {"reduction": "fast"}, "fields": {"num_val": 21}}
+FAST = {"task": "TwoOptimizers", "options": {"reduction": "allreduce"}, "fields": {"num_val": 21}}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def alone(start_trainings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def moving(start_trainings: Any) -> Any:
-    """The same on three ranks: two compute, with other shards after each step, and one is a spare."""
+    """The same on three ranks: two compute, with other micro-batches after each step, and one is a spare."""
     jobs = {
         **{name: {**job, "computing": 2} for name, job in JOBS.items()},
         "stopped": {
             **RESUMED,
-            "options": {**RESUMED["options"], "run": "resumed"},
+            "options": {**RESUMED["options"], "run_dir": "resumed"},
             "computing": 2,
             "stop_at": 9,
         },
@@ -59,7 +59,7 @@ def moving(start_trainings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_moving_shards_and_a_spare_change_no_bit(alone: Any, moving: Any, name: str) -> None:
+def test_moving_microbatches_and_a_spare_change_no_bit(alone: Any, moving: Any, name: str) -> None:
     for key in ("model_sha256", "steps", "epochs", "samples", "state_version", "best_step", "metrics"):
         assert moving[name][key] == alone[name][key], key
 
@@ -71,15 +71,15 @@ def steps_of(run: Path) -> list[LedgerEntry]:
 @pytest.mark.parametrize("name", [*JOBS, "resumed"])
 def test_each_sample_was_seen_once_and_the_ledger_says_by_whom(alone: Any, moving: Any, name: str) -> None:
     alone.results()
-    num_shards = moving[name]["shards"]
+    num_microbatches = moving[name]["microbatches"]
     expected, found = steps_of(alone.run(name)), steps_of(moving.run(name))
     assert [entry._replace(ranks=1) for entry in found] == expected
     ranks = {entry.ranks for entry in found}
-    assert ranks <= {(0, first, num_shards) for first in range(1, num_shards)}
+    assert ranks <= {(0, first, num_microbatches) for first in range(1, num_microbatches)}
     assert len(ranks) > 1
 
 
-def test_an_audit_of_moving_shards_is_clean(moving: Any) -> None:
+def test_an_audit_of_moving_microbatches_is_clean(moving: Any) -> None:
     moving.results()
     report = audit(RunDirectory(moving.run("everything")))
     assert report.clean, report.verdict
@@ -100,19 +100,19 @@ def test_moves_are_events(moving: Any) -> None:
     moves = [e for e in events(moving.run("two-optimizers")) if e["event"] == "shares"]
     assert len(moves) > 3
     for event, following in itertools.pairwise(moves):
-        assert sum(event["shares"]) == moving["two-optimizers"]["shards"]
+        assert sum(event["shares"]) == moving["two-optimizers"]["microbatches"]
         assert event["shares"][2] == 0
         assert following["before"] == event["shares"]
 
 
 def test_a_slow_rank_is_given_less_and_the_bits_stay(alone: Any, start_trainings: Any) -> None:
-    equal = {**LAGGING, "options": {**LAGGING["options"], "balance": "equal", "max_steps": 2}}
+    equal = {**LAGGING, "options": {**LAGGING["options"], "load_balance": "equal", "max_steps": 2}}
     trainings = start_trainings({"lagging": LAGGING, "equal": equal}, ranks=2)
     assert trainings["lagging"]["model_sha256"] == alone["lagging"]["model_sha256"]
     # Where the machine itself stalls for a while, they may be shared once more later.
     event, *_ = [e for e in events(trainings.run("lagging")) if e["event"] == "shares"]
     assert (event["before"], event["shares"]) == ([2, 2], [3, 1])
-    assert event["ms_per_shard"][1] > 40
+    assert event["ms_per_microbatch"][1] > 40
     assert steps_of(trainings.run("lagging"))[event["step"]].ranks == (0, 3)
     assert {entry.ranks for entry in steps_of(trainings.run("equal"))} == {2}
 
@@ -127,7 +127,7 @@ def world_of(size: int, rank: int = 0, computing: int | None = None) -> World:
         backend="gloo",
         generation=0,
         one_host=True,
-        computing=computing,
+        active=computing,
     )
 
 
@@ -136,7 +136,7 @@ class Told(World):
 
     told: Any = ()
 
-    def all_gather_json(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return json.loads(json.dumps([value, *self.told]))  # type: ignore[no-any-return]
 
 
@@ -147,11 +147,11 @@ def balance_of(
     *,
     computing: int | None = None,
     **options: Any,
-) -> ShareBalance:
+) -> LoadBalancer:
     world = Told(**vars(world_of(len(told) + 1, computing=computing)))
     object.__setattr__(world, "told", told)
     directory = RunDirectory(tmp_path)
-    return ShareBalance(world, 12, **{"by_speed": True, "speed": speed, "directory": directory, **options})
+    return LoadBalancer(world, 12, **{"by_speed": True, "speed": speed, "directory": directory, **options})
 
 
 def events(tmp_path: Path) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_a_world_begins_with_the_speeds_of_the_one_before(tmp_path: Path) -> None:
     balance = balance_of(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0))
-    assert balance.shares == (8, 4)
+    assert balance.work_split == (8, 4)
     assert balance.speed == Speed(0.01, 0.0)
     balance.watch(PhaseTimer(), torch.device("cpu"), 7)
     [event] = events(tmp_path)
@@ -170,13 +170,13 @@ def test_a_world_begins_with_the_speeds_of_the_one_before(tmp_path: Path) -> Non
 
 def test_spares_get_nothing_and_their_speed_does_not_count(tmp_path: Path) -> None:
     balance = balance_of(tmp_path, [[0.02, 0.0], [9.0, 0.0]], Speed(0.01, 0.0), computing=2)
-    assert balance.shares == (8, 4, 0)
+    assert balance.work_split == (8, 4, 0)
 
 
 def test_equal_sharing_asks_nobody(tmp_path: Path) -> None:
     balance = balance_of(tmp_path, [[0.02, 0.0]], Speed(0.01, 0.0), by_speed=False)
     balance.watch(PhaseTimer(), torch.device("cpu"), 0)
-    assert balance.shares == (6, 6)
+    assert balance.work_split == (6, 6)
     assert balance.row(WINDOW_STEPS) is None
     assert not balance.observe([[0.01, 0.0], [0.02, 0.0]], 8)
     assert events(tmp_path) == []
@@ -185,26 +185,26 @@ def test_equal_sharing_asks_nobody(tmp_path: Path) -> None:
 def test_ranks_share_anew_when_all_have_measured(tmp_path: Path) -> None:
     balance = balance_of(tmp_path, [None])
     balance.watch(PhaseTimer(), torch.device("cpu"), 0)
-    assert balance.shares == (6, 6)
+    assert balance.work_split == (6, 6)
     slow, unknown = [[0.01, 0.0], [0.02, 0.0]], [[0.01, 0.0], [0.0, 0.0]]
     assert not any(balance.observe(unknown, step) for step in range(20))
     assert [balance.observe(slow, step) for step in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
-    assert balance.shares == (8, 4)
+    assert balance.work_split == (8, 4)
     assert balance.speed == Speed(0.01, 0.0)
     [event] = events(tmp_path)
-    assert event["ms_per_shard"] == [10.0, 20.0]
+    assert event["ms_per_microbatch"] == [10.0, 20.0]
 
 
 def test_speed_is_the_mean_over_the_window_without_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr("paceline.runs.phases.perf_counter", lambda: float(next(clock)))
     timer = PhaseTimer()
-    stopwatch = Stopwatch(timer, torch.device("cpu"))
+    stopwatch = SpeedMeter(timer, torch.device("cpu"))
     for step in range(WINDOW_STEPS):
         assert stopwatch.speed() is None
         stopwatch.begin()
         timer.mark("data")
-        for _ in range(1 + step % 2):  # 12 shards in 8 steps
+        for _ in range(1 + step % 2):  # 12 micro-batches in 8 steps
             timer.mark("forward")
             timer.mark("backward")
         stopwatch.end(1 + step % 2)
@@ -219,7 +219,7 @@ def test_speed_is_the_mean_over_the_window_without_the_waiting(monkeypatch: pyte
 def test_speed_of_a_gpu_is_the_time_between_events() -> None:
     timer = PhaseTimer()
     device = torch.device("cuda")
-    stopwatch = Stopwatch(timer, device)
+    stopwatch = SpeedMeter(timer, device)
     matrix = torch.randn(4096, 4096, device=device)
     for _ in range(200):
         stopwatch.begin()
@@ -232,18 +232,18 @@ def test_speed_of_a_gpu_is_the_time_between_events() -> None:
     speed = stopwatch.speed()
     assert speed is not None
     # The host only enqueues: almost all of the time is where it waits.
-    assert speed.shard_s > 2 * timer.seconds["backward"] / 200
-    assert speed.shard_s == pytest.approx(timer.seconds["reduction"] / 200, rel=0.5)
+    assert speed.microbatch_s > 2 * timer.seconds["backward"] / 200
+    assert speed.microbatch_s == pytest.approx(timer.seconds["reduction"] / 200, rel=0.5)
 
 
 def test_speeds_travel_in_the_rows() -> None:
-    row = Control().row([1.0, 2.0, 3.0, 4.0], Speed(5.0, 6.0))
-    assert len(row) == len(Control().row()) == ROW_LENGTH
+    row = ControlFlags().row([1.0, 2.0, 3.0, 4.0], Speed(5.0, 6.0))
+    assert len(row) == len(ControlFlags().row()) == ROW_LENGTH
     assert speeds([row]) == [[5.0, 6.0]]
     assert statuses([row]) == [[1.0, 2.0, 3.0, 4.0]]
-    assert speeds([Control().row()]) == [[0.0] * SPEED_WIDTH]
+    assert speeds([ControlFlags().row()]) == [[0.0] * SPEED_WIDTH]
 
 
 def test_the_option_has_two_values() -> None:
-    assert RunConfig().balance == "auto"
-    assert RunConfig(balance="equal").balance == "equal"
+    assert RunConfig().load_balance == "auto"
+    assert RunConfig(load_balance="equal").load_balance == "equal"

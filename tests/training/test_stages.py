@@ -20,14 +20,22 @@ from paceline.core.task import Loss
 from paceline.parallel.pipeline import schedules
 from paceline.parallel.pipeline.channel import pack, unpack
 from paceline.parallel.pipeline.pipeline import backward_of_inputs, backward_of_weights
-from paceline.parallel.pipeline.schedules import CHUNKS, Action, Name, idle_share, most_kept, orders, timeline
+from paceline.parallel.pipeline.schedules import (
+    CHUNKS,
+    Name,
+    ScheduleAction,
+    bubble_fraction,
+    build_schedules,
+    max_in_flight,
+    timeline,
+)
 from paceline.parallel.pipeline.stage_split import (
-    Cost,
+    BlockCost,
     balanced_split,
     equal_split,
+    manual_split,
     measure,
     require_blocks,
-    split_as_told,
 )
 from paceline.parallel.pipeline.stages import absent_arguments, find_blocks
 from paceline.training.tasks.transformer import Transformer
@@ -38,8 +46,8 @@ SLOTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 def bubble(name: Name, ranks: int, microbatches: int) -> float:
     """With forwards of one slot and backwards of two, for a rank's whole part of the model."""
-    plan = orders(name, ranks, microbatches)
-    return idle_share(timeline(plan, lambda action: SLOTS[action.kind] / CHUNKS[name]))
+    plan = build_schedules(name, ranks, microbatches)
+    return bubble_fraction(timeline(plan, lambda action: SLOTS[action.kind] / CHUNKS[name]))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (3, 12), (4, 4), (4, 16), (8, 32)])
@@ -57,13 +65,13 @@ def test_the_bubble_is_as_the_theory_says(ranks: int, microbatches: int) -> None
 def test_every_schedule_runs_for_any_number_of_microbatches(name: Name) -> None:
     for ranks in (2, 3, 4, 5):
         for microbatches in (0, 1, 2, 3, 5, 7, 12):
-            plan = orders(name, ranks, microbatches)
+            plan = build_schedules(name, ranks, microbatches)
             timeline(plan, lambda _: 1.0)  # comes to an end
             done = sorted(action for actions in plan for action in actions)
             halves = ("F", "I", "W") if name == "zero-bubble" else ("F", "B")
             stages = range(ranks * CHUNKS[name])
             numbers = range(microbatches)
-            assert done == sorted(Action(kind, s, k) for kind in halves for s in stages for k in numbers)
+            assert done == sorted(ScheduleAction(kind, s, k) for kind in halves for s in stages for k in numbers)
             for actions in plan:
                 for kind in ("B", "I", "W"):
                     for stage in stages:
@@ -73,13 +81,13 @@ def test_every_schedule_runs_for_any_number_of_microbatches(name: Name) -> None:
 
 
 def test_1f1b_keeps_fewer_microbatches_than_gpipe() -> None:
-    assert most_kept(orders("gpipe", 4, 12)) == dict.fromkeys(range(4), 12)
-    assert most_kept(orders("1f1b", 4, 12)) == {0: 4, 1: 3, 2: 2, 3: 1}
-    assert max(most_kept(orders("zero-bubble", 4, 12)).values()) == 4
+    assert max_in_flight(build_schedules("gpipe", 4, 12)) == dict.fromkeys(range(4), 12)
+    assert max_in_flight(build_schedules("1f1b", 4, 12)) == {0: 4, 1: 3, 2: 2, 3: 1}
+    assert max(max_in_flight(build_schedules("zero-bubble", 4, 12)).values()) == 4
 
 
-def costs(*seconds: float, nbytes: int = 0) -> list[Cost]:
-    return [Cost(s / 3, 2 * s / 3, nbytes, nbytes) for s in seconds]
+def costs(*seconds: float, nbytes: int = 0) -> list[BlockCost]:
+    return [BlockCost(s / 3, 2 * s / 3, nbytes, nbytes) for s in seconds]
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
@@ -168,8 +176,8 @@ def test_what_cannot_be_cut_says_why() -> None:
     with pytest.raises(ConfigError, match="Use 3 stages at most"):
         require_blocks(find_blocks(model, None), 4)
     with pytest.raises(ConfigError, match=r"Give 2 numbers that add up to 3, such as 1,2, or balanced"):
-        split_as_told(find_blocks(model, None), 2, "2,2")
-    assert split_as_told(find_blocks(model, None), 2, "2,1") == (2, 1)
+        manual_split(find_blocks(model, None), 2, "2,2")
+    assert manual_split(find_blocks(model, None), 2, "2,1") == (2, 1)
     with pytest.raises(TaskError, match="part 0 of pipeline_blocks is a int; it must be a module"):
         find_blocks(model, [3])
     with pytest.raises(TaskError, match="uses a parameter that is not one of the model's"):
@@ -250,7 +258,7 @@ def test_a_backward_in_two_halves_is_the_whole() -> None:
 def test_a_step_is_counted_and_drawn(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(RunDirectoryError, match=r"no .*pipeline\.json: the run is no pipeline's"):
         pipeline(tmp_path)
-    timed = timeline(orders("1f1b", 2, 4), lambda action: SLOTS[action.kind] * 1e-3)
+    timed = timeline(build_schedules("1f1b", 2, 4), lambda action: SLOTS[action.kind] * 1e-3)
     rows = [[[*t.action, t.begin, t.end] for t in of_rank] for of_rank in timed]
     schedules.write(tmp_path / schedules.FILE, "1f1b", 8, rows)
     assert pipeline(tmp_path, json=True) == 0

@@ -14,17 +14,17 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.core.signals import StopRequests, passed_on
+from paceline.core.signals import StopRequests, forwarded_signal
 from paceline.data.loader import EvalBatches
-from paceline.parallel.world import Mesh, World
+from paceline.parallel.world import ParallelDims, World
 from paceline.training import evaluation
-from paceline.training.control import WALLTIME, Control, cause, exit_code, merge
+from paceline.training.control import WALLTIME, ControlFlags, cause, exit_code, merge
 from paceline.training.evaluation import EvaluationStopped, Evaluator
 from paceline.training.finalize import starts
-from paceline.training.reproducibility import configure_numerics, numerics_kept
-from paceline.training.resolve import DataPlan
+from paceline.training.reproducibility import configure_numerics, preserve_numerics
+from paceline.training.resolve import DataSetup
 from paceline.training.schedule import Deadline, Schedule
-from paceline.training.state import Progress
+from paceline.training.state import TrainProgress
 from paceline.training.tasks.fashion_mnist import FashionMNIST
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
@@ -54,9 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ([INT, INT], ["first", "end"]),
     ],
 )
-def test_only_ctrl_c_beside_another_request_ends_at_once(
-    clock: Clock, heard: list[int], meanings: list[str]
-) -> None:
+def test_only_ctrl_c_beside_another_request_ends_at_once(clock: Clock, heard: list[int], meanings: list[str]) -> None:
     requests = StopRequests()
     assert [requests.hear(number) for number in heard] == meanings
     assert requests.first == heard[0]
@@ -76,15 +74,13 @@ def test_the_echo_of_ctrl_c_is_not_a_second_one(clock: Clock) -> None:
 
 
 def test_a_launcher_passes_on_what_workers_know() -> None:
-    assert [passed_on(number) for number in (INT, TERM, USR1, HUP)] == [INT, TERM, USR1, TERM]
+    assert [forwarded_signal(number) for number in (INT, TERM, USR1, HUP)] == [INT, TERM, USR1, TERM]
 
 
 def test_causes_and_exit_codes() -> None:
-    assert [cause(stop) for stop in (INT, TERM, USR1, WALLTIME)] == [
-        *("SIGINT", "SIGTERM", "SIGUSR1", "walltime")
-    ]
+    assert [cause(stop) for stop in (INT, TERM, USR1, WALLTIME)] == [*("SIGINT", "SIGTERM", "SIGUSR1", "walltime")]
     assert [exit_code(stop) for stop in (INT, TERM, USR1, WALLTIME)] == [130, 75, 75, 75]
-    assert merge([Control().row(), Control(stop=WALLTIME).row()]).stop == WALLTIME
+    assert merge([ControlFlags().row(), ControlFlags(stop=WALLTIME).row()]).stop == WALLTIME
 
 
 def test_the_walltime_begins_with_the_launcher(clock: Clock) -> None:
@@ -143,8 +139,8 @@ def test_a_walltime_is_a_duration(text: str) -> None:
 @pytest.mark.parametrize("eval_every", ["1epoch", "2epochs", "3steps", "never"])
 def test_an_evaluation_is_foreseen(eval_every: str) -> None:
     config = RunConfig(eval_every=eval_every, epochs=4)
-    data = DataPlan(list(range(20)), None, _Order(), None, None, total_steps=20)  # type: ignore[arg-type]
-    schedule, progress = Schedule(config, data), Progress()
+    data = DataSetup(list(range(20)), None, _Order(), None, None, total_steps=20)  # type: ignore[arg-type]
+    schedule, progress = Schedule(config, data), TrainProgress()
     foreseen, made = [], []
     for _ in range(20):
         foreseen.append(schedule.evaluation_follows(progress, more=True))
@@ -173,7 +169,7 @@ WORLD = World(
     generation=0,
     one_host=True,
 )
-MESH = Mesh(WORLD, {"dp": 1})
+MESH = ParallelDims(WORLD, {"dp": 1})
 
 
 def test_an_evaluation_is_left_between_two_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +205,7 @@ def test_what_training_sets_for_the_whole_process_is_put_back() -> None:
         )
 
     before = settings()
-    with numerics_kept():
+    with preserve_numerics():
         configure_numerics(RunConfig(), before[0] + 1)
         assert settings() == (before[0] + 1, True, True, False, False)
     assert settings() == before

@@ -12,8 +12,8 @@ from paceline.core.parallel_config import StrategyName
 
 STEPS = {"max_steps": 3}
 ON_ONE = ("single", "dp")
-ON_TWO = ("ddp", "zero1", "fsdp", "pp", "mp", "ps", "tp", "hogwild", "deepspeed")
-SAME_BITS = ("dp", "ddp", "zero1", "fsdp", "pp", "mp", "ps")
+ON_TWO = ("ddp", "zero1", "fsdp", "pp", "ps", "tp", "hogwild", "deepspeed")
+SAME_BITS = ("dp", "ddp", "zero1", "fsdp", "pp", "ps")
 
 
 def _jobs(strategies: tuple[str, ...]) -> dict[str, dict[str, Any]]:

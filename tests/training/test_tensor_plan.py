@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 
 from paceline.core.errors import ConfigError, TaskError
-from paceline.parallel.tensor_parallel import PartedRandomness
-from paceline.parallel.tp_autoplan import Pair, found_plan, named_plan, pairs, require_whole_heads
+from paceline.parallel.tensor_parallel import ShardedRNGTracker
+from paceline.parallel.tp_autoplan import Pair, infer_tp_plan, pairs, require_whole_heads, tp_plan_from_task
 from paceline.training.tasks.fashion_mnist import FashionMNIST, FashionMNISTMLP
 from paceline.training.tasks.transformer import Transformer
 
@@ -104,18 +104,18 @@ def test_what_looks_at_all_features_is_no_pair(module: nn.Module) -> None:
 
 
 def test_layers_by_themselves_are_split_too() -> None:
-    plan = found_plan(Transformer(layers=1, width=8, heads=4, context=6).build_model(), 4)
+    plan = infer_tp_plan(Transformer(layers=1, width=8, heads=4, context=6).build_model(), 4)
     assert isinstance(plan["head"], ColwiseParallel)
     assert isinstance(plan["token_embedding"], RowwiseParallel)
     assert isinstance(plan["position_embedding"], ColwiseParallel), "4 do not divide 6 positions"
     # What two layers share is split in one way, or not at all.
     tied = Transformer(layers=1, width=8, heads=4, tied=True)
-    assert {"head", "token_embedding"} <= set(found_plan(tied.build_model(), 2))
+    assert {"head", "token_embedding"} <= set(infer_tp_plan(tied.build_model(), 2))
     padded = nn.Sequential(nn.Embedding(8, 8, padding_idx=0), nn.ReLU(), nn.Linear(8, 8))
-    assert set(found_plan(padded, 2)) == {"0", "2"}
+    assert set(infer_tp_plan(padded, 2)) == {"0", "2"}
     padded[2].weight = padded[0].weight
     with pytest.raises(ConfigError, match="no linear layer and no embedding"):
-        found_plan(padded, 2)
+        infer_tp_plan(padded, 2)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def test_layers_by_themselves_are_split_too() -> None:
 )
 def test_what_cannot_be_split(module: nn.Module, degree: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        found_plan(module, degree)
+        infer_tp_plan(module, degree)
 
 
 def test_a_plan_by_patterns() -> None:
     column: ParallelStyle = ColwiseParallel()
     model = nn.Sequential(Gated(), Gated())
-    plan = named_plan({"*.up": column, "0.gate": column}, model, "Mine.tensor_parallel_plan")
+    plan = tp_plan_from_task({"*.up": column, "0.gate": column}, model, "Mine.tensor_parallel_plan")
     assert list(plan) == ["0.up", "1.up", "0.gate"]
     with pytest.raises(TaskError, match=r"Mine.tensor_parallel_plan names '0.gates'.*The nearest: 0.gate\."):
-        named_plan({"0.gates": column}, model, "Mine.tensor_parallel_plan")
+        tp_plan_from_task({"0.gates": column}, model, "Mine.tensor_parallel_plan")
 
 
 def test_ranks_draw_the_same_outside_of_split_parts_only() -> None:
@@ -154,7 +154,7 @@ def test_ranks_draw_the_same_outside_of_split_parts_only() -> None:
         seen: list[torch.Tensor] = []
         note = Noted(seen)
         model = nn.Sequential(note, nn.Linear(16, 16), note, nn.Linear(16, 16), note)
-        PartedRandomness(model, [model[1]], [model[3]], rank, everywhere=False)
+        ShardedRNGTracker(model, [model[1]], [model[3]], rank, everywhere=False)
         torch.manual_seed(3)
         for _ in range(2):
             model(torch.zeros(1, 16))
@@ -202,7 +202,7 @@ def test_bad_input(run_processes: Any, tasks_file: Path, options: tuple[str, ...
 def test_a_plan_that_would_part_a_head() -> None:
     task = Transformer(layers=2, width=24, heads=3, context=6)
     model = task.build_model()
-    plan = named_plan(task.sequence_parallel_plan(model), model, "Transformer.sequence_parallel_plan")
+    plan = tp_plan_from_task(task.sequence_parallel_plan(model), model, "Transformer.sequence_parallel_plan")
     require_whole_heads(model, plan, 3)
     # 24 features could be shared by two.
     with pytest.raises(

@@ -22,7 +22,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 JOBS: dict[str, dict[str, Any]] = {
     # The norm that gradients are clipped to is that of all parts.
-    "layered": {"task": "Layered", "options": {"best": "accuracy:max", "clip_norm": 0.05, "max_steps": 5}},
+    "layered": {"task": "Layered", "options": {"best_metric": "accuracy:max", "clip_norm": 0.05, "max_steps": 5}},
     "text": {"task": "Text", "fields": {"tied": True}, "options": {"max_steps": 3, "seed": 5}},
     "sequence": {"task": "Text", "fields": {"dropout": 0.0}, "options": {"max_steps": 3}},
     # Batch norm, and layers that no other takes in.
@@ -44,7 +44,7 @@ def worlds(start_trainings: Any, tmp_path_factory: pytest.TempPathFactory) -> di
     moving = tmp_path_factory.mktemp("moving")
 
     def part(run: str, stop_at: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        options = {**options, "run": str(moving / run), "max_steps": 6, "seed": 3}
+        options = {**options, "run_dir": str(moving / run), "max_steps": 6, "seed": 3}
         return {"task": "Layered", "options": options, "stop_at": stop_at}
 
     doubled = {
@@ -57,7 +57,7 @@ def worlds(start_trainings: Any, tmp_path_factory: pytest.TempPathFactory) -> di
         for name in UNDER[mesh]:
             along = {"sequence_parallel": True} if name == "sequence" else {}
             jobs[ranks][f"{mesh}-{name}"] = with_options(JOBS[name], {**options, **along})
-    # A rank of tp computes all four shards of a step; with dp or fsdp beside it, two.
+    # A rank of tp computes all four micro-batches of a step; with dp or fsdp beside it, two.
     jobs[1] |= {"alone": part("alone", 8, {})}
     jobs[2] |= {"tp-unplanned": {"task": "Points", "options": {**TP, "sequence_parallel": True}}}
     jobs[2] |= {"tp-stays": part("stays", 0, TP), "tp-moves": part("moves", 8, TP)}
@@ -103,9 +103,7 @@ def with_options(job: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     return {**job, "options": {**job["options"], **options}}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"), [(mesh, name) for mesh in ("dp-tp", "fsdp-tp") for name in UNDER[mesh]]
-)
+@pytest.mark.parametrize(("mesh", "name"), [(mesh, name) for mesh in ("dp-tp", "fsdp-tp") for name in UNDER[mesh]])
 def test_the_bits_do_not_depend_on_the_data_axis(worlds: dict[str, Any], mesh: str, name: str) -> None:
     alone, several = worlds["tp"][name], worlds[mesh][name]
     assert several["world_size"] == 2 * alone["world_size"]
@@ -168,7 +166,7 @@ def test_a_task_that_does_not_say_what_lies_along_the_sequence(worlds: dict[str,
 @pytest.mark.timeout(600)
 def test_other_strategies_take_it_over(start_trainings: Any, tmp_path: Path) -> None:
     def train(ranks: int, stop_at: int = 0, run: str = "moves", **options: Any) -> dict[str, Any]:
-        options |= {"run": str(tmp_path / run), "max_steps": 8, "seed": 3}
+        options |= {"run_dir": str(tmp_path / run), "max_steps": 8, "seed": 3}
         job = {"task": "Layered", "options": options, "stop_at": stop_at}
         return dict(start_trainings({"job": job}, ranks=ranks)["job"])
 

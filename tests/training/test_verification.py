@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.parallel.reducer import fingerprint
-from paceline.training.sdc import Vote, describe, outvoted
+from paceline.training.sdc import Vote, describe, find_minority
 
 
 @pytest.mark.parametrize(
@@ -29,20 +29,20 @@ from paceline.training.sdc import Vote, describe, outvoted
     ],
 )
 def test_majority_decides(votes: list[Vote], world_size: int, culprits: list[int]) -> None:
-    assert outvoted(votes, world_size) == culprits
+    assert find_minority(votes, world_size) == culprits
 
 
 def test_sentence_names_ranks_and_machines() -> None:
     votes = [(0, 1), (2, 9)]
-    assert describe([2], votes, ["a", "a", "b"], shard=7, step=300) == (
-        "rank 2 computed another gradient for shard 7 of step 300 than ranks 0 and 1: its machine (b) is not "
+    assert describe([2], votes, ["a", "a", "b"], microbatch=7, step=300) == (
+        "rank 2 computed another gradient for micro-batch 7 of step 300 than ranks 0 and 1: its machine (b) is not "
         "to be trusted."
     )
-    assert "ranks 0 and 2 computed another" in describe([0, 2], votes, ["a", "a", "b"], shard=7, step=300)
-    assert "2 different gradients for shard 7 of step 300, and there is no majority" in describe(
-        [], votes, ["a", "b"], shard=7, step=300
+    assert "ranks 0 and 2 computed another" in describe([0, 2], votes, ["a", "a", "b"], microbatch=7, step=300)
+    assert "2 different gradients for micro-batch 7 of step 300, and there is no majority" in describe(
+        [], votes, ["a", "b"], microbatch=7, step=300
     )
-    assert "one after another: its machine (a)" in describe([0], votes, ["a"], shard=7, step=300)
+    assert "one after another: its machine (a)" in describe([0], votes, ["a"], microbatch=7, step=300)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -19,7 +19,7 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "two-optimizers": {"task": "TwoOptimizers", "options": {"precision": "bf16", "clip_norm": 0.05}},
     "fp16": {"task": "Overflowing", "options": {"precision": "fp16"}},
-    "frozen": {"task": "Frozen", "options": {"verify_every": 2}},
+    "frozen": {"task": "Frozen", "options": {"sdc_check_every": 2}},
     "state-from-the-start": {"task": "Told", "fields": {"optimizer": "Adagrad"}},
     "told": {"task": "Told", "fields": {"optimizer": "AdamW"}},
 }
@@ -90,7 +90,7 @@ def test_a_state_that_cannot_be_gathered_is_refused(worlds: dict[int, Any]) -> N
 @pytest.mark.timeout(240)
 def test_a_run_goes_from_strategy_to_strategy(start_trainings: Any, tmp_path: Path) -> None:
     def train(run: str, ranks: int, stop_at: int = 0, **options: Any) -> dict[str, Any]:
-        options |= {"run": str(tmp_path / run), "max_steps": 12, "seed": 3}
+        options |= {"run_dir": str(tmp_path / run), "max_steps": 12, "seed": 3}
         job = {"task": "Everything", "options": options, "stop_at": stop_at}
         return start_trainings({"job": job}, ranks=ranks)["job"]
 
@@ -109,7 +109,7 @@ def test_parameters_are_shared_by_size() -> None:
     ("options", "message"),
     [
         (("--nproc", "1"), "--strategy zero1 shards the optimizer's state over processes, but there is one"),
-        (("--nproc", "2", "--reduction", "torch"), "With --strategy zero1 use exact or fast"),
+        (("--nproc", "2", "--reduction", "ddp"), "With --strategy zero1 use exact or allreduce"),
         (("--nproc", "2", "--fsdp-offload"), "--fsdp-offload needs --strategy fsdp"),
     ],
 )

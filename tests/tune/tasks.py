@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline.core.callback import Callback, Horizon
+from paceline.core.callback import Callback, RunSchedule
 from paceline.core.task import Task
 
 
@@ -26,7 +26,7 @@ class _Killed(Callback):
     def __init__(self, step: int, mark: Path) -> None:
         self._step, self._mark = step, mark
 
-    def step_done(self, step: int, loss: float) -> None:
+    def on_step_end(self, step: int, loss: float) -> None:
         if step != self._step:
             return
         with suppress(FileExistsError):
@@ -40,7 +40,7 @@ class _Waiting(Callback):
     def __init__(self, step: int, directory: Path) -> None:
         self._step, self._directory = step, directory
 
-    def step_done(self, step: int, loss: float) -> None:
+    def on_step_end(self, step: int, loss: float) -> None:
         if step == self._step:
             (self._directory / f"here-{os.uname().nodename}").touch()
             while not (self._directory / "go").exists():
@@ -76,7 +76,7 @@ class Line(Task):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=self.lr)
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
         if self.waits_at:
             return _Waiting(self.waits_at, Path(self.mark))
         return _Killed(self.killed_at, Path(self.mark)) if self.killed_at else Callback()

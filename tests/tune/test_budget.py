@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.tune.search import Cost, estimate, parse_budget, require_room
+from paceline.tune.search import SearchCost, estimate, parse_budget, require_room
 
-COST = Cost(seconds=1800, trials=7, gpu_hours=4)
+COST = SearchCost(seconds=1800, trials=7, gpu_hours=4)
 
 
 @pytest.mark.parametrize(

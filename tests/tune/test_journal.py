@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from paceline.core.errors import ConfigError, RunDirectoryError, RunInUseError
-from paceline.tune.history import Journal, Result, read_trials, write_result
+from paceline.tune.history import SearchJournal, TrialResult, read_trials, write_result
 from paceline.tune.plan_search import require_same
 from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.status import Standing, render
+from paceline.tune.status import SearchStatus, render
 
 SEARCH = Search(
     options={"task": "fashion-mnist-mlp", "threads": 1, "set": ["weight_decay=0.1"]},
@@ -28,8 +28,8 @@ SEARCH = Search(
 )
 
 
-def result(trial: int, iteration: int, accuracy: float | None, state: Any = "running") -> Result:
-    return Result(
+def result(trial: int, iteration: int, accuracy: float | None, state: Any = "running") -> TrialResult:
+    return TrialResult(
         trial=trial,
         state=state,
         iteration=iteration,
@@ -42,7 +42,7 @@ def result(trial: int, iteration: int, accuracy: float | None, state: Any = "run
 
 
 def test_a_journal_says_where_each_trial_stands(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
+    journal = SearchJournal(tmp_path / "journal.jsonl")
     for each in (result(0, 1, 0.5), result(1, 1, 0.4, "stopped"), result(0, 2, 0.7), result(2, 1, None)):
         journal.add(each)
     journal.close()
@@ -84,7 +84,7 @@ def test_asha_goes_on_as_if_nothing_had_happened(cut: int, monkeypatch: pytest.M
     order.sort(key=lambda pair: pair[1] // 4)
     values = {pair: draw.random() for pair in order}
 
-    def run(scheduler: Any, steps: list[tuple[int, int]], prefix: str, ended: set[int]) -> list[Result]:
+    def run(scheduler: Any, steps: list[tuple[int, int]], prefix: str, ended: set[int]) -> list[TrialResult]:
         assert isinstance(scheduler, Asha)
         names = {n: Named(f"{prefix}{n}", {"number": n}) for n in range(8)}
         for number in names.keys() - ended:
@@ -113,7 +113,7 @@ def test_the_status_shows_states_parameters_and_the_best() -> None:
     for each in (result(0, 16, 0.75, "finished"), result(1, 1, 0.25, "stopped"), result(2, 1, 0.5)):
         journal.take(each)
     console = Console(file=io.StringIO(), width=140)
-    console.print(render(SEARCH, journal, Standing(clock_s=75, resources="2/2 CPUs", notes=["80% spent"])))
+    console.print(render(SEARCH, journal, SearchStatus(clock_s=75, resources="2/2 CPUs", notes=["80% spent"])))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "Trials: 3/8 (1 running, 5 waiting, 1 finished, 1 stopped); 1 min 15 s" in text
@@ -132,7 +132,9 @@ def test_the_status_names_the_metric_as_it_is() -> None:
     console = Console(file=io.StringIO(), width=140)
     console.print(
         render(
-            replace(SEARCH, metric="accuracy[top]:max"), read_trials(Path("/nowhere")), Standing(clock_s=1)
+            replace(SEARCH, metric="accuracy[top]:max"),
+            read_trials(Path("/nowhere")),
+            SearchStatus(clock_s=1),
         )
     )
     assert isinstance(console.file, io.StringIO)
@@ -202,7 +204,7 @@ def test_nothing_is_changed_under_a_search_at_work(tmp_path: Path, monkeypatch: 
 
 def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
     directory = SearchDirectory(tmp_path)
-    directory.write(replace(SEARCH, options={**SEARCH.options, "best": "accuracy:max"}), new=True)
+    directory.write(replace(SEARCH, options={**SEARCH.options, "best_metric": "accuracy:max"}), new=True)
     there = directory.read()
     require_same(there, replace(SEARCH, trials=20, budget="2h"), directory, "accuracy:max")
     require_same(replace(there, cpus=1, gpus=0), SEARCH, directory, None)
@@ -219,7 +221,7 @@ def test_going_on_needs_the_same_search(tmp_path: Path) -> None:
 def test_rungs_and_trials_follow_from_the_options() -> None:
     assert SEARCH.rungs == (1, 4)
     assert replace(SEARCH, scheduler="none").rungs == ()
-    assert replace(SEARCH, grace=2, reduction_factor=2).rungs == (2, 4, 8)
+    assert replace(SEARCH, grace_period=2, reduction_factor=2).rungs == (2, 4, 8)
     assert replace(SEARCH, reduction_factor=2.5).rungs == (1, 3, 7)
     assert SEARCH.planned == 8
     assert replace(SEARCH, budget="5trials").planned == 5
@@ -229,13 +231,11 @@ def test_rungs_and_trials_follow_from_the_options() -> None:
 @pytest.mark.ray
 @pytest.mark.parametrize("grace", [1, 3])
 @pytest.mark.parametrize("factor", [1.2, 1.5, 2, 2.5, 4])
-def test_the_rungs_are_those_at_which_asha_compares(
-    factor: float, grace: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rungs_are_those_at_which_asha_compares(factor: float, grace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
     from paceline.tune.ray_adapter import Asha
 
-    search = replace(SEARCH, grace=grace, reduction_factor=factor, evaluations=30)
+    search = replace(SEARCH, grace_period=grace, reduction_factor=factor, evaluations=30)
     scheduler, trial, compared = Asha(search), Named("a", {"number": 0}), []
     scheduler.on_trial_add(None, trial)
     for iteration in range(1, 30):

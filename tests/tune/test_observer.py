@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.tune.history import Journal, Result, read_trials
+from paceline.tune.history import SearchJournal, TrialResult, read_trials
 from paceline.tune.run_search import main
 from paceline.tune.search import Search, SearchDirectory
 
@@ -45,11 +45,11 @@ def observe(search: Search, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported
     import ray
 
-    from paceline.tune.run_search import Observer
+    from paceline.tune.run_search import SearchMonitor
 
     path.mkdir(exist_ok=True)
     directory = SearchDirectory(path)
-    observer = Observer(ray, search, directory, Journal(directory.journal), quiet=False)
+    observer = SearchMonitor(ray, search, directory, SearchJournal(directory.journal), quiet=False)
     observer._estimated = True  # there is no cluster to ask for its size
     return observer
 
@@ -79,9 +79,7 @@ def test_gpu_hours_are_warned_about_and_enforced(
     assert (tmp_path / "search/stop").exists()
 
 
-def test_a_running_trials_gpus_count_before_it_says_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_trials_gpus_count_before_it_says_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     observer = observe(replace(SEARCH, budget="1gpu-h"), tmp_path / "search", monkeypatch)
     assert observer.cost.gpu_hours == 0
     observer.started(3)
@@ -147,9 +145,7 @@ def test_what_a_search_spends_outlives_a_kill_and_counts_once(
     assert observe(SEARCH, tmp_path, monkeypatch).clock_s == pytest.approx(290)
 
 
-def test_a_lost_trials_time_is_spent(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_trials_time_is_spent(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     observer = observe(SEARCH, tmp_path, monkeypatch)
     with observer:
         observer.started(0)
@@ -183,10 +179,8 @@ def test_dollars_are_those_of_the_clock_over_all_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """At 3600 dollars an hour, a second is a dollar."""
-    journal = Journal(tmp_path / "journal.jsonl")
-    earlier = Result(
-        trial=0, state="running", iteration=1, step=10, metrics={}, seconds=spent_s, clock_s=spent_s
-    )
+    journal = SearchJournal(tmp_path / "journal.jsonl")
+    earlier = TrialResult(trial=0, state="running", iteration=1, step=10, metrics={}, seconds=spent_s, clock_s=spent_s)
     journal.add(earlier)
     journal.close()
     search = replace(SEARCH, budget="$10000", price_per_hour=3600.0)
@@ -211,9 +205,9 @@ def test_a_budget_that_is_spent_before_there_is_a_best_trial_is_no_success(
     monkeypatch.setattr("os.environ", dict(os.environ))
     directory = SearchDirectory(tmp_path / "search")
     directory.write(replace(SEARCH, budget="1h"))
-    journal = Journal(directory.journal)
+    journal = SearchJournal(directory.journal)
     journal.add(
-        Result(trial=0, state="running", iteration=1, step=10, metrics=metrics, seconds=1.0, clock_s=3700.0)
+        TrialResult(trial=0, state="running", iteration=1, step=10, metrics=metrics, seconds=1.0, clock_s=3700.0)
     )
     journal.close()
     assert main([str(directory.path), "--quiet"]) == code

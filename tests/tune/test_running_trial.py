@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline.runs.checkpoint_store import candidates, parse_name
+from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
-from paceline.tune.trial import Order, RunningTrial, Told, TrialDiedError, TrialServer
+from paceline.tune.trial import RunningTrial, TrialCommand, TrialDiedError, TrialReport, TrialServer
 
 pytestmark = pytest.mark.integration
 
@@ -33,7 +33,7 @@ def server() -> Iterator[TrialServer]:
 def options(run: Path, *fields: str, **others: Any) -> dict[str, Any]:
     return {
         "task": TASK,
-        "run": str(run),
+        "run_dir": str(run),
         "set": list(fields),
         "threads": 1,
         "max_steps": 12,
@@ -43,10 +43,10 @@ def options(run: Path, *fields: str, **others: Any) -> dict[str, Any]:
     }
 
 
-def start(server: TrialServer, of: dict[str, Any], told: Told | None = None) -> RunningTrial:
+def start(server: TrialServer, of: dict[str, Any], told: TrialReport | None = None) -> RunningTrial:
     known = (0, 0) if told is None else (told.iteration, told.step)
-    stop_file = Path(of["run"]).with_name("stop")
-    return RunningTrial(server, Order(options=of, iteration=known[0], step=known[1], stop_file=stop_file))
+    stop_file = Path(of["run_dir"]).with_name("stop")
+    return RunningTrial(server, TrialCommand(options=of, iteration=known[0], step=known[1], stop_file=stop_file))
 
 
 def test_it_stops_at_the_step_that_was_judged_and_can_be_resumed(
@@ -103,18 +103,18 @@ def test_a_killed_trial_goes_on_and_tells_nothing_twice(server: TrialServer, tmp
 
 
 def test_a_trial_of_two_processes_stops_together(server: TrialServer, tmp_path: Path) -> None:
-    trial = start(server, options(tmp_path / "a", nproc=2, shards=2))
+    trial = start(server, options(tmp_path / "a", nproc=2, microbatches=2))
     assert trial.next().step == 3
     trial.end()
     events = RunDirectory(tmp_path / "a").read_events()
     assert [e["step"] for e in events if e["event"] == "stopped"] == [3]
-    newest = candidates(RunDirectory(tmp_path / "a").checkpoints)[0]
+    newest = scan(RunDirectory(tmp_path / "a").checkpoints)[0]
     assert parse_name(newest.name)[0] == 3
 
 
 def test_a_trial_with_a_killed_rank_is_lost_and_not_failed(server: TrialServer, tmp_path: Path) -> None:
     fields = ("killed_at=5", f"mark={tmp_path / 'killed'}")
-    of = options(tmp_path / "a", *fields, nproc=2, shards=2, recover="none")
+    of = options(tmp_path / "a", *fields, nproc=2, microbatches=2, recover="none")
     trial = start(server, of)
     told = trial.next()
     assert told.step == 3
@@ -126,9 +126,7 @@ def test_a_trial_with_a_killed_rank_is_lost_and_not_failed(server: TrialServer, 
     again.end()
 
 
-def test_a_trial_is_no_rank_of_the_step_that_starts_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_is_no_rank_of_the_step_that_starts_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"ID": "0", "NUM_TASKS": "2", "TASKS_PER_NODE": "1(x2)", "NODELIST": "node[1-2]"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_STEP_{name}", value)

@@ -77,9 +77,7 @@ def test_a_field_twice_and_nothing_at_all_are_refused() -> None:
         (("lr=log:1e-3:1",), ("lr=0.1",), "both given by --set and searched"),
     ],
 )
-def test_fields_decide_what_can_be_searched(
-    texts: tuple[str, ...], fixed: tuple[str, ...], says: str
-) -> None:
+def test_fields_decide_what_can_be_searched(texts: tuple[str, ...], fixed: tuple[str, ...], says: str) -> None:
     search = Search(options={"task": TASK, "set": fixed}, space=texts, trials=4, metric="loss:min")
     with pytest.raises(UserError, match=says):
         check_fields(load_task_class(TASK), search)

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import Processes
 
 from paceline.core.files import read_json_lines
-from paceline.runs.checkpoint_store import candidates, parse_name
+from paceline.runs.checkpoint_store import parse_name, scan
 from paceline.runs.directory import RunDirectory
 from paceline.tune.history import read_trials
 
@@ -45,16 +45,14 @@ def searched(module_processes: Processes, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("search") / "search"
     # Of these, the first two are good and the third is bad: whoever comes first, one is stopped.
     space = ("--search", "lr=log:1e-4:0.3", "--search", "width=int:2:8", "--seed", "8")
-    words = tune(TASK, *space, *LENGTH, "--trials", "6", "--reduction-factor", "2", "--run", path)
+    words = tune(TASK, *space, *LENGTH, "--trials", "6", "--reduction-factor", "2", "--run-dir", path)
     first = module_processes.start(words, cwd=path.parent)
     journal = path / "journal.jsonl"
     _wait_for_lines(first, journal, 5)
     os.kill(first.pid, signal.SIGKILL)
     module_processes.finish(first, timeout_s=TIME_LIMIT_S)
     before = read_json_lines(journal)
-    again = module_processes.run(
-        tune("--resume", "--run", path, "--json"), cwd=path.parent, timeout_s=TIME_LIMIT_S
-    )
+    again = module_processes.run(tune("--resume", "--run-dir", path, "--json"), cwd=path.parent, timeout_s=TIME_LIMIT_S)
     assert again.returncode == 0, again.stderr
     return Searched(path, json.loads(again.stdout.splitlines()[-1]), before, again.stderr)
 
@@ -103,7 +101,7 @@ def test_no_evaluation_is_told_twice_and_each_is_exact(searched: Searched) -> No
 
 def test_each_trial_has_a_checkpoint_of_the_step_at_which_it_ended(searched: Searched) -> None:
     for trial in searched.result["trials"]:
-        newest = candidates(RunDirectory(searched.path / trial["run"]).checkpoints)[0]
+        newest = scan(RunDirectory(searched.path / trial["run"]).checkpoints)[0]
         assert parse_name(newest.name)[0] == trial["steps"]
 
 
@@ -131,7 +129,7 @@ def test_pictures_and_tensorboard_files_are_written(searched: Searched) -> None:
 
 
 def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_processes: Processes) -> None:
-    done = run_processes.paceline("tune", TASK, "--search", "lr=log:1e-3:1", "--run", searched.path)
+    done = run_processes.paceline("tune", TASK, "--search", "lr=log:1e-3:1", "--run-dir", searched.path)
     assert done.returncode == 2
     assert "holds a search already. Go on with it: paceline tune --resume" in done.stderr
 
@@ -139,7 +137,7 @@ def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_proce
 def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: Processes) -> None:
     """The search has taken longer than this already, so that two more trials have no room."""
     results = read_trials(searched.path / "journal.jsonl").results
-    words = ("tune", "--resume", "--run", searched.path, "--trials", "8", "--budget", "1s", "--json")
+    words = ("tune", "--resume", "--run-dir", searched.path, "--trials", "8", "--budget", "1s", "--json")
     done = run_processes.paceline(*words, timeout_s=TIME_LIMIT_S)
     if done.returncode == 2:  # where a single trial takes more than that here
         assert "less than one whole trial takes" in done.stderr
@@ -162,13 +160,13 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
         (("--search", "lr=log:1e-3:1", "--budget", "0.001s"), "less than one whole trial takes"),
         (("--search", "lr=log:1e-3:1", "--set", "with_val=false"), "--val-fraction 0.1"),
         (("--search", "lr=log:1e-3:1", "--trials", "0"), "--trials must be at least 1"),
-        (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --inner ray"),
+        (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --rank-launcher ray"),
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
         (("--resume",), "give the search's directory"),
-        (("--resume", "--run", "x", "--scheduler", "asha"), "the search is the one that was begun"),
-        (("--resume", "--run", "x", "--grace", "1"), "the search is the one that was begun"),
-        (("--resume", "--run", "x", "--reduction-factor", "4"), "the search is the one that was begun"),
-        (("--resume", "--run", "x", "--gpus-per-trial", "0"), "the search is the one that was begun"),
+        (("--resume", "--run-dir", "x", "--scheduler", "asha"), "the search is the one that was begun"),
+        (("--resume", "--run-dir", "x", "--grace-period", "1"), "the search is the one that was begun"),
+        (("--resume", "--run-dir", "x", "--reduction-factor", "4"), "the search is the one that was begun"),
+        (("--resume", "--run-dir", "x", "--gpus-per-trial", "0"), "the search is the one that was begun"),
         ((), "there is nothing to search"),
     ],
 )

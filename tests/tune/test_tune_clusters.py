@@ -86,7 +86,19 @@ def test_trials_of_two_processes_in_a_cluster_that_is_there(
     """One of them is killed on the way, and goes on; the cluster stays, and the search's actors do not."""
     env, head = cluster
     search = tmp_path / "search"
-    words = ("--trials", "2", "--nproc", "2", "--shards", "2", "--recover", "none", "--run", search, "--json")
+    words = (
+        "--trials",
+        "2",
+        "--nproc",
+        "2",
+        "--microbatches",
+        "2",
+        "--recover",
+        "none",
+        "--run-dir",
+        search,
+        "--json",
+    )
     harm = ("--set", "killed_at=6", "--set", f"mark={tmp_path / 'killed'}")
     done = run_processes.run(
         [*TUNE, *words, *harm, "--ray-address", env.pop("RAY_ADDRESS")],
@@ -111,7 +123,7 @@ def test_a_lost_machines_trial_goes_on_at_another(
     nodes = machines(2)
     search, marks = tmp_path / "search", tmp_path / "marks"
     marks.mkdir()
-    words = ("--trials", "2", "--cpus-per-trial", "2", "--run", search)
+    words = ("--trials", "2", "--cpus-per-trial", "2", "--run-dir", search)
     waits = ("--set", "waits_at=6", "--set", f"mark={marks}")
     environment = {"PACELINE_NODES": "2", "PACELINE_HOSTS": ",".join(node.address for node in nodes)}
     started = [
@@ -140,9 +152,9 @@ def test_in_a_slurm_job_trials_run_on_all_its_machines(slurm_cluster: SlurmClust
 
     def submit(trials: int) -> dict[str, Any]:
         done = cluster.run(
-            *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--inner", "ray", "--nodes", "2"),
+            *(sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--rank-launcher", "ray", "--nodes", "2"),
             *("--cpus-per-task", "1", "--wait", "--", *TUNE, "--trials", str(trials)),
-            *("--resume", "--run", search),
+            *("--resume", "--run-dir", search),
             timeout_s=TIME_LIMIT_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -40,13 +40,14 @@ _COMMANDS = {
     "audit": (_PROVE, "audit:audit", "Prove from a run's ledger that it saw each sample once."),
     "verify": (_PROVE, "verify:verify", "Train under every strategy, and compare with one process."),
     "chaos": (_PROVE, "chaos:chaos", "Train under injected faults, and prove that nothing is lost."),
-    "check": (_PROVE, "check:check", "Recompute and compare a run's or package's recorded metrics."),
+    "revalidate": (_PROVE, "revalidate:revalidate", "Recompute and compare a run's or package's recorded metrics."),
     "bench": (_PROVE, "bench:app", "Compare Paceline's speed with plain loops and other libraries."),
     "scan": (_PROVE, "scan:scan", "Measure throughput and efficiency by number of processes."),
     "tune": (_TUNE, "tune:tune", "Search for a task's best hyperparameters in parallel trials."),
     "export": (_SERVE, "export:export", "Export a run's model as a package."),
     "registry": (_SERVE, "registry:app", "List, tag, copy and roll back packages."),
     "serve": (_SERVE, "serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
+    "deploy": (_SERVE, "deploy:deploy", "Exchange the package of a running server."),
     "predict": (_SERVE, "predict:predict", "Predict with a package or a server."),
     "gc": (_CLEAN, "gc:gc", "Remove runs, checkpoints and packages that a policy drops."),
     "checkpoint": (_CLEAN, "checkpoint:app", "List, verify and remove a run's checkpoints."),
@@ -64,14 +65,10 @@ _USAGE = {
 }
 """Of the commands with the most options: cyclopts would inspect them all once more to find it out."""
 
-_GROUPS = {
-    name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(g for g, _, _ in _COMMANDS.values()))
-}
+_GROUPS = {name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(g for g, _, _ in _COMMANDS.values()))}
 for _index, (_name, (_group, _place, _help)) in enumerate(_COMMANDS.items()):
     _more = {"usage": f"Usage: paceline {_name} {_USAGE[_name]}"} if _name in _USAGE else {}
-    app.command(
-        f"paceline.cli.{_place}", name=_name, help=_help, group=_GROUPS[_group], sort_key=_index, **_more
-    )
+    app.command(f"paceline.cli.{_place}", name=_name, help=_help, group=_GROUPS[_group], sort_key=_index, **_more)
 # The line below all commands tells of --help.
 app["--help"].group = app["--version"].group = Group("", show=False)
 _HELP_FLAGS = ("--help", "-h", "--help-all")
@@ -137,10 +134,10 @@ def _asks_for_help(words: list[str]) -> bool:
 
 def _unknown(error: UnknownOptionError) -> str:
     """An option that is nobody's, or another launcher's than the one in question."""
-    from paceline.launch.registry import own_flags, whose
+    from paceline.launch.registry import own_flags, owners_of
 
     flag = error.token.keyword or error.token.value
-    owners = whose(flag)
+    owners = owners_of(flag)
     with suppress(ConfigError, IndexError, ValueError):  # no launcher was named, or none of ours
         on = sys.argv[sys.argv.index("--on") + 1]
         known = own_flags(on)

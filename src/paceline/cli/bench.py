@@ -24,15 +24,11 @@ _ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
 RecovererName = Literal["torchrun", "paceline-torchrun", "paceline-inplace"]
 _ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
 
-SuiteName = Literal[
-    "fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"
-]
+SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"]
 
 ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill"]
 
-app.command(
-    "paceline.cli.bench_comm:comm", name="comm", help="How fast collectives are, and whether they are right."
-)
+app.command("paceline.cli.bench_comm:comm", name="comm", help="How fast collectives are, and whether they are right.")
 
 Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
 Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]
@@ -57,7 +53,7 @@ def train(
     rounds: Rounds = 5,
     steps: Steps = None,
     warmup: Annotated[int | None, Parameter(help="Steps of warm-up. Default: the workload's.")] = None,
-    shards: Annotated[int, Parameter(help="Paceline's --shards.")] = 2,
+    microbatches: Annotated[int, Parameter(help="Paceline's --microbatches.")] = 2,
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
@@ -70,28 +66,22 @@ def train(
         rounds=rounds,
         steps=steps,
         warmup=warmup,
-        shards=shards,
+        microbatches=microbatches,
         progress=_progress,
     )
     return show(result, json=json, markdown=markdown)
 
 
 @app.command
-def checkpoint(
-    *, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False
-) -> int:
+def checkpoint(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False) -> int:
     """What a checkpoint every 50 steps costs, on the ConvNet."""
     from paceline.insight.bench.suites import bench_checkpoint
 
-    return show(
-        bench_checkpoint(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown
-    )
+    return show(bench_checkpoint(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
 
 
 @app.command
-def overhead(
-    *, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False
-) -> int:
+def overhead(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False) -> int:
     """What recovery in place costs while nothing fails, on the ConvNet."""
     from paceline.insight.bench.suites import bench_overhead
 
@@ -107,7 +97,7 @@ def memory(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False
 
 
 @app.command
-def shards(
+def microbatches(
     *,
     counts: Annotated[
         tuple[int, ...],
@@ -115,7 +105,7 @@ def shards(
             consume_multiple=True,
             negative="",
             show_default=False,
-            help="Numbers of shards; ratios are to the first. Default: 2 12.",
+            help="Numbers of micro-batches; ratios are to the first. Default: 2 12.",
         ),
     ] = (2, 12),
     workload: WorkloadName = "convnet",
@@ -124,11 +114,11 @@ def shards(
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
-    """Time a step for several numbers of logical shards, with the exact reduction."""
-    from paceline.insight.bench.suites import bench_shards
+    """Time a step for several numbers of logical micro-batches, with the exact reduction."""
+    from paceline.insight.bench.suites import bench_microbatches
 
-    result = bench_shards(
-        workloads=_workloads(workload), shards=counts, rounds=rounds, steps=steps, progress=_progress
+    result = bench_microbatches(
+        workloads=_workloads(workload), microbatches=counts, rounds=rounds, steps=steps, progress=_progress
     )
     return show(result, json=json, markdown=markdown)
 
@@ -142,7 +132,7 @@ def shares(
     json: Json = False,
     markdown: Markdown = False,
 ) -> int:
-    """Two ranks share 12 shards of the ConvNet, one at half speed: --balance auto against equal.
+    """Two ranks share 12 micro-batches of the ConvNet, one at half speed: --load-balance auto against equal.
 
     The slow rank is stopped for 4 of every 8 milliseconds (SIGSTOP, SIGCONT).
     """
@@ -241,9 +231,7 @@ def serve(
     *,
     only: Annotated[
         tuple[ServingSuiteName, ...],
-        Parameter(
-            consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."
-        ),
+        Parameter(consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."),
     ] = (),
     rounds: Rounds = 3,
     seconds: Annotated[float, Parameter(help="How long each is loaded, after a warm-up.")] = 10.0,

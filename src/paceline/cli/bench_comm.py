@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.insight.bench.communication.collectives import COLLECTIVES, Op, parse_sizes
 from paceline.insight.bench.communication.link import find_link
 from paceline.insight.bench.communication.plan import Backend, CommunicationPlan, Mode
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 
 if TYPE_CHECKING:
     from paceline.insight.bench.communication.report import CommunicationReport
@@ -26,9 +26,7 @@ Flag = Annotated[bool, Parameter(negative="")]
 def comm(
     *,
     backend: Backend = "gloo",
-    op: Annotated[tuple[Op, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = (
-        "all_reduce",
-    ),
+    op: Annotated[tuple[Op, ...], Parameter(consume_multiple=True, negative="", show_default=False)] = ("all_reduce",),
     sizes: str = "8B:64MiB",
     mode: Mode = "process-per-device",
     nproc: int = 2,
@@ -91,11 +89,11 @@ def comm(
     if place.source == "single" and mode == "process-per-device" and nproc > 1:
         return _start_ranks(plan, sys.argv[1:])
 
-    from paceline.insight.bench.communication.measure import Measured
+    from paceline.insight.bench.communication.measure import CollectiveTiming
     from paceline.insight.bench.communication.report import CommunicationReport
     from paceline.insight.bench.communication.run import run_plan
 
-    results: list[Measured] = []
+    results: list[CollectiveTiming] = []
     carrier, ranks = run_plan(plan, place, results.append)
     if place.rank != 0:
         return 0
@@ -119,13 +117,13 @@ def _start_ranks(plan: CommunicationPlan, words: Sequence[str]) -> int:
 
         require_gpus(plan, plan.nproc)
     launcher = get_launcher("mpi" if plan.backend == "mpi" else "spawn")
-    spec = JobSpec(
+    spec = LaunchSpec(
         command=(sys.executable, "-m", "paceline", *words),
         name="bench-comm",
         directory=Path.cwd(),
         nproc=(plan.nproc,),
-        inner="mpi" if plan.backend == "mpi" else "spawn",
-        contract="mpi" if plan.backend == "mpi" else "torch",
+        rank_launcher="mpi" if plan.backend == "mpi" else "spawn",
+        env_style="mpi" if plan.backend == "mpi" else "torch",
     )
     return launcher.submit(launcher.render(spec)).wait()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, group, run_options
+from paceline.cli.options import explicit_options, group, run_options
 from paceline.core.errors import ConfigError
 from paceline.insight.fault_injection import KINDS, Kind
 
@@ -29,7 +29,7 @@ def chaos(
     *,
     faults: Annotated[int, Parameter(group=group("Faults"))] = 20,
     kinds: Annotated[str, Parameter(group=group("Faults"))] = _DEFAULT_KINDS,
-    run: Path | None = None,
+    run_dir: Path | None = None,
     options: RunOptions = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -48,22 +48,22 @@ def chaos(
         Number of faults.
     kinds
         kill, stop, slow, leave, join, enospc, eio, bitflip, truncate; several with commas.
-    run
+    run_dir
         A folder for both runs. Default: runs/chaos-TASK-TIME.
     json
         Print the report as one line of JSON.
     """
     from paceline.core.job import default_run_path
-    from paceline.core.signals import sigterm_interrupts
+    from paceline.core.signals import interrupt_on_sigterm
     from paceline.insight.chaos import ChaosRequest, run_chaos
 
     request = ChaosRequest(
-        options={**given(options), "task": task},
-        root=run or Path(default_run_path(f"chaos-{task.rpartition(':')[2] or task}")),
+        options={**explicit_options(options), "task": task},
+        root=run_dir or Path(default_run_path(f"chaos-{task.rpartition(':')[2] or task}")),
         faults=faults,
         kinds=_parse_kinds(kinds),
     )
-    with sigterm_interrupts():
+    with interrupt_on_sigterm():
         report = run_chaos(request, lambda line: print(f"chaos: {line}", file=sys.stderr, flush=True))
     if json:
         print(json_module.dumps(report.to_json()))

@@ -16,7 +16,7 @@ from paceline.runs import checkpoint_store
 from paceline.runs.directory import RunDirectory, backup_path
 
 if TYPE_CHECKING:
-    from paceline.runs.checkpoint_store import Entry
+    from paceline.runs.checkpoint_store import CheckpointEntry
 
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
@@ -69,9 +69,7 @@ def prune(
         int | None, Parameter(help="Keep this many of the newest good ones. Default: the run's --keep.")
     ] = None,
     damaged: Annotated[bool, Parameter(negative="", help="Remove damaged ones too.")] = False,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="Say what would be removed; remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="Say what would be removed; remove nothing.")] = False,
     json: Json = False,
 ) -> int:
     """Remove old checkpoints of RUN; backups stay. All are verified first.
@@ -82,19 +80,15 @@ def prune(
     """
     directory, _ = _places(run, None)
     if keep is None:
-        keep = int(directory.read_manifest()["config"].get("keep", 1))
+        keep = int(directory.read_manifest()["config"].get("keep_checkpoints", 1))
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
         with byte_progress("verifying", quiet=json) as on_read:
-            chosen = checkpoint_store.choose_removals(
-                directory.checkpoints, keep, damaged=damaged, on_read=on_read
-            )
+            chosen = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
     else:
         with directory.locked(), byte_progress("verifying", quiet=json) as on_read:
-            chosen = checkpoint_store.choose_removals(
-                directory.checkpoints, keep, damaged=damaged, on_read=on_read
-            )
+            chosen = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
             checkpoint_store.remove_checkpoints(directory.checkpoints, chosen.removed)
     if json:
         names = {field: [path.name for path in paths] for field, paths in chosen._asdict().items()}
@@ -121,11 +115,11 @@ def _places(run: Path, backup_to: str | None) -> tuple[RunDirectory, Path | None
     return directory, backup
 
 
-def _record(entry: Entry) -> dict[str, Any]:
+def _record(entry: CheckpointEntry) -> dict[str, Any]:
     return {**asdict(entry), "path": str(entry.path), "marks": list(entry.marks)}
 
 
-def _print_table(entries: list[Entry]) -> None:
+def _print_table(entries: list[CheckpointEntry]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.filesize import decimal

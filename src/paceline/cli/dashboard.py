@@ -11,7 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.signals import signals_handled, wait_for
+from paceline.core.signals import handle_signals, wait_for
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -56,7 +56,7 @@ def dashboard(
     token = None if token_file is None else _token(token_file)
     ended = threading.Event()
     with (
-        signals_handled(_ENDING, lambda *_: ended.set()),
+        handle_signals(_ENDING, lambda *_: ended.set()),
         DashboardServer(list(roots) or [_DEFAULT_ROOT], host=host, port=port, token=token) as server,
     ):
         if json:

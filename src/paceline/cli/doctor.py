@@ -13,14 +13,14 @@ from cyclopts import Parameter
 
 from paceline.cli.job_options import HERE, parse_env
 from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import given
+from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 from paceline.core.task_loading import check_spec
-from paceline.launch.launcher import ONCE_A_RANK, Inner, JobSpec, get_launcher
-from paceline.launch.preflight.spec import Examination, Report
+from paceline.launch.launcher import ONCE_A_RANK, LaunchSpec, RankLauncher, get_launcher
+from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
 from paceline.launch.registry import make_options
-from paceline.launch.submit import choose_inner, job_directory
+from paceline.launch.submit import choose_rank_launcher, job_directory
 
 LauncherOptions: Any = launchers_options()
 Flag = Annotated[bool, Parameter(negative="")]
@@ -40,8 +40,8 @@ def doctor(
     cpus_per_task: int | None = None,
     interface: str | None = None,
     master_port: int | None = None,
-    run: Path = Path("runs"),
-    keep: int = 3,
+    run_dir: Path = Path("runs"),
+    keep_checkpoints: int = 3,
     checkpoint_size: str | None = None,
     timeout: str = "60s",
     walltime: str | None = None,
@@ -77,9 +77,9 @@ def doctor(
         Network interface to the other machines, e.g. eth0.
     master_port
         Port on which the job's rank 0 will listen.
-    run
+    run_dir
         The run's directory.
-    keep
+    keep_checkpoints
         Number of checkpoints that must fit on the disk.
     checkpoint_size
         Size of one checkpoint, such as 2GiB. Default: as in the run, else about three times the task's model.
@@ -103,9 +103,9 @@ def doctor(
     if task:
         check_spec(task)
     launcher = get_launcher(on if on not in HERE else "spawn")
-    own = given(launcher_options)
+    own = explicit_options(launcher_options)
     options = make_options(launcher, own)
-    (least, most), counts = launcher.sizes(parse_nodes(nodes), parse_nproc(nproc), options)
+    (least, most), counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), options)
     if counts is None:
         raise ConfigError("--nproc auto does not work here: give the processes a machine.")
     if least != most:
@@ -118,43 +118,45 @@ def doctor(
             "Give --preflight to the job itself."
         )
     several_here, alone = on in HERE and least > 1, on in HERE and least == 1
-    examination = Examination(
-        directory=run.absolute() / "doctor" if several_here else job_directory("doctor", attached=alone),
-        run=run.absolute(),
+    examination = PreflightSpec(
+        directory=run_dir.absolute() / "doctor" if several_here else job_directory("doctor", attached=alone),
+        run=run_dir.absolute(),
         task=task,
         nproc=counts,
         threads=threads,
         gpus_per_node=gpus_per_node,
         interface=interface,
-        keep=keep,
+        keep=keep_checkpoints,
         checkpoint_bytes=None if checkpoint_size is None else parse_size(checkpoint_size),
         timeout_s=parse_duration_s(timeout, "timeout"),
     )
     if several_here and "node_rank" not in own:
         raise ConfigError(
             "--nodes above 1 without a cluster: give the same command on each machine, with --rdzv-endpoint "
-            "HOST:PORT, --node-rank N and a --run that all of them share."
+            "HOST:PORT, --node-rank N and a --run-dir that all of them share."
         )
     if alone and python is None and not env and not dry_run:
         from paceline.launch.preflight.job import examine_here
 
         return _show(examine_here(examination, master_port), json=json)
     limit = walltime if walltime is not None or launcher.attached else _WALLTIME
-    inner = choose_inner(launcher, "spawn" if "spawn" in launcher.inners else None, "none", is_task=False)
-    spec = JobSpec(
+    rank_launcher = choose_rank_launcher(
+        launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "none", is_task=False
+    )
+    spec = LaunchSpec(
         command=examination.command(python or sys.executable),
         name="doctor",
         directory=examination.directory,
         nodes=(least, most),
         # Where ranks are started one by one, as many as the job has, of which one a machine takes part.
-        nproc=counts if inner in ONCE_A_RANK else (1,),
+        nproc=counts if rank_launcher in ONCE_A_RANK else (1,),
         # Where nobody can be asked for GPUs, the examination alone looks for them.
-        gpus_per_node=None if launcher.machines_given else gpus_per_node,
-        cpus_per_task=_cpus(cpus_per_task, max(counts), inner, attached=launcher.attached),
+        gpus_per_node=None if launcher.preallocated else gpus_per_node,
+        cpus_per_task=_cpus(cpus_per_task, max(counts), rank_launcher, attached=launcher.attached),
         walltime_s=None if limit is None else parse_duration_s(limit, "walltime"),
         env=parse_env(env),
-        inner=inner,
-        contract="none" if "none" in launcher.contracts else launcher.contracts[0],
+        rank_launcher=rank_launcher,
+        env_style="none" if "none" in launcher.env_styles else launcher.env_styles[0],
         interface=interface,
         master_port=master_port,
         python=python or sys.executable,
@@ -167,14 +169,14 @@ def doctor(
     return _show(examine_by(launcher, spec, options, examination.directory), json=json)
 
 
-def _cpus(each: int | None, count: int, inner: Inner, *, attached: bool) -> int | None:
+def _cpus(each: int | None, count: int, rank_launcher: RankLauncher, *, attached: bool) -> int | None:
     """CPUs of each process that is started: a machine's one process gets those of all that it stands for."""
-    if inner in ONCE_A_RANK or (attached and each is None):
+    if rank_launcher in ONCE_A_RANK or (attached and each is None):
         return each
     return (each or 1) * count
 
 
-def _show(report: Report, *, json: bool) -> int:
+def _show(report: PreflightReport, *, json: bool) -> int:
     if json:
         print(json_module.dumps(report.to_json()))
     else:

@@ -18,7 +18,7 @@ from paceline.core.options import parse_duration_s
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from paceline.insight.gc import Item, Policy, Verdict
+    from paceline.insight.gc import Artifact, Decision, Policy
 
 Flag = Annotated[bool, Parameter(negative="")]
 _DEFAULT_ROOT = Path("runs")
@@ -54,7 +54,7 @@ def gc(
     older_than
         Keep what is younger, such as 30d or 12h.
     keep_best
-        Keep the best of each task's runs and each name's packages, by their --best metrics, or the loss.
+        Keep the best of each task's runs and each name's packages, by their --best-metric metrics, or the loss.
     only
         What to look at: runs, checkpoints, packages. Default: all three.
     yes
@@ -101,21 +101,21 @@ def gc(
     return 1 if left else 0
 
 
-def _asked(item: Item, only: tuple[str, ...]) -> Item:
+def _asked(item: Artifact, only: tuple[str, ...]) -> Artifact:
     if f"{item.kind}s" in only or item.kept_because is not None:
         return item
     return dataclasses.replace(item, kept_because="not asked about")
 
 
 def _checkpoints(
-    runs: list[Item], stays: list[Item], policy: Policy, progress: Progress | None
-) -> tuple[list[Item], list[str]]:
+    runs: list[Artifact], stays: list[Artifact], policy: Policy, progress: Progress | None
+) -> tuple[list[Artifact], list[str]]:
     """Of the runs that stay and are not at work; every byte is verified first."""
     from rich.markup import escape
 
     from paceline.insight.gc import checkpoints_to_remove
 
-    found: list[Item] = []
+    found: list[Artifact] = []
     damaged: list[str] = []
     for run in runs:
         bar = None if progress is None else progress.add_task(escape(f"verifying {run.name}"), total=None)
@@ -133,11 +133,11 @@ def _checkpoints(
 
 
 def _removed(
-    goes: list[Item], left: dict[str, str], progress: Progress | None
-) -> Callable[[Item, str | None], None]:
+    goes: list[Artifact], left: dict[str, str], progress: Progress | None
+) -> Callable[[Artifact, str | None], None]:
     bar = None if progress is None else progress.add_task("removing", total=len(goes))
 
-    def on_item(item: Item, why: str | None) -> None:
+    def on_item(item: Artifact, why: str | None) -> None:
         if why is not None:
             left[str(item.path)] = why
         if progress is not None and bar is not None:
@@ -146,7 +146,7 @@ def _removed(
     return on_item
 
 
-def _closing(gone: list[Item], left: dict[str, str], *, yes: bool) -> str:
+def _closing(gone: list[Artifact], left: dict[str, str], *, yes: bool) -> str:
     from rich.filesize import decimal
 
     size = decimal(sum(item.size_bytes for item in gone))
@@ -171,12 +171,12 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
         yield progress
 
 
-def _shown(verdicts: list[Verdict], only: tuple[str, ...]) -> list[Verdict]:
+def _shown(verdicts: list[Decision], only: tuple[str, ...]) -> list[Decision]:
     """Of what stays, what was asked about."""
     return [v for v in verdicts if v.reason is not None and f"{v.item.kind}s" in only]
 
 
-def _print(goes: list[Item], verdicts: list[Verdict], left: dict[str, str], only: tuple[str, ...]) -> None:
+def _print(goes: list[Artifact], verdicts: list[Decision], left: dict[str, str], only: tuple[str, ...]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.filesize import decimal
@@ -206,15 +206,15 @@ def _print(goes: list[Item], verdicts: list[Verdict], left: dict[str, str], only
 
 
 def _as_json(
-    goes: list[Item],
-    verdicts: list[Verdict],
+    goes: list[Artifact],
+    verdicts: list[Decision],
     left: dict[str, str],
     damaged: list[str],
     only: tuple[str, ...],
     *,
     yes: bool,
 ) -> dict[str, Any]:
-    def record(item: Item) -> dict[str, Any]:
+    def record(item: Artifact) -> dict[str, Any]:
         return {
             "kind": item.kind,
             "name": item.name,
@@ -226,9 +226,7 @@ def _as_json(
     return {
         "removed": yes,
         "goes": [record(item) for item in goes if str(item.path) not in left],
-        "left": [
-            {**record(item), "problem": left[str(item.path)]} for item in goes if str(item.path) in left
-        ],
+        "left": [{**record(item), "problem": left[str(item.path)]} for item in goes if str(item.path) in left],
         "stays": [{**record(v.item), "reason": v.reason} for v in _shown(verdicts, only)],
         "damaged_checkpoints": damaged,
     }

@@ -100,9 +100,7 @@ class _Formatter(DefaultFormatter):
         super().__call__(console, options, panel.copy(entries=[_tidy(entry) for entry in panel.entries]))
 
 
-def _command_columns(
-    console: Console, options: ConsoleOptions, entries: list[HelpEntry]
-) -> tuple[ColumnSpec, ...]:
+def _command_columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
     """The columns of a list of commands, as wide in every group."""
     name, *others = get_default_command_columns(console, options, entries)
     return evolve(name, min_width=_LONGEST_COMMAND), *others

@@ -16,27 +16,27 @@ from paceline.cli.job_options import HERE, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_duration_s, parse_nodes, parse_nproc
-from paceline.launch.launcher import JobSpec, Launcher
+from paceline.launch.launcher import Launcher, LaunchSpec
 from paceline.launch.local_run import check_task
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.submit import (
     JobRecord,
     finish,
-    machines_python,
-    made_directory,
+    make_directory,
+    nodes_python,
     read_records,
     submit,
     task_job,
 )
 
 if TYPE_CHECKING:
-    from paceline.launch.preflight.spec import Examination
+    from paceline.launch.preflight.spec import PreflightSpec
 
 _ANYWHERE = Path("/tmp")
 """Of a machine that has none of this one's directories: it may not let a script write where that is."""
 
 
-def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> JobSpec:
+def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> LaunchSpec:
     """The job of a task, on as many machines as the launcher's own options and ``--nodes`` say.
 
     Args:
@@ -49,13 +49,13 @@ def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptio
         ConfigError: it could not run, wherever it would be.
         TaskError: there is no such task.
     """
-    for name in ("contract", "roles"):
+    for name in ("env_style", "roles"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"{flag(name)} is for scripts: a task finds its place by itself. Leave it out; or start a "
                 "script with paceline launch."
             )
-    nodes, counts = launcher.sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), own)
+    nodes, counts = launcher.resolve_sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), own)
     if launcher.files == "shared":
         check_task(config)
     if counts is None:
@@ -67,12 +67,12 @@ def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptio
         "max_restarts": config.max_restarts if config.recover == "restart" else 0,
         "walltime_s": None if config.walltime is None else parse_duration_s(config.walltime, "walltime"),
     }
-    return task_job(config, fields, launcher, machines_python(launcher, None))
+    return task_job(config, fields, launcher, nodes_python(launcher, None))
 
 
 def start(
     launcher: Launcher,
-    spec: JobSpec,
+    spec: LaunchSpec,
     own: Any,
     options: JobOptions,
     *,
@@ -109,7 +109,7 @@ def start(
             first = preflight_command(examination, spec.nodes[1], meeting.node_rank, meeting.rdzv_endpoint)
         else:
             spec = preflight_spec(spec, examination)
-        if launcher.machines_given:
+        if launcher.preallocated:
             spec = dataclasses.replace(spec, gpus_per_node=None)  # they have been looked for
     rendered = launcher.render(spec, own)
     if dry_run and json:
@@ -152,7 +152,7 @@ def start(
     return code
 
 
-def _examination(launcher: Launcher, spec: JobSpec, own: Any) -> Examination:
+def _examination(launcher: Launcher, spec: LaunchSpec, own: Any) -> PreflightSpec:
     """What a job needs of its machines, which meet where all of them can write."""
     run = spec.run or spec.workdir
     if launcher.name in HERE:
@@ -162,9 +162,9 @@ def _examination(launcher: Launcher, spec: JobSpec, own: Any) -> Examination:
         directory = (common or _ANYWHERE) / "preflight"
         if spec.run is None and launcher.files != "shared":
             run = common or _ANYWHERE
-    from paceline.launch.preflight.spec import Examination
+    from paceline.launch.preflight.spec import PreflightSpec
 
-    return Examination(
+    return PreflightSpec(
         directory=directory,
         run=run,
         nproc=spec.nproc,
@@ -178,7 +178,7 @@ def _described(record: JobRecord) -> Mapping[str, Any]:
     return dataclasses.asdict(record)
 
 
-def _detach(spec: JobSpec) -> None:
+def _detach(spec: LaunchSpec) -> None:
     """Go on in a process of its own, which prints into a file of the job's directory.
 
     Returns in that process. The one that the user waits for ends here, as soon as the job is known.
@@ -189,7 +189,7 @@ def _detach(spec: JobSpec) -> None:
     from paceline.launch.supervisor import OUTPUT
 
     log = spec.directory / OUTPUT
-    with made_directory(spec.directory):
+    with make_directory(spec.directory):
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -217,8 +217,7 @@ def _detach(spec: JobSpec) -> None:
     raise SystemExit(0)
 
 
-def _is_recorded(spec: JobSpec, pid: int) -> bool:
+def _is_recorded(spec: LaunchSpec, pid: int) -> bool:
     return any(
-        record.directory == str(spec.directory) and record.reference.get("pid") == pid
-        for record in read_records()
+        record.directory == str(spec.directory) and record.reference.get("pid") == pid for record in read_records()
     )

@@ -10,13 +10,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError
-from paceline.core.job import Job
+from paceline.core.job import WorkerConfig
 from paceline.core.option_sets import DEFAULTS, select
-from paceline.elastic.consensus.discovery import recorded_agents
+from paceline.elastic.consensus.discovery import read_agents
 from paceline.launch.local_run import launch
 from paceline.runs.directory import RunDirectory
 
-_SHARED = ("run", "resume", "rdzv_id")
+_SHARED = ("run_dir", "resume", "rdzv_id")
 _OF_A_MACHINE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]
 """Options that are another machine's in the job of the run."""
 
@@ -51,13 +51,13 @@ def join(
         Print the run's result as JSON, as the last line.
     """
     directory = RunDirectory(run)
-    _, file = recorded_agents(directory)
+    _, file = read_agents(directory)
     try:
-        job = Job.from_toml(file)
+        job = WorkerConfig.from_toml(file)
     except OSError as error:
         raise ConfigError(f"{file}, the run's job, cannot be read: {error.strerror}.") from error
     here = {name: DEFAULTS[name] for name in (*_OF_A_MACHINE, "on")}
-    here |= {"run": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
+    here |= {"run_dir": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
     here["token_file"] = None if token_file is None else str(token_file)
     config = dataclasses.replace(job.config, **here)
     code, directory = launch(dataclasses.replace(job, config=config, quiet=quiet), joins=True)

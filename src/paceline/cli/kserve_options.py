@@ -85,7 +85,7 @@ def print_service(
         threads=options.threads,
         timeout_s=options.timeout_s,
         startup_s=options.startup_timeout_s,
-        drain_s=options.drain_notice_s,
+        drain_s=options.drain_delay_s,
         name=kserve.name,
         namespace=kserve.namespace,
         volume=kserve.volume,

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from paceline.cli.job_options import JobOptions
 from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import given
+from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 
@@ -64,30 +64,30 @@ def launch(
         Print the job as JSON.
     """
     from paceline.cli.job_start import start
-    from paceline.launch.launcher import JobSpec, get_launcher, job_name
+    from paceline.launch.launcher import LaunchSpec, get_launcher, job_name
     from paceline.launch.registry import make_options
     from paceline.launch.submit import (
-        choose_contract,
-        choose_inner,
+        choose_env_style,
+        choose_rank_launcher,
         job_directory,
-        machines_python,
+        nodes_python,
         normal_command,
     )
 
     job = job or JobOptions()
     launcher = get_launcher(on)
-    own = make_options(launcher, given(launcher_options))
-    machines, counts = launcher.sizes(parse_nodes(nodes), parse_nproc(nproc), own)
+    own = make_options(launcher, explicit_options(launcher_options))
+    machines, counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), own)
     if counts is None:
         raise ConfigError("--nproc auto is for tasks. Give the number of processes a machine.")
-    interpreter = machines_python(launcher, python)
-    words = normal_command(command, interpreter, partial(launcher.place_of, options=own))
-    contract = choose_contract(launcher, job.contract, job.inner)
-    inner = choose_inner(launcher, job.inner, contract, is_task=False)
+    interpreter = nodes_python(launcher, python)
+    words = normal_command(command, interpreter, partial(launcher.remote_path, options=own))
+    env_style = choose_env_style(launcher, job.env_style, job.rank_launcher)
+    rank_launcher = choose_rank_launcher(launcher, job.rank_launcher, env_style, is_task=False)
     name = job.name or job_name(Path(next((w for w in words if w.endswith(".py")), words[0])).stem)
     world_size = sum(counts) if len(counts) > 1 else counts[0] * machines[0]
     beside_record = launcher.attached or launcher.files != "shared"
-    spec = JobSpec(
+    spec = LaunchSpec(
         **{
             **job.spec_fields(world_size),
             "command": words,
@@ -99,8 +99,8 @@ def launch(
             "walltime_s": None if walltime is None else parse_duration_s(walltime, "walltime"),
             "max_restarts": max_restarts,
             "interface": interface,
-            "contract": contract,
-            "inner": inner,
+            "env_style": env_style,
+            "rank_launcher": rank_launcher,
             "python": interpreter,
         }
     )

@@ -42,9 +42,7 @@ def launchers_options(*, for_tasks: bool = False) -> Any:
     for name, (text, owners) in helps.items():
         if for_tasks and name in RunConfig.__dataclass_fields__:
             continue
-        parameter = Parameter(
-            help=text, group=group(f"--on {', '.join(owners)}"), show_default=False, negative=""
-        )
+        parameter = Parameter(help=text, group=group(f"--on {', '.join(owners)}"), show_default=False, negative="")
         fields.append((name, Annotated[types[name] | None, parameter], dataclasses.field(default=None)))
     return options_class("LauncherOptions", fields)
 

@@ -15,7 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.launch.job_logs import Tail, Watch, fold
+from paceline.launch.job_logs import StatusPoller, Tail, merge_rank_lines
 from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, read_failure
@@ -39,9 +39,7 @@ def logs(
     grep: Annotated[str | None, Parameter(help="Show only lines that match this regular expression.")] = None,
     follow: Annotated[
         bool,
-        Parameter(
-            name=["--follow", "-f"], negative="", help="Follow the output until the run ends or Ctrl-C."
-        ),
+        Parameter(name=["--follow", "-f"], negative="", help="Follow the output until the run ends or Ctrl-C."),
     ] = False,
     lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Number of last lines of each rank.")] = 50,
 ) -> int:
@@ -62,8 +60,7 @@ def logs(
             return _print_job(record, wanted, rank, follow)
         if not directory.exists() and record is None:
             raise RunDirectoryError(
-                f"{run} is not a run directory: it has no run.toml. `paceline runs` lists runs, "
-                "`paceline jobs` jobs."
+                f"{run} is not a run directory: it has no run.toml. `paceline runs` lists runs, `paceline jobs` jobs."
             )
         ranks = ranks_with_logs(directory)
         if rank is not None and rank not in ranks:
@@ -153,7 +150,7 @@ def _print_logs(
                 for line in found.get(rank, ()):
                     sys.stdout.write(f"{line}\n")
             else:
-                for ranks, line, times in fold(found):
+                for ranks, line, times in merge_rank_lines(found):
                     again = f"  ({times} times)" if times > 1 else ""
                     sys.stdout.write(f"{_prefix(ranks)}{line}{again}\n")
             sys.stdout.flush()
@@ -175,7 +172,7 @@ def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[
     """Yield now and then, and once more after the run has ended; where it is a job's, and will not go on."""
     last_alive = time.monotonic()
     next_question, interval_s = 0.0, _FIRST_QUESTION_S
-    watch: Watch | None = None
+    watch: StatusPoller | None = None
     while True:
         now = time.monotonic()
         if directory.is_running():
@@ -187,7 +184,7 @@ def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[
             if record is None:
                 yield
                 return
-            watch = watch or Watch(record.status)
+            watch = watch or StatusPoller(record.status)
             status = watch.answer(record.status)
             if status is not None and status.state not in ("pending", "running"):
                 yield

@@ -30,7 +30,7 @@ COMMON_OF_TRAIN = (
 )
 """What nearly everybody uses, in the order of ``paceline train --help``; the command adds three."""
 
-_NOT_FLAGS = ("task", "run")
+_NOT_FLAGS = ("task", "run_dir")
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def options_class(name: str, fields: list[tuple[str, Any, Any]]) -> Any:
     return dataclasses.make_dataclass(name, fields, kw_only=True, repr=False, eq=False, namespace=namespace)
 
 
-def given(options: Any) -> dict[str, Any]:
+def explicit_options(options: Any) -> dict[str, Any]:
     """The options that were given on the command line, as far as they differ from a default."""
     if options is None:
         return {}

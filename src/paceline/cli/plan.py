@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.task_loading import TaskReference, parse_assignments
 
 if TYPE_CHECKING:
-    from paceline.parallel.planning.recommend import Plan, Row
+    from paceline.parallel.planning.recommend import Plan, PlanRow
 
 _WIDTH = 110
 """Columns of the table, also where the output is no terminal."""
@@ -33,7 +33,7 @@ def plan(
     tflops: float = 100.0,
     set: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     global_batch_size: int | None = None,
-    shards: int | None = None,
+    microbatches: int | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
     json: Flag = False,
 ) -> int:
@@ -60,8 +60,8 @@ def plan(
         A hyperparameter as field=value; may be repeated.
     global_batch_size
         Samples per step, over all processes. Default: the task's.
-    shards
-        Logical shards of a global batch. Default: the task's, or one per process.
+    micro-batches
+        Logical micro-batches of a global batch. Default: the task's, or one per process.
     device
         cuda, or cpu: processes without a GPU, on gloo.
     json
@@ -71,13 +71,13 @@ def plan(
     speed = _bytes("--bandwidth", bandwidth.removesuffix("/s"))
     if not tflops > 0:
         raise ConfigError(f"--tflops must be positive, but is {tflops:g}.")
-    for name, value in (("--global-batch-size", global_batch_size), ("--shards", shards)):
+    for name, value in (("--global-batch-size", global_batch_size), ("--microbatches", microbatches)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, but is {value}.")
     assignments = parse_assignments(set)
-    from paceline.parallel.planning.recommend import Machines, make_plan
+    from paceline.parallel.planning.recommend import ClusterSpec, make_plan
 
-    machines = Machines(
+    machines = ClusterSpec(
         gpus=gpus,
         nodes=nodes,
         memory=int(memory),
@@ -91,7 +91,7 @@ def plan(
         machines,
         assignments=assignments,
         global_batch_size=global_batch_size,
-        shards=shards,
+        microbatches=microbatches,
     )
     if json:
         print(json_module.dumps(made.as_json(), indent=2))
@@ -109,7 +109,7 @@ def _show(made: Plan) -> None:
     console.width = max(console.width, _WIDTH)
     console.print(
         f"{made.task}: {_number(m.parameters / 1e6)} million parameters, {made.global_batch_size} samples "
-        f"a step in {made.shards} shards of {m.microbatch}, {whole.flops / 1e12:,.3g} TFLOP a shard",
+        f"a step in {made.microbatches} micro-batches of {m.microbatch}, {whole.flops / 1e12:,.3g} TFLOP a micro-batch",
         markup=False,
     )
     console.print(
@@ -125,7 +125,7 @@ def _show(made: Plan) -> None:
         table.add_column(title, justify="right")
     table.add_column("limited by", no_wrap=True)
     table.add_column("fits")
-    families: dict[str, list[Row]] = {}
+    families: dict[str, list[PlanRow]] = {}
     for row in made.rows:
         families.setdefault(row.layout.family, []).append(row)
     shown = [made.chosen if made.chosen in ways else ways[0] for ways in families.values()]
@@ -167,7 +167,7 @@ def _show(made: Plan) -> None:
         console.print(f"\n{made.command}", style="bold", markup=False, soft_wrap=True)
 
 
-def _how(row: Row) -> list[str]:
+def _how(row: PlanRow) -> list[str]:
     """What goes with a layout, where it is not the default."""
     words: list[str] = [row.precision]
     words += [row.reduction] if row.reduction != "exact" else []

@@ -104,11 +104,7 @@ def predict(
             outputs = _all(rows, engine, chunk, on_rows)
     if output is not None:
         count = len(rows.names)
-        print(
-            json_module.dumps({"rows": count, "output": str(output)})
-            if json
-            else f"{count} rows in {output}."
-        )
+        print(json_module.dumps({"rows": count, "output": str(output)}) if json else f"{count} rows in {output}.")
     else:
         _print(outputs, spec, rows, json=json)
     return 0
@@ -126,10 +122,10 @@ def _into(
 ) -> None:
     import asyncio
 
-    from paceline.serving.batch_predict import Journal, fingerprint, predict_into
+    from paceline.serving.batch_predict import PredictionStore, fingerprint, predict_into
 
     job = {**job, "inputs": fingerprint(rows.arrays)}
-    with Journal.open(output, job, len(rows.names), chunk) as journal:
+    with PredictionStore.open(output, job, len(rows.names), chunk) as journal:
         try:
             asyncio.run(predict_into(journal, rows.arrays, engine, concurrency, on_rows))
         except* Exception as group:

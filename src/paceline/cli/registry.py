@@ -23,7 +23,7 @@ Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 @app.command
 def ls(*, json: Json = False) -> int:
     """List the packages of the registry, with their tags."""
-    from paceline.runs.package import read_manifest, trusted
+    from paceline.runs.package import read_manifest, read_trusted
     from paceline.runs.package_registry import Registry
 
     registry = Registry.of_user()
@@ -31,7 +31,7 @@ def ls(*, json: Json = False) -> int:
     for reference, tag in registry.references().items():
         tags.setdefault(tag.digest, []).append(str(reference))
     rows = []
-    known = trusted()
+    known = read_trusted()
     for digest in registry.digests():
         row = {"digest": digest, "tags": tags.get(digest, []), "trusted": digest in known, "problem": None}
         try:
@@ -69,10 +69,10 @@ def show(package: str, *, json: Json = False) -> int:
         Its directory, NAME@TAG, NAME (its latest), or a digest or the beginning of one.
     """
     from paceline.cli.export import as_json, print_package
-    from paceline.runs.package import open_package, trusted
+    from paceline.runs.package import open_package, read_trusted
 
     opened = open_package(package)
-    is_trusted = opened.digest in trusted()
+    is_trusted = opened.digest in read_trusted()
     if json:
         print(json_module.dumps({**as_json(opened), "trusted": is_trusted}))
     else:
@@ -93,13 +93,11 @@ def tag(package: What, tag: str, *, json: Json = False) -> int:
     """
     from paceline.runs.package import open_package
     from paceline.runs.package_manifest import plain_name
-    from paceline.runs.package_registry import Reference, Registry, parse_reference
+    from paceline.runs.package_registry import PackageReference, Registry, parse_reference
 
     registry = Registry.of_user()
     opened = open_package(registry.path_of(registry.resolve(package)))
-    reference = (
-        parse_reference(tag) if "@" in tag else Reference(opened.manifest.name, plain_name(tag, "a tag"))
-    )
+    reference = parse_reference(tag) if "@" in tag else PackageReference(opened.manifest.name, plain_name(tag, "a tag"))
     before = registry.find(reference)
     registry.put_tag(reference, opened.digest)
     return _said(

@@ -16,7 +16,7 @@ from paceline.core.files import write_atomically
 from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.insight.report import Report
+    from paceline.insight.report import RunReport
 
 Flag = Annotated[bool, Parameter(negative="")]
 
@@ -68,9 +68,7 @@ def report(
     analyses = []
     for path in paths:
         with evaluating(str(path), quiet=json) as on_progress:
-            analyses.append(
-                analyse(RunDirectory(path), split=split, checkpoint=checkpoint, on_progress=on_progress)
-            )
+            analyses.append(analyse(RunDirectory(path), split=split, checkpoint=checkpoint, on_progress=on_progress))
     made = make_report(analyses)
     page = render(made).encode()
     try:
@@ -107,7 +105,7 @@ def evaluating(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _print(made: Report, target: Path) -> None:
+def _print(made: RunReport, target: Path) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -116,8 +114,8 @@ def _print(made: Report, target: Path) -> None:
     from paceline.insight.report import interval, number
 
     console = Console(highlight=False)
-    console.print(Text(made.verdict.headline, style="bold"))
-    console.print(Text(made.verdict.sentence), soft_wrap=True)
+    console.print(Text(made.headline.headline, style="bold"))
+    console.print(Text(made.headline.sentence), soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("run", "metric", "value", "95 % interval"):
         table.add_column(name, justify="right" if name == "value" else "left")

@@ -32,7 +32,7 @@ def runs(
     *,
     json: Annotated[bool, Parameter(negative="", help="Print a JSON array instead of a table.")] = False,
 ) -> int:
-    """List runs: state, progress, processes and shards, result, age and running time."""
+    """List runs: state, progress, processes and micro-batches, result, age and running time."""
     if root != _DEFAULT_ROOT:
         check_folder(root)
     found = find_runs(root)
@@ -82,10 +82,10 @@ def _print_table(found: list[RunSummary]) -> None:
 
 
 def _processes(run: RunSummary) -> str:
-    """Processes and shards."""
+    """Processes and micro-batches."""
     if run.world_size is None:
         return ""
-    return f"{run.world_size} x {'?' if run.shards is None else run.shards}"
+    return f"{run.world_size} x {'?' if run.microbatches is None else run.microbatches}"
 
 
 def _step(run: RunSummary) -> str:

@@ -12,9 +12,7 @@ from paceline.core.errors import RunDirectoryError
 from paceline.runs.directory import RunDirectory
 
 
-def pipeline(
-    run: Path, *, svg: Path | None = None, json: Annotated[bool, Parameter(negative="")] = False
-) -> int:
+def pipeline(run: Path, *, svg: Path | None = None, json: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Show a pipeline's bubble: the share of its ranks' time in which they wait.
 
     The last step that was recorded counts (the 2nd, 4th, 8th, ... of the processes). Beside what was measured
@@ -53,9 +51,7 @@ def pipeline(
             )
         )
         return 0
-    print(
-        f"{trace.schedule}, {len(trace.ranks)} ranks, {trace.microbatches} micro-batches, step {trace.step}"
-    )
+    print(f"{trace.schedule}, {len(trace.ranks)} ranks, {trace.microbatches} micro-batches, step {trace.step}")
     for stage, (forward_s, backward_s) in enumerate(times):
         print(f"  stage {stage}: forward {forward_s * 1e3:.2f} ms, backward {backward_s * 1e3:.2f} ms")
     print(f"idle: {trace.idle:.1%} measured, {counted[trace.schedule]:.1%} counted from these times")

@@ -41,9 +41,7 @@ def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) ->
         directory.read_manifest()  # says what is missing, if this is no run
         raise RunDirectoryError(f"{directory.events} is missing: nothing is known of what happened.")
     try:
-        read = timeline(
-            directory.read_events(), until=_alive_at(directory), repeated_steps=_repeated(directory)
-        )
+        read = timeline(directory.read_events(), until=_alive_at(directory), repeated_steps=_repeated(directory))
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{directory.events} is damaged: {error!r}.") from error
     drift = (directory.read_result() or {}).get("drift")
@@ -130,9 +128,7 @@ def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
     still = len(drift["modules"]) - len(moved)
     words = [f"Its weights moved by {_percent(drift['relative_l2'])} of their 2-norm"]
     if drift["agreement"] is not None:
-        words.append(
-            f"both predict the same for {drift['agreement']:.1%} of {drift['samples']:,} test samples"
-        )
+        words.append(f"both predict the same for {drift['agreement']:.1%} of {drift['samples']:,} test samples")
     if drift["new"]:
         words.append(f"began anew: {', '.join(drift['new'])}")
     console.print(escape("; ".join(words)) + ".", soft_wrap=True)
@@ -151,9 +147,9 @@ def _percent(share: float | None) -> str:
 def _verdict(goodput: Goodput) -> str:
     if goodput.share is None:
         return "No step has been trained yet."
-    lost = goodput.at_work_s - goodput.good_s
+    lost = goodput.active_s - goodput.good_s
     return (
-        f"Goodput {goodput.share:.1%}: of {goodput.at_work_s:,.1f} s at work, {goodput.good_s:,.1f} s went "
+        f"Goodput {goodput.share:.1%}: of {goodput.active_s:,.1f} s at work, {goodput.good_s:,.1f} s went "
         f"into steps that count{f', {lost:,.1f} s were lost:' if goodput.lost_s else '.'}"
     )
 

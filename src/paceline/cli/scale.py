@@ -17,7 +17,7 @@ from paceline.launch.submit import JobRecord, find_record, read_records
 from paceline.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from paceline.elastic.control import AgentConnection, Status
+    from paceline.elastic.control import AgentConnection, RunStatus
 
 _LOOK_S = 0.1
 
@@ -40,7 +40,7 @@ def scale(
     run
         The run's directory, or a job of paceline jobs.
     nproc
-        Processes on this machine: at least 1, at most the run's shards.
+        Processes on this machine: at least 1, at most the run's micro-batches.
     nodes
         Machines, for a run on several.
     json
@@ -80,7 +80,7 @@ def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
     return 0
 
 
-def _when_done(agent: AgentConnection, status: Status) -> Status:
+def _when_done(agent: AgentConnection, status: RunStatus) -> RunStatus:
     """Where the job stands once as many train as are wanted now."""
     target = status.target
     while not (status.whole and len(status.members) == target):

@@ -14,14 +14,14 @@ from cyclopts import Parameter
 
 from paceline.cli.job_options import HERE, JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import given, run_options
+from paceline.cli.options import explicit_options, run_options
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.options import flag, parse_nodes, parse_nproc
 from paceline.insight.bench.scaling import Scaling, ScalingReport, SizeResult, read_result, sized_config
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import JobHandle, Launcher, Rendered
+    from paceline.launch.launcher import JobHandle, Launcher, RenderedJob
     from paceline.launch.submit import JobRecord
 
 Options: Any = run_options(common=("nproc", "nodes", "on", "strategy", "global_batch_size", "device"))
@@ -37,7 +37,7 @@ _NOT_FOR_A_SCAN = {
 def scan(
     task: str,
     *,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
+    run_dir: Path | None = None,
     steps: int = 100,
     warmup: int = 20,
     scaling: Scaling = "strong",
@@ -57,7 +57,7 @@ def scan(
     ----------
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
-    run
+    run_dir
         A directory for the runs. Default: runs/TASK-TIME.
     steps
         Steps to measure.
@@ -85,7 +85,7 @@ def scan(
         if getattr(job, name, False):
             raise ConfigError(f"{flag(name)}: {why}")
     check_spec(task)
-    values = {"on": "spawn", **given(options), "task": task}
+    values = {"on": "spawn", **explicit_options(options), "task": task}
     sizes = _sizes(values)
     least, most = parse_nodes(values.get("nodes", "1"))
     if least != most:
@@ -93,7 +93,7 @@ def scan(
     asked = config_from_mapping({**values, "nproc": sizes[0]}, "the command line")
     if asked.on == "auto":
         asked = dataclasses.replace(asked, on="spawn")
-    home = (run or Path(default_run_path(task))).resolve()
+    home = (run_dir or Path(default_run_path(task))).resolve()
     configs = {
         nproc: sized_config(
             *(asked, nproc, sizes[0]),
@@ -104,9 +104,9 @@ def scan(
         )
         for nproc in sizes
     }
-    own = given(launcher_options)
+    own = explicit_options(launcher_options)
     if asked.on in HERE:
-        if own or given(job):
+        if own or explicit_options(job):
             refuse_job_options(asked.on, job, own)
         processes = {nproc: nproc * least for nproc in sizes}
         codes = _run_here(configs)
@@ -116,7 +116,7 @@ def scan(
         processes = {nproc: rendered.spec.world_size for nproc, rendered in jobs.items()}
         codes = _run_as_jobs(launcher, jobs)
     results: list[SizeResult] = [
-        read_result(Path(str(config.run)), processes[nproc], codes[nproc], warmup=warmup)
+        read_result(Path(str(config.run_dir)), processes[nproc], codes[nproc], warmup=warmup)
         for nproc, config in configs.items()
     ]
     report = ScalingReport(task, scaling, results)
@@ -144,14 +144,14 @@ def _sizes(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
     """One after another: they would share the machine."""
-    from paceline.core.job import Job
+    from paceline.core.job import WorkerConfig
     from paceline.launch.local_run import launch
 
     codes = {}
     for nproc, config in configs.items():
         _say(f"--nproc {nproc}")
         try:
-            codes[nproc], _ = launch(Job(config=config, quiet=True))
+            codes[nproc], _ = launch(WorkerConfig(config=config, quiet=True))
         except PacelineError as error:
             _say(str(error))
             codes[nproc] = error.exit_code
@@ -162,7 +162,7 @@ def _run_here(configs: Mapping[int, RunConfig]) -> dict[int, int]:
 
 def _rendered(
     launcher: Launcher, configs: Mapping[int, RunConfig], options: JobOptions, own: Mapping[str, Any]
-) -> dict[int, Rendered]:
+) -> dict[int, RenderedJob]:
     """The job of each size; what one of them cannot have is refused before any of them is submitted.
 
     Raises:
@@ -189,7 +189,7 @@ def _rendered(
     return jobs
 
 
-def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, Rendered]) -> dict[int, int]:
+def _run_as_jobs(launcher: Launcher, rendered: Mapping[int, RenderedJob]) -> dict[int, int]:
     """All are in the queue at once; where a job ends with its command, one after another."""
     from paceline.launch.submit import submit
 

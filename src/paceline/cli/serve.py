@@ -1,4 +1,4 @@
-"""``paceline serve PACKAGE...``: models behind the Open Inference Protocol v2; ``--swap`` exchanges one."""
+"""``paceline serve PACKAGE...``: models behind the Open Inference Protocol v2."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from paceline.cli.kserve_options import KServeOptions, print_service
-from paceline.cli.options import ARGUMENTS, COMMON, given, group
+from paceline.cli.options import ARGUMENTS, COMMON, explicit_options, group
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
 
 if TYPE_CHECKING:
-    from paceline.serving.model import Opened, ServingOptions
-    from paceline.serving.ray_serve import RayOptions
-    from paceline.serving.server import Address
+    from paceline.serving.model import ServedModel, ServingOptions
+    from paceline.serving.ray_serve import RayServeOptions
+    from paceline.serving.server import ListenAddress
 
 _COMMON = Parameter(group=group(COMMON), negative="")
 _REQUESTS = Parameter(group=group("Requests"), negative="")
 _REPLICAS = Parameter(group=group("Replicas"))
 _PROGRAM = Parameter(group=group("Program"))
-_SWAP = Parameter(group=group("Swap"))
-_SWAP_TIMEOUT_S = 600.0
 _HOST, _PORT = "127.0.0.1", 8000
 
 
@@ -54,17 +52,15 @@ def serve(
     max_wait: Annotated[str, _REPLICAS] = "2ms",
     startup_timeout: Annotated[str, _REPLICAS] = "2min",
     hang_timeout: Annotated[str, _REPLICAS] = "1min",
-    drain_notice: Annotated[str, _REPLICAS] = "1s",
+    drain_delay: Annotated[str, _REPLICAS] = "1s",
     program: Annotated[Literal["auto", "pt2", "onnx"], _PROGRAM] = "auto",
     task: Annotated[str, _PROGRAM] = "",
-    swap: Annotated[str | None, _SWAP] = None,
-    model: Annotated[str | None, _SWAP] = None,
     ray_address: Annotated[str | None, Parameter(group=group("--on ray"))] = None,
     kserve: Annotated[KServeOptions | None, Parameter(name="*")] = None,
 ) -> int:
     """Serve each PACKAGE until SIGTERM; it then answers what it was asked, and ends.
 
-    With --swap URL, the server at URL serves PACKAGE from now on instead of what it has; no request fails.
+    paceline deploy URL PACKAGE exchanges a package while the server runs.
 
     Parameters
     ----------
@@ -109,23 +105,15 @@ def serve(
         How long a replica may take to load its model.
     hang_timeout
         Replace a replica that computes one batch for longer.
-    drain_notice
+    drain_delay
         After SIGTERM, how long to answer "not ready" before refusing connections.
     program
         Which of a package's programs to run. auto: pt2, else onnx.
     task
         Use the weights with this task's code instead of the package's program.
-    swap
-        Replace the package of the server at this address, instead of starting one.
-    model
-        With --swap: the model's name on the server. Default: the package's.
     ray_address
         HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
     """
-    if swap is not None:
-        return _swap(swap, package, model, token_file, json=json)
-    if model is not None:
-        raise ConfigError("--model says what --swap exchanges; without --swap it means nothing.")
     if ray_address is not None and on != "ray":
         raise ConfigError("--ray-address names a Ray cluster; say --on ray.")
     from paceline.serving.model import ServingOptions, parse_replicas
@@ -143,7 +131,7 @@ def serve(
         receive_timeout_s=parse_duration_s(receive_timeout, "receive_timeout"),
         startup_timeout_s=parse_duration_s(startup_timeout, "startup_timeout"),
         hang_timeout_s=parse_duration_s(hang_timeout, "hang_timeout"),
-        drain_notice_s=parse_duration_s(drain_notice, "drain_notice"),
+        drain_delay_s=parse_duration_s(drain_delay, "drain_delay"),
     )
     if on == "kserve":
         if grpc_port is not None or token_file is not None or (host, port) != (_HOST, _PORT):
@@ -157,20 +145,20 @@ def serve(
             *(word for word, said in (("--trust", trust), ("--access-log", access_log)) if said),
         )
         return print_service(kserve or KServeOptions(), package, words, (least, most), options, json=json)
-    if given(kserve):
-        raise ConfigError(f"--{min(given(kserve)).replace('_', '-')} belongs to --on kserve.")
+    if explicit_options(kserve):
+        raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} belongs to --on kserve.")
     _require_libraries()
     from paceline.serving.access import read_token
     from paceline.serving.app import open_model
-    from paceline.serving.server import Address
+    from paceline.serving.server import ListenAddress
 
     token = None if token_file is None else read_token(token_file)
-    address = Address(host=host, port=port, grpc_port=grpc_port, token=token)
+    address = ListenAddress(host=host, port=port, grpc_port=grpc_port, token=token)
     ray_options = None
     if on == "ray":
-        from paceline.serving.ray_serve import RayOptions
+        from paceline.serving.ray_serve import RayServeOptions
 
-        ray_options = RayOptions.make(ray_address, replicas, options)
+        ray_options = RayServeOptions.make(ray_address, replicas, options)
     elif least < most:
         raise ConfigError(f"--replicas {replicas}: their number follows the load with --on ray.")
     if trust:
@@ -205,11 +193,11 @@ def _require_libraries() -> None:
 
 
 def _run(
-    opened: Sequence[Opened],
-    address: Address,
+    opened: Sequence[ServedModel],
+    address: ListenAddress,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
-    ray_options: RayOptions | None,
+    ray_options: RayServeOptions | None,
 ) -> None:
     import asyncio
 
@@ -234,18 +222,3 @@ def _trust(places: tuple[str, ...]) -> None:
 
     for place in places:
         trust_digest(open_package(place).digest)
-
-
-def _swap(
-    url: str, package: tuple[str, ...], model: str | None, token_file: Path | None, *, json: bool
-) -> int:
-    from paceline.serving.client import Client
-
-    if len(package) != 1:
-        raise ConfigError(f"--swap takes one package, not {len(package)}.")
-    place = str(Path(package[0]).absolute()) if Path(package[0]).is_dir() else package[0]
-    # The answer comes when the package's replicas have loaded it.
-    with Client(url, token_file=token_file, timeout_s=_SWAP_TIMEOUT_S) as client:
-        answer = client.swap(place, model)
-    print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
-    return 0

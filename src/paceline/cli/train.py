@@ -14,14 +14,14 @@ from cyclopts import Parameter
 
 from paceline.cli.job_options import JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
-from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, given, group, run_options
+from paceline.cli.options import ARGUMENTS, COMMON, COMMON_OF_TRAIN, explicit_options, group, run_options
 from paceline.core.config import RunConfig, config_from_mapping, read_config_file
 from paceline.core.errors import ConfigError
 from paceline.core.option_sets import CLASSIFICATIONS, merge_resumed_config, require_unchanged
 from paceline.core.options import parse_duration_s, parse_nproc
 
 if TYPE_CHECKING:
-    from paceline.core.job import Job
+    from paceline.core.job import WorkerConfig
     from paceline.launch.launcher import Command
 
 _COMMON_OF_RESUME = ("epochs", "max_steps", "nproc", "nodes", "on", "strategy", "device", "checkpoint_every")
@@ -40,7 +40,7 @@ def train(
     task: Annotated[str, Parameter(group=group(ARGUMENTS))] = "",
     *,
     options: Annotated[Options | None, Parameter(name="*")] = None,
-    run: Annotated[str | None, Parameter(name=("--run", "--run-dir"), group=group(COMMON))] = None,
+    run_dir: Annotated[str | None, Parameter(group=group(COMMON))] = None,
     config: Annotated[Path | None, Parameter(group=group(COMMON))] = None,
     dry_run: DryRun = False,
     job: JobFlags = None,
@@ -56,7 +56,7 @@ def train(
     ----------
     task
         file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
-    run
+    run_dir
         The run's directory. Default: runs/TASK-TIME. Under torchrun, write --run-dir.
     config
         A TOML file with these options, such as a run.toml; the command line wins.
@@ -70,14 +70,18 @@ def train(
     values = read_config_file(config) if config is not None else {}
     if config is not None and not task and "task" not in values:
         values |= _recorded_task(config)
-    asked = {**({"task": task} if task else {}), **({"run": run} if run else {}), **given(options)}
+    asked = {
+        **({"task": task} if task else {}),
+        **({"run_dir": run_dir} if run_dir else {}),
+        **explicit_options(options),
+    }
     if "set" in asked:
         asked["set"] = (*values.get("set", ()), *asked["set"])  # the last one wins
     for name in asked:
         if (other := CLASSIFICATIONS[name].replaces) is not None:
             values.pop(other, None)
     values |= asked
-    return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
+    return _start(values, job, explicit_options(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
 def resume(
@@ -107,10 +111,10 @@ def resume(
 
     manifest = RunDirectory(Path(run)).read_complete_manifest()
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
-    asked = {**given(options), "run": run, "resume": "must"}
+    asked = {**explicit_options(options), "run_dir": run, "resume": "must"}
     require_unchanged(asked, asked, recorded)
     values = merge_resumed_config(asked, asked, recorded)
-    return _start(values, job, given(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
+    return _start(values, job, explicit_options(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
 def _start(
@@ -123,16 +127,16 @@ def _start(
     quiet: bool,
 ) -> int:
     from paceline.core.environment import detect_environment
-    from paceline.core.job import Job
+    from paceline.core.job import WorkerConfig
     from paceline.launch.local_run import launch, require_recovery
 
     config = config_from_mapping(values, "the command line")
     if config.on not in _HERE:
         return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json)
-    preflight = given(job_options) == {"preflight": True}
+    preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
         refuse_job_options(config.on, job_options, own)
-    job = Job(config=config, given=frozenset(values), quiet=quiet)
+    job = WorkerConfig(config=config, explicit_options=frozenset(values), quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
     if preflight and environment.source != "single":
         raise ConfigError("--preflight is for the command that starts the ranks; it runs once on a machine.")
@@ -163,11 +167,11 @@ def _start(
     return code
 
 
-def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None:
+def _show_what_would_run(job: WorkerConfig, first: Command | None, *, json: bool) -> None:
     from paceline.launch.launcher import Command
-    from paceline.launch.local_run import prepare
+    from paceline.launch.local_run import prepare_local_run
 
-    _, rendered, job, directory = prepare(job)
+    _, rendered, job, directory = prepare_local_run(job)
     if json:
         commands = [first] if first is not None else []
         commands += [Command(title=p.title, argv=p.argv, env=p.env) for p in rendered.processes]
@@ -181,42 +185,40 @@ def _show_what_would_run(job: Job, first: Command | None, *, json: bool) -> None
     print(rendered.text, end="")
 
 
-def _preflight(job: Job) -> Command:
+def _preflight(job: WorkerConfig) -> Command:
     """What examines this machine, and those that the same command is given on, before the run."""
-    from paceline.launch.local_run import prepare
+    from paceline.launch.local_run import prepare_local_run
     from paceline.launch.preflight.job import preflight_command
-    from paceline.launch.preflight.spec import Examination
+    from paceline.launch.preflight.spec import PreflightSpec
 
     config = job.config
-    name, rendered, _, directory = prepare(job)
+    name, rendered, _, directory = prepare_local_run(job)
     spec = rendered.spec
-    examination = Examination(
+    examination = PreflightSpec(
         directory=directory.path.absolute() / "doctor",
         run=directory.path.absolute(),
         task=config.task,
         nproc=parse_nproc(config.nproc) or (spec.nproc,),
         threads=spec.threads,
         interface=spec.interface,
-        keep=config.keep,
+        keep=config.keep_checkpoints,
         agents=name == "spawn" and spec.recover != "none",
         timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
     return preflight_command(examination, spec.nodes, spec.node_rank, spec.rdzv_endpoint)
 
 
-def _submit(
-    config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool
-) -> int:
+def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool) -> int:
     """Have a launcher start ``paceline train`` on its machines."""
     from paceline.cli.job_start import start, task_spec
     from paceline.launch.launcher import get_launcher
     from paceline.launch.registry import make_options
-    from paceline.launch.submit import placed_task
+    from paceline.launch.submit import remote_task
 
     launcher = get_launcher(config.on)
     launcher_options = make_options(launcher, own)
     if launcher.files == "uploaded":
-        task = placed_task(config.task, partial(launcher.place_of, options=launcher_options))
+        task = remote_task(config.task, partial(launcher.remote_path, options=launcher_options))
         config = dataclasses.replace(config, task=task)
     spec = task_spec(launcher, config, launcher_options, options)
     return start(
@@ -227,7 +229,7 @@ def _submit(
         dry_run=dry_run,
         json=json,
         task=config.task,
-        keep=config.keep,
+        keep=config.keep_checkpoints,
         init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, group, run_options
+from paceline.cli.options import explicit_options, group, run_options
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_best
 
@@ -31,7 +31,7 @@ def tune(
     metric: Annotated[str | None, Parameter(group=_WHAT)] = None,
     trials: Annotated[int | None, Parameter(group=_WHAT)] = None,
     scheduler: Annotated[Literal["asha", "none"] | None, Parameter(group=_WHAT)] = None,
-    grace: Annotated[int | None, Parameter(group=_WHAT)] = None,
+    grace_period: Annotated[int | None, Parameter(group=_WHAT)] = None,
     reduction_factor: Annotated[float | None, Parameter(group=_WHAT)] = None,
     stop: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
     budget: Annotated[str | None, Parameter(group=_COST)] = None,
@@ -39,7 +39,7 @@ def tune(
     cpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     gpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
     ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
-    run: Annotated[Path | None, Parameter(name=("--run", "--run-dir"))] = None,
+    run_dir: Path | None = None,
     go_on: Annotated[bool, Parameter(name="--resume", negative="")] = False,
     options: Annotated[Options | None, Parameter(name="*")] = None,
     json: Flag = False,
@@ -63,7 +63,7 @@ def tune(
         Maximum number of trials; a smaller grid is tried once. Default: 128.
     scheduler
         asha compares trials after 1, 4, 16, ... evaluations; none trains each to its end. Default: asha.
-    grace
+    grace_period
         Evaluations before a trial can be stopped. Default: 1.
     reduction_factor
         With asha, one in N trials continues after a comparison, and each comparison comes N times later.
@@ -80,10 +80,10 @@ def tune(
         GPUs of each trial. Default: none.
     ray_address
         HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
-    run
+    run_dir
         The search's directory. Default: runs/tune-TASK-TIME.
     go_on
-        Continue the search in --run, without the trials that have ended. With TASK and all options given
+        Continue the search in --run-dir, without the trials that have ended. With TASK and all options given
         again, start it if there is none: for jobs that a queue may restart.
     json
         Print the result as JSON.
@@ -98,20 +98,20 @@ def tune(
     said = {
         "metric": metric,
         "scheduler": scheduler,
-        "grace": grace,
+        "grace_period": grace_period,
         "reduction_factor": reduction_factor,
         "gpus": gpus_per_trial,
     }
     how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     address = plan_search.find_cluster(ray_address)
-    if go_on and run is None:
-        raise ConfigError("--resume: give the search's directory, with --run DIR.")
-    directory = SearchDirectory(run or plan_search.default_directory(task))
+    if go_on and run_dir is None:
+        raise ConfigError("--resume: give the search's directory, with --run-dir DIR.")
+    directory = SearchDirectory(run_dir or plan_search.default_directory(task))
     asked = None
     if task or not go_on:
-        asked = _asked(task, given(options), cpus_per_trial, trials, stop)
+        asked = _asked(task, explicit_options(options), cpus_per_trial, trials, stop)
         asked = dataclasses.replace(asked, space=search, **how, **changes)
-    elif search or stop or cpus_per_trial is not None or how or given(options):
+    elif search or stop or cpus_per_trial is not None or how or explicit_options(options):
         raise ConfigError(
             "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
             "can be changed."
@@ -127,9 +127,9 @@ def tune(
         directory.require_none()
         plan_search.check(asked)
         _say(quiet, "trying the task for some steps ...")
-        wanted, _ = plan_search.measured(asked, metric)
+        wanted, _ = plan_search.measure_search(asked, metric)
     cpus = plan_search.own_cpus()
-    expected = plan_search.estimated(wanted, cpus)
+    expected = plan_search.estimate_search(wanted, cpus)
     _say(quiet, plan_search.describe(wanted, expected, here=address is None))
     directory.write(wanted, new=not go_on)
     code = plan_search.run(
@@ -186,7 +186,7 @@ def _goal(text: str) -> tuple[str, float]:
 
 def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
     from paceline.tune.history import read_trials
-    from paceline.tune.status import Standing, render
+    from paceline.tune.status import SearchStatus, render
 
     if not directory.result.exists():
         return code or 1
@@ -202,7 +202,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
     journal = read_trials(directory.journal)
     budget = result["budget"] or ""
     console.print(
-        render(search, journal, Standing(clock_s=result["seconds"], budget=budget), every=True),
+        render(search, journal, SearchStatus(clock_s=result["seconds"], budget=budget), every=True),
         soft_wrap=False,
     )
     failed = [trial for trial in journal.trials.values() if trial.state == "failed"]
@@ -227,9 +227,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         )
         console.print(best["command"], soft_wrap=True, markup=False)
     if not result["done"]:
-        console.print(
-            f"Continue with: paceline tune --resume --run {directory.path}", soft_wrap=True, markup=False
-        )
+        console.print(f"Continue with: paceline tune --resume --run-dir {directory.path}", soft_wrap=True, markup=False)
     console.print(f"search: {directory.path}", style="dim", markup=False, soft_wrap=True)
     return code
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.options import given, group, run_options
+from paceline.cli.options import explicit_options, group, run_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paceline.insight.verify.verify import Report, Row
+    from paceline.insight.verify.verify import CaseResult, VerificationReport
 
 Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
@@ -59,19 +59,19 @@ def verify(
     json
         Print the report as one line of JSON.
     """
-    from paceline.core.signals import sigterm_interrupts
-    from paceline.insight.verify.cases import Request, chosen, parse_worlds
+    from paceline.core.signals import interrupt_on_sigterm
+    from paceline.insight.verify.cases import VerificationRequest, parse_worlds, select_cases
     from paceline.insight.verify.verify import verify as run_verification
 
-    asked = given(options)
-    request = Request(
+    asked = explicit_options(options)
+    request = VerificationRequest(
         task=task,
         options=asked,
-        methods=[method.beside(asked) for method in chosen(strategies)],
+        cases=[method.with_options(asked) for method in select_cases(strategies)],
         worlds=parse_worlds(worlds),
         steps=steps,
     )
-    with sigterm_interrupts():
+    with interrupt_on_sigterm():
         report = run_verification(request, lambda line: print(f"verify: {line}", file=sys.stderr, flush=True))
     if json:
         print(json_module.dumps(report.to_json()))
@@ -80,7 +80,7 @@ def verify(
     return 0 if report.ok else 1
 
 
-def _print(report: Report) -> None:
+def _print(report: VerificationReport) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -88,15 +88,13 @@ def _print(report: Report) -> None:
         console.width = max(console.width, _WIDTH)
     console.print(_table(report))
     console.print(
-        f"{report.steps} steps, {report.shards} shards, batch {report.global_batch_size}, "
+        f"{report.steps} steps, {report.microbatches} micro-batches, batch {report.global_batch_size}, "
         f"seed {report.seed}; a tolerance is {report.factor:g} times one process's own distance from "
         "float64.",
         soft_wrap=True,
     )
     if report.no_double:
-        console.print(
-            f"There is no run in float64: {report.no_double}", style="red", soft_wrap=True, markup=False
-        )
+        console.print(f"There is no run in float64: {report.no_double}", style="red", soft_wrap=True, markup=False)
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     if report.ok:
@@ -106,17 +104,17 @@ def _print(report: Report) -> None:
         console.print(f"Not as promised: {wrong}.", style="bold red", soft_wrap=True)
 
 
-def _table(report: Report) -> Table:
+def _table(report: VerificationReport) -> Table:
     from rich.table import Table
 
     table = Table("strategy", "processes", "promises", "result", "measured")
     table.columns[1].justify = "right"
     for row in report.rows:
-        verdict = _VERDICTS.get((row.verdict, row.promises), row.verdict)
+        verdict = _VERDICTS.get((row.verdict, row.guarantee), row.verdict)
         table.add_row(
             row.method,
             str(row.world_size),
-            _IN_WORDS[row.promises],
+            _IN_WORDS[row.guarantee],
             verdict,
             _detail(row),
             style=_STYLES.get(row.verdict, "red"),
@@ -124,7 +122,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _detail(row: Row) -> str:
+def _detail(row: CaseResult) -> str:
     from rich.markup import escape
 
     words = [row.detail] if row.detail else []

@@ -17,7 +17,7 @@ _EACH_EPOCH = Interval(epochs=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Horizon:
+class RunSchedule:
     """How long a run goes on, and how often it is evaluated.
 
     Attributes:
@@ -32,13 +32,13 @@ class Horizon:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPlace:
+class BatchInfo:
     """Where a batch stands in its run: the same whichever rank computes it, and whenever.
 
     Attributes:
         split: "train", "val" or "test".
         step: training steps done before; 0 in evaluations.
-        number: the shard; in evaluations the block.
+        number: the micro-batch; in evaluations the block.
         samples: how many the batch holds; 0 where it weighs nothing.
     """
 
@@ -49,7 +49,7 @@ class BatchPlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankInfo:
     """The ranks that train together, and where they write.
 
     Attributes:
@@ -86,17 +86,17 @@ class Callback:
 
     should_stop = False
 
-    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         """Training begins or goes on, in this group; called again whenever the group is another one."""
 
-    def epoch_begins(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int) -> None:
         """Epochs are counted from 0."""
 
-    def step_begins(self, step: int, step_in_epoch: int) -> None:
+    def on_step_begin(self, step: int, step_in_epoch: int) -> None:
         """``step`` steps are done."""
 
-    def step_reduced(self, *, due: bool) -> Mapping[str, float]:
-        """The gradients of all shards are summed up, and nothing has changed yet; ranks may communicate.
+    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
+        """The gradients of all micro-batches are summed up, and nothing has changed yet; ranks may communicate.
 
         Args:
             due: the step has a record in ``metrics.jsonl``.
@@ -106,10 +106,10 @@ class Callback:
         """
         return {}
 
-    def gradients_ready(self) -> None:
+    def on_before_optimizer_step(self) -> None:
         """The gradients are those of the whole step, not yet clipped; the optimizers come next."""
 
-    def step_done(self, step: int, loss: float) -> None:
+    def on_step_end(self, step: int, loss: float) -> None:
         """``step`` steps are done now.
 
         Args:
@@ -117,17 +117,17 @@ class Callback:
             loss: the step's mean loss.
         """
 
-    def epoch_ends(self, epoch: int) -> None:
+    def on_epoch_end(self, epoch: int) -> None:
         """The epoch's evaluation, where there was one, is over."""
 
-    def evaluation_begins(self, split: str, module: nn.Module) -> None:
+    def on_eval_begin(self, split: str, module: nn.Module) -> None:
         """``module`` is what is evaluated, and may be a moving average. It may begin more than once."""
 
-    def evaluated(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Take the metrics of a whole split; return them as they are to be judged and recorded."""
         return metrics
 
-    def fit_ends(self) -> None:
+    def on_fit_end(self) -> None:
         """The last step is done."""
 
     def close(self) -> None:

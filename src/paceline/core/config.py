@@ -36,8 +36,7 @@ ALL_LINEAR = "all-linear"
 
 _PARENT = Requirement(
     "init_from",
-    message="{flag} initializes layers that --init-from would give weights. Add --init-from RUN, or leave "
-    "{flag} out.",
+    message="{flag} initializes layers that --init-from would give weights. Add --init-from RUN, or leave {flag} out.",
 )
 
 
@@ -87,8 +86,7 @@ class FineTuningOptions(ParallelOptions):
     )
     reset: tuple[str, ...] = option(
         (),
-        "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be "
-        "repeated.",
+        "With --init-from: reinitialize the layer or parameter of this name, with * for any text; may be repeated.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -106,8 +104,7 @@ class FineTuningOptions(ParallelOptions):
     )
     lr_scale: tuple[str, ...] = option(
         (),
-        "PATTERN=FACTOR: multiply the learning rate of what matches; may be repeated, and the last match "
-        "counts.",
+        "PATTERN=FACTOR: multiply the learning rate of what matches; may be repeated, and the last match counts.",
         group="Fine-tuning",
         resume="fixed",
         bits="always",
@@ -160,8 +157,7 @@ def parse_lr_scale(text: str) -> tuple[str, float]:
         raise ConfigError(f"--lr-scale {text}: what does not learn is frozen. Use --freeze '{pattern}'.")
     if not pattern or not 0 < value < float("inf"):
         raise ConfigError(
-            f"--lr-scale must be PATTERN=FACTOR with a positive factor, such as 'backbone.*=0.1', but is "
-            f"{text!r}."
+            f"--lr-scale must be PATTERN=FACTOR with a positive factor, such as 'backbone.*=0.1', but is {text!r}."
         )
     return pattern, value
 
@@ -194,9 +190,7 @@ def parse_lora(text: str) -> Lora:
         raise ConfigError(f"--lora {text}: alpha must be positive, and dropout from 0 to below 1.")
     targets = tuple(name for name in found.get("target", ALL_LINEAR).split("|") if name)
     if not targets or (ALL_LINEAR in targets and len(targets) > 1):
-        raise ConfigError(
-            f"--lora {text}: target must be {ALL_LINEAR}, or names of layers with | between them."
-        )
+        raise ConfigError(f"--lora {text}: target must be {ALL_LINEAR}, or names of layers with | between them.")
     return Lora(rank=rank, alpha=alpha, dropout=dropout, targets=targets)
 
 
@@ -306,13 +300,13 @@ class RunConfig(FineTuningOptions):
 
     shuffle: str = option(
         "sample",
-        "sample, block:N (blocks of N neighbours) or none.",
+        "sample, window:N (blocks of N neighbours) or none.",
         group="Data",
         resume="fixed",
         bits="always",
         scope="data",
     )
-    workers: int | Literal["auto"] = option(
+    num_workers: int | Literal["auto"] = option(
         "auto",
         "Data-loading processes per rank. auto: 0 for tensors, else up to 4.",
         group="Data",
@@ -358,7 +352,7 @@ class RunConfig(FineTuningOptions):
         ),
         summary=True,
     )
-    best: str | None = option(
+    best_metric: str | None = option(
         None,
         "METRIC:min or METRIC:max, to choose the best checkpoint by.",
         group="Evaluation",
@@ -369,7 +363,7 @@ class RunConfig(FineTuningOptions):
         summary=True,
     )
 
-    run: str | None = option(
+    run_dir: str | None = option(
         None,
         "The run's directory. Default: runs/TASK-TIME.",
         group="Run directory and checkpoints",
@@ -394,7 +388,7 @@ class RunConfig(FineTuningOptions):
         bits="never",
         scope="records",
     )
-    keep: int = option(
+    keep_checkpoints: int = option(
         3,
         "Checkpoints to keep, besides the best.",
         group="Run directory and checkpoints",
@@ -448,22 +442,21 @@ class RunConfig(FineTuningOptions):
         self._check_replaced()
         super().__post_init__()
         self._check_requirements()
-        self.check_communication(self.methods, self.reduction, self.precision)
+        self.check_communication(self.strategies, self.reduction, self.precision)
         self.check_memory(self.precision, compiles=self.compile)
-        self.check_servers(self.methods, self.precision, self.clip_norm)
+        self.check_servers(self.strategies, self.precision, self.clip_norm)
         parse_shuffle(self.shuffle)
         parse_interval(self.eval_every, "eval_every", allow_time=False)
         for text in self.checkpoint_every:
             parse_interval(text, "checkpoint_every")
         if self.early_stop is not None:
             parse_early_stop(self.early_stop)
-        if self.best is not None:
-            parse_best(self.best)
+        if self.best_metric is not None:
+            parse_best(self.best_metric)
         for name in self.log_to:
             if name not in ("mlflow", "wandb"):
                 raise ConfigError(
-                    f"--log-to must be mlflow or wandb, but is {name!r}. TensorBoard's files are "
-                    "written in any case."
+                    f"--log-to must be mlflow or wandb, but is {name!r}. TensorBoard's files are written in any case."
                 )
 
     def _check_replaced(self) -> None:
@@ -505,10 +498,10 @@ def config_from_mapping(values: Mapping[str, Any], source: str) -> RunConfig:
     Raises:
         ConfigError: an unknown key (with the nearest ones) or a value that cannot work.
     """
-    return RunConfig(**checked_keys(values, source))
+    return RunConfig(**check_keys(values, source))
 
 
-def checked_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def check_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Refuse keys that are no option, and turn lists, and lone texts where a list is meant, into tuples."""
     import difflib
 
@@ -541,16 +534,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: there is no such file.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
-    return checked_keys(document.get("config", document), str(path))
+    return check_keys(document.get("config", document), str(path))
 
 
 def non_defaults(config: RunConfig) -> dict[str, Any]:
     """The options that differ from their defaults, in the order of the fields."""
-    return {
-        f.name: getattr(config, f.name)
-        for f in dataclasses.fields(config)
-        if getattr(config, f.name) != f.default
-    }
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
 
 
 def to_flags(values: Mapping[str, Any], *, leave_out: Collection[str] = ()) -> list[str]:

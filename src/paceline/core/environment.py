@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 
 
 @contextmanager
-def variables_set(values: Mapping[str, str]) -> Iterator[None]:
+def patch_environ(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables of this process, and put them back at exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -157,7 +157,7 @@ class Environment:
     first_host: str | None = None
 
     @property
-    def one_machine(self) -> bool:
+    def is_single_node(self) -> bool:
         """Whether the launcher started all processes on this machine."""
         return self.local_world_size == self.world_size
 
@@ -286,9 +286,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment | None:
     if "SLURM_STEP_ID" not in environ or _integer(environ, "SLURM_STEP_NUM_TASKS", 1) < 2:
         return None
     node_rank = _integer(environ, "SLURM_NODEID")
-    tasks = (
-        tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]) if "SLURM_STEP_TASKS_PER_NODE" in environ else []
-    )
+    tasks = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"]) if "SLURM_STEP_TASKS_PER_NODE" in environ else []
     if node_rank >= len(tasks):
         raise ConfigError(
             f"SLURM_NODEID={node_rank} does not fit SLURM_STEP_TASKS_PER_NODE="
@@ -351,15 +349,11 @@ def default_threads(
     """
     if requested is not None:
         return requested
-    if "OMP_NUM_THREADS" in environ and not (
-        environment.source == "torchrun" and _omp_threads_are_torchruns(environ)
-    ):
+    if "OMP_NUM_THREADS" in environ and not (environment.source == "torchrun" and _omp_threads_are_torchruns(environ)):
         # OpenMP allows a list, one number a nesting level.
         text = environ["OMP_NUM_THREADS"].split(",")[0].strip()
         if not text.isdigit() or int(text) < 1:
-            raise ConfigError(
-                f"OMP_NUM_THREADS must be a positive number, but is {environ['OMP_NUM_THREADS']!r}."
-            )
+            raise ConfigError(f"OMP_NUM_THREADS must be a positive number, but is {environ['OMP_NUM_THREADS']!r}.")
         return int(text)
     return max(1, (cpus or _job_cpus(environment, environ)) // environment.local_world_size)
 
@@ -443,21 +437,16 @@ _NAMES: dict[Source, tuple[str, str, str, str]] = {
 
 
 def _check(e: Environment) -> None:
-    rank, size, local_rank, local_size = _NAMES.get(
-        e.source, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
+    rank, size, local_rank, local_size = _NAMES.get(e.source, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if e.world_size < 1:
         raise ConfigError(f"{size} must be at least 1, but is {e.world_size}.")
     if not 0 <= e.rank < e.world_size:
         raise ConfigError(f"{rank} must be between 0 and {size} - 1 = {e.world_size - 1}, but is {e.rank}.")
     if not 1 <= e.local_world_size <= e.world_size:
-        raise ConfigError(
-            f"{local_size} must be between 1 and {size} = {e.world_size}, but is {e.local_world_size}."
-        )
+        raise ConfigError(f"{local_size} must be between 1 and {size} = {e.world_size}, but is {e.local_world_size}.")
     if not 0 <= e.local_rank < e.local_world_size:
         raise ConfigError(
-            f"{local_rank} must be between 0 and {local_size} - 1 = {e.local_world_size - 1}, "
-            f"but is {e.local_rank}."
+            f"{local_rank} must be between 0 and {local_size} - 1 = {e.local_world_size - 1}, but is {e.local_rank}."
         )
 
 
@@ -467,8 +456,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         if default is not None:
             return default
         raise ConfigError(
-            f"{name} is not set, although its companions are. "
-            "Set it, or unset the others to run a single process."
+            f"{name} is not set, although its companions are. Set it, or unset the others to run a single process."
         )
     try:
         return int(text)
@@ -488,7 +476,7 @@ HOSTS = "PACELINE_HOSTS"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachinePlace:
+class NodeEnvironment:
     """A machine's place in its job.
 
     Attributes:
@@ -509,7 +497,7 @@ class MachinePlace:
     source: str = "single"
 
 
-def detect_machine(environ: Mapping[str, str] = os.environ) -> MachinePlace:
+def detect_node(environ: Mapping[str, str] = os.environ) -> NodeEnvironment:
     """Find this machine's place in its job.
 
     The first of these that says something wins: Paceline's own variables, which rendered jobs set; torchrun's
@@ -522,7 +510,7 @@ def detect_machine(environ: Mapping[str, str] = os.environ) -> MachinePlace:
         hosts = _hosts(environ)
         nodes = _read_integer(environ, NODES, max(1, len(hosts)))
         return _checked(
-            MachinePlace(
+            NodeEnvironment(
                 node_rank=_read_integer(environ, NODE_RANK),
                 nodes=nodes,
                 hosts=hosts,
@@ -535,7 +523,7 @@ def detect_machine(environ: Mapping[str, str] = os.environ) -> MachinePlace:
         # A pod of a job that has grown has the PET_NNODES of the job's beginning; what Paceline says holds.
         nodes = _read_integer(environ, NODES, 0) or int(environ.get("PET_NNODES", "1").rpartition(":")[2])
         return _checked(
-            MachinePlace(
+            NodeEnvironment(
                 node_rank=_read_integer(environ, "PET_NODE_RANK"),
                 nodes=nodes,
                 hosts=_hosts(environ) or ((master,) if master else ()),
@@ -547,7 +535,7 @@ def detect_machine(environ: Mapping[str, str] = os.environ) -> MachinePlace:
     if "JOB_COMPLETION_INDEX" in environ:
         hosts = _hosts(environ)
         return _checked(
-            MachinePlace(
+            NodeEnvironment(
                 node_rank=_read_integer(environ, "JOB_COMPLETION_INDEX"),
                 nodes=_read_integer(environ, NODES, max(1, len(hosts))),
                 hosts=hosts,
@@ -559,22 +547,20 @@ def detect_machine(environ: Mapping[str, str] = os.environ) -> MachinePlace:
     if "SLURM_STEP_ID" in environ and "SLURM_STEP_NODELIST" in environ:
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
         return _checked(
-            MachinePlace(
+            NodeEnvironment(
                 node_rank=_read_integer(environ, "SLURM_NODEID"),
                 nodes=len(hosts),
                 hosts=hosts,
                 job_id=f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}."
                 f"{environ.get('SLURM_RESTART_COUNT', '0')}",
-                cpus=_read_integer(environ, "SLURM_CPUS_ON_NODE")
-                if "SLURM_CPUS_ON_NODE" in environ
-                else None,
+                cpus=_read_integer(environ, "SLURM_CPUS_ON_NODE") if "SLURM_CPUS_ON_NODE" in environ else None,
                 source="slurm",
             )
         )
-    return MachinePlace()
+    return NodeEnvironment()
 
 
-def _sagemaker(environ: Mapping[str, str]) -> MachinePlace:
+def _sagemaker(environ: Mapping[str, str]) -> NodeEnvironment:
     """What SageMaker's own toolkit says in variables, and where that is not in the image, its file."""
     if "SM_CURRENT_HOST" in environ:
         current, hosts = environ["SM_CURRENT_HOST"], json.loads(environ.get("SM_HOSTS", "[]"))
@@ -593,7 +579,7 @@ def _sagemaker(environ: Mapping[str, str]) -> MachinePlace:
     hosts = sorted(map(str, hosts))
     if current not in hosts:
         raise ConfigError(f"{said}.")
-    return MachinePlace(
+    return NodeEnvironment(
         node_rank=hosts.index(current),
         nodes=len(hosts),
         hosts=tuple(hosts),
@@ -602,7 +588,7 @@ def _sagemaker(environ: Mapping[str, str]) -> MachinePlace:
     )
 
 
-def _vertex(text: str) -> MachinePlace:
+def _vertex(text: str) -> NodeEnvironment:
     """Google's CLUSTER_SPEC: the addresses of each worker pool's machines, and which one this is."""
     try:
         spec = json.loads(text)
@@ -612,7 +598,7 @@ def _vertex(text: str) -> MachinePlace:
         hosts = tuple(pools[pool][index].rpartition(":")[0] for pool, index in machines)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"CLUSTER_SPEC={text!r} does not say which machine this is: {error}.") from error
-    return MachinePlace(
+    return NodeEnvironment(
         node_rank=node_rank,
         nodes=len(machines),
         hosts=hosts,
@@ -625,7 +611,7 @@ def _hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(host for host in environ.get(HOSTS, "").split(",") if host)
 
 
-def _checked(place: MachinePlace) -> MachinePlace:
+def _checked(place: NodeEnvironment) -> NodeEnvironment:
     if not 0 <= place.node_rank < place.nodes:
         raise ConfigError(
             f"this machine is number {place.node_rank} of {place.nodes}, says {place.source}: it must be "

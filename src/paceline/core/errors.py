@@ -12,12 +12,12 @@
     │   │   └── UntrustedError    ... whose program may run code, and that nobody trusted yet
     │   └── RunDirectoryError     a run directory that is foreign or unusable
     │       ├── RunInUseError     ... that another process works in
-    │       └── UnwritableError   ... whose disk is full, read-only or broken
+    │       └── RunDirectoryWriteError   ... whose disk is full, read-only or broken
     ├── CheckpointError           a checkpoint that does not verify, or none that does
-    │   └── NotSavedError         one that the disk did not take; earlier ones are untouched
+    │   └── CheckpointWriteError         one that the disk did not take; earlier ones are untouched
     ├── NonFiniteLossError        the loss or a gradient became NaN or infinite
-    ├── CorruptionError           this rank computes something else than the others (--verify-every)
-    ├── IrreproducibleStepError   ranks compute different things, and nobody can say who is right
+    ├── SilentDataCorruptionError           this rank computes something else than the others (--sdc-check-every)
+    ├── NondeterminismError   ranks compute different things, and nobody can say who is right
     ├── PeerLostError             another rank went away: a victim's error, never the cause
     ├── HangError                 a step took longer than it may; names who held it up
     ├── LaunchError               a worker failed; carries the first failure
@@ -72,7 +72,7 @@ class RunInUseError(RunDirectoryError):
     """Another process works in the run directory; nothing in it may be touched."""
 
 
-class UnwritableError(RunDirectoryError):
+class RunDirectoryWriteError(RunDirectoryError):
     """The disk is full, read-only or broken; what was written before is untouched, and another try may do."""
 
 
@@ -80,7 +80,7 @@ class CheckpointError(PacelineError):
     """A checkpoint does not verify, or none that was asked for exists."""
 
 
-class NotSavedError(CheckpointError):
+class CheckpointWriteError(CheckpointError):
     """The disk did not take a checkpoint; earlier ones are untouched, and another try may do."""
 
 
@@ -88,11 +88,11 @@ class NonFiniteLossError(PacelineError):
     """The loss of a step is NaN or infinite; nothing of that step was applied."""
 
 
-class CorruptionError(PacelineError):
+class SilentDataCorruptionError(PacelineError):
     """This rank computed another gradient than the majority; nothing of that step was applied."""
 
 
-class IrreproducibleStepError(PacelineError):
+class NondeterminismError(PacelineError):
     """A gradient came out differently each time; nothing of that step was applied."""
 
 

@@ -87,7 +87,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 _MOST_WAITING = 10_000  # pieces; then the oldest are dropped
 
 
-class PatientFile:
+class ResilientAppendFile:
     """A file to which pieces are added; those that the disk does not take wait for the next one.
 
     It may be used by several threads.
@@ -189,11 +189,11 @@ class PatientFile:
         return self._file
 
 
-class PatientLog(io.TextIOBase):
+class ResilientLog(io.TextIOBase):
     """A text stream into a log, line by line, that takes a full disk with patience and in silence."""
 
     def __init__(self, path: Path) -> None:
-        self._file = PatientFile(path, lambda said: None, shared=True)
+        self._file = ResilientAppendFile(path, lambda said: None, shared=True)
         self._line = ""
         self._assembling = Lock()
 

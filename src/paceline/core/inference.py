@@ -25,7 +25,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inference:
+class InferenceSignature:
     """A function from a batch of inputs to a batch of outputs, with all that it takes to call it.
 
     What is exported, served and analysed is this, and not the bare model: preprocessing belongs to it.

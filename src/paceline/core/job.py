@@ -14,11 +14,11 @@ from typing import Any
 
 import tomli_w
 
-from paceline.core.config import RunConfig, checked_keys, non_defaults
+from paceline.core.config import RunConfig, check_keys, non_defaults
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class WorkerConfig:
     """What a worker is asked to do; the content of a ``JOB.toml``.
 
     Attributes:
@@ -29,17 +29,17 @@ class Job:
         supervised: a launcher of Paceline's tells the user about failures.
         world_size: how many processes begin the run, over all machines; None where each process knows.
         started: when somebody asked, in seconds since the epoch: where ``--walltime`` begins.
-        referee: the socket of whoever is asked after each evaluation whether the run goes on, if anybody is.
+        trial_scheduler: the socket of whoever is asked after each evaluation whether the run goes on, if anybody is.
     """
 
     config: RunConfig
-    given: frozenset[str] = frozenset()
+    explicit_options: frozenset[str] = frozenset()
     fields: Mapping[str, Any] | None = None
     quiet: bool = False
     supervised: bool = False
     world_size: int | None = None
     started: float = field(default_factory=time.time)
-    referee: str | None = None
+    trial_scheduler: str | None = None
 
     def to_toml(self) -> str:
         """The job as text."""
@@ -47,19 +47,17 @@ class Job:
         if self.world_size is not None:
             document["world_size"] = self.world_size
         document["started"] = self.started
-        if self.referee is not None:
-            document["referee"] = self.referee
-        document["given"] = sorted(self.given)
-        document["config"] = {
-            k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()
-        }
+        if self.trial_scheduler is not None:
+            document["trial_scheduler"] = self.trial_scheduler
+        document["explicit_options"] = sorted(self.explicit_options)
+        document["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in non_defaults(self.config).items()}
         if self.fields is not None:
             # As JSON: a field may be None, which TOML has no word for.
             document["fields"] = json.dumps(dict(self.fields))
         return tomli_w.dumps(document)
 
     @classmethod
-    def from_toml(cls, path: Path) -> Job:
+    def from_toml(cls, path: Path) -> WorkerConfig:
         """Read a job.
 
         Raises:
@@ -68,14 +66,14 @@ class Job:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         fields = document.get("fields")
         return cls(
-            config=RunConfig(**checked_keys(document["config"], str(path))),
-            given=frozenset(document["given"]),
+            config=RunConfig(**check_keys(document["config"], str(path))),
+            explicit_options=frozenset(document["explicit_options"]),
             fields=None if fields is None else json.loads(fields),
             quiet=document["quiet"],
             supervised=document["supervised"],
             world_size=document.get("world_size"),
             started=document["started"],
-            referee=document.get("referee"),
+            trial_scheduler=document.get("trial_scheduler"),
         )
 
 

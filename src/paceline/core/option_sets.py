@@ -33,9 +33,7 @@ def select(wanted: Callable[[Classification], bool]) -> tuple[str, ...]:
 _LAYOUT = ("strategy", "mesh")
 
 
-def merge_resumed_config(
-    asked: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig
-) -> dict[str, Any]:
+def merge_resumed_config(asked: Mapping[str, Any], explicit: Collection[str], recorded: RunConfig) -> dict[str, Any]:
     """All options of a run that is continued, each as its ``resume`` says.
 
     Args:
@@ -67,7 +65,7 @@ def require_unchanged(asked: Mapping[str, Any], explicit: Collection[str], recor
     """Refuse another value of an option that is fixed when a run is created.
 
     Args:
-        asked: the options of now, ``run`` among them.
+        asked: the options of now, ``run_dir`` among them.
         explicit: the names of those that were given, be it with their default value.
         recorded: the options with which the run was created.
 
@@ -81,9 +79,9 @@ def require_unchanged(asked: Mapping[str, Any], explicit: Collection[str], recor
     ]
     if conflicts:
         raise ConfigError(
-            f"{asked['run']} was created with other options, and a run's bits depend on them:\n"
+            f"{asked['run_dir']} was created with other options, and a run's bits depend on them:\n"
             + "\n".join(conflicts)
-            + "\nLeave them out to continue the run, or start a new one with another --run DIR."
+            + "\nLeave them out to continue the run, or start a new one with another --run-dir DIR."
         )
 
 
@@ -92,4 +90,4 @@ def _dropped(asked: Mapping[str, Any], recorded: RunConfig) -> set[str]:
     if not asked.keys() & set(_LAYOUT) and recorded.strategy != "single":
         return set()
     now = RunConfig(**{name: asked[name] for name in _LAYOUT if name in asked})
-    return {*_LAYOUT, *now.misplaced}
+    return {*_LAYOUT, *now.inapplicable}

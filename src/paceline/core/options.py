@@ -44,7 +44,7 @@ model is evaluated, and which model is best. records: what is saved and shown.
 Capability = Literal["corruption", "spares", "compile", "ema", "recompute", "lockstep"]
 """What a strategy is able to do, and an option may need.
 
-corruption: two ranks compute the same shard's gradient, which can be compared. spares: a rank holds the
+corruption: two ranks compute the same micro-batch's gradient, which can be compared. spares: a rank holds the
 state and computes nothing. compile: torch.compile gets the model. ema: a rank averages each parameter
 that it updates. recompute: backward computes activations again. lockstep: all ranks are in the same
 step.
@@ -284,9 +284,7 @@ def parse_interval(text: str, name: str, *, allow_time: bool = True) -> Interval
         return Interval()
     match = re.fullmatch(r"(\d+)\s*(steps?|epochs?)", text)
     if match and int(match[1]) > 0:
-        return (
-            Interval(steps=int(match[1])) if match[2].startswith("step") else Interval(epochs=int(match[1]))
-        )
+        return Interval(steps=int(match[1])) if match[2].startswith("step") else Interval(epochs=int(match[1]))
     if allow_time:
         try:
             return Interval(seconds=parse_duration_s(text, name))
@@ -329,23 +327,23 @@ def parse_nproc(value: int | str) -> tuple[int, ...] | None:
 class Shuffle:
     """How an epoch is ordered: by samples (``block`` 1), by blocks of neighbours, or not at all (0)."""
 
-    block: int = 1
+    window: int = 1
 
 
 def parse_shuffle(text: str) -> Shuffle:
-    """Parse "sample", "block:N" or "none".
+    """Parse "sample", "window:N" or "none".
 
     Raises:
         ConfigError: the text is none of these.
     """
     if text == "sample":
-        return Shuffle(block=1)
+        return Shuffle(window=1)
     if text == "none":
-        return Shuffle(block=0)
-    match = re.fullmatch(r"block:(\d+)", text)
+        return Shuffle(window=0)
+    match = re.fullmatch(r"window:(\d+)", text)
     if match and int(match[1]) > 0:
-        return Shuffle(block=int(match[1]))
-    raise ConfigError(f"--shuffle must be sample, block:N or none, but is {text!r}.")
+        return Shuffle(window=int(match[1]))
+    raise ConfigError(f"--shuffle must be sample, window:N or none, but is {text!r}.")
 
 
 def parse_early_stop(text: str) -> tuple[str, int]:
@@ -371,7 +369,7 @@ def parse_best(text: str) -> tuple[str, Literal["min", "max"]]:
         return metric, "min"
     if metric and direction == "max":
         return metric, "max"
-    raise ConfigError(f"--best must be METRIC:min or METRIC:max, such as accuracy:max, but is {text!r}.")
+    raise ConfigError(f"--best-metric must be METRIC:min or METRIC:max, such as accuracy:max, but is {text!r}.")
 
 
 def parse_mesh(text: str | None, axes: Sequence[str]) -> dict[str, int]:

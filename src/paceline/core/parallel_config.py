@@ -34,10 +34,9 @@ _NESTEROV = Requirement(
 class CommunicationOptions(RecoveryOptions):
     """What crosses a network that is slower than the processors."""
 
-    sync_every: int = option(
+    local_sgd_steps: int = option(
         0,
-        "Local SGD: train independently, and average the weights every N steps. 0: sum the gradients in "
-        "every step.",
+        "Local SGD: train independently, and average the weights every N steps. 0: sum the gradients in every step.",
         group="Local SGD and compression",
         resume="adjustable",
         bits="always",
@@ -46,16 +45,16 @@ class CommunicationOptions(RecoveryOptions):
     )
     outer_optimizer: Literal["none", "nesterov"] = option(
         "none",
-        "With --sync-every: how to apply the averaged change of the weights. none: use the average; "
+        "With --local-sgd-steps: how to apply the averaged change of the weights. none: use the average; "
         "nesterov: SGD with Nesterov momentum (DiLoCo).",
         group="Local SGD and compression",
         resume="adjustable",
         bits="always",
         scope="parallel",
         requires=Requirement(
-            "sync_every",
+            "local_sgd_steps",
             message="--outer-optimizer {own} steps when weights are averaged. Say how often with "
-            "--sync-every, such as --sync-every 50.",
+            "--local-sgd-steps, such as --local-sgd-steps 50.",
         ),
     )
     outer_lr: float = option(
@@ -84,8 +83,7 @@ class CommunicationOptions(RecoveryOptions):
     )
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = option(
         "none",
-        "How DistributedDataParallel compresses gradients: to fp16, to bf16, or to low-rank matrices "
-        "(powersgd).",
+        "How DistributedDataParallel compresses gradients: to fp16, to bf16, or to low-rank matrices (powersgd).",
         group="Local SGD and compression",
         resume="adjustable",
         bits="always",
@@ -103,9 +101,9 @@ class CommunicationOptions(RecoveryOptions):
     )
 
     @property
-    def rigid_communication(self) -> tuple[str, ...]:
+    def non_elastic_communication(self) -> tuple[str, ...]:
         """The options among these under which no rank can come or go while others go on."""
-        apart = (f"--sync-every {self.sync_every}",) if self.sync_every else ()
+        apart = (f"--local-sgd-steps {self.local_sgd_steps}",) if self.local_sgd_steps else ()
         return apart if self.comm_hook == "none" else (*apart, f"--comm-hook {self.comm_hook}")
 
     def check_communication(self, methods: tuple[str, ...], reduction: str, precision: str) -> None:
@@ -119,14 +117,14 @@ class CommunicationOptions(RecoveryOptions):
         Raises:
             ConfigError: says which option to leave out.
         """
-        for name, nothing in (("sync_every", 0), ("comm_hook", "none")):
+        for name, nothing in (("local_sgd_steps", 0), ("comm_hook", "none")):
             value = getattr(self, name)
             if value != nothing and methods != ("ddp",):
                 raise ConfigError(
                     f"{flag(name)} {value} works with --strategy ddp only, not with {', '.join(methods)}. "
                     f"Leave one of them out, or give {flag(name)} {nothing}."
                 )
-        if self.sync_every:
+        if self.local_sgd_steps:
             self._check_apart(reduction)
         if self.comm_hook != "none":
             self._check_hook(reduction, precision)
@@ -134,26 +132,26 @@ class CommunicationOptions(RecoveryOptions):
     def _check_apart(self, reduction: str) -> None:
         if reduction != "exact":
             raise ConfigError(
-                f"--reduction {reduction} does not work with --sync-every: no gradients are summed over the "
+                f"--reduction {reduction} does not work with --local-sgd-steps: no gradients are summed over the "
                 "processes. Leave one of them out."
             )
         for f in dataclasses.fields(self):
             needs = f.metadata["classification"].needs
             if needs in _NOT_WHILE_APART and getattr(self, f.name) != f.default:
                 raise ConfigError(
-                    f"{flag(f.name)} does not work with --sync-every, between whose synchronisations weights "
+                    f"{flag(f.name)} does not work with --local-sgd-steps, between whose synchronisations weights "
                     "differ. Leave one of them out."
                 )
 
     def _check_hook(self, reduction: str, precision: str) -> None:
-        if self.sync_every:
+        if self.local_sgd_steps:
             raise ConfigError(
-                f"--comm-hook {self.comm_hook} compresses gradients, and with --sync-every none are sent. "
+                f"--comm-hook {self.comm_hook} compresses gradients, and with --local-sgd-steps none are sent. "
                 "Leave one of them out."
             )
-        if reduction == "fast":
+        if reduction == "allreduce":
             raise ConfigError(
-                f"--comm-hook {self.comm_hook} is DistributedDataParallel's; --reduction fast is not. Leave "
+                f"--comm-hook {self.comm_hook} is DistributedDataParallel's; --reduction allreduce is not. Leave "
                 "--reduction out."
             )
         if self.comm_hook == "powersgd" and precision == "fp16":
@@ -278,7 +276,7 @@ class ServerOptions(MemoryOptions):
     ps_mode: Literal["sync", "async", "ssp"] = option(
         "sync",
         "With --strategy ps: when to apply gradients. sync: when all workers' have arrived, with the bits "
-        "of ddp; async: each when it arrives; ssp: as async, with no worker more than --staleness steps "
+        "of ddp; async: each when it arrives; ssp: as async, with no worker more than --ps-staleness steps "
         "ahead of the slowest.",
         group="Parameter server",
         strategies=("ps",),
@@ -286,7 +284,7 @@ class ServerOptions(MemoryOptions):
         bits="by_strategy",
         scope="parallel",
     )
-    staleness: int | None = option(
+    ps_staleness: int | None = option(
         None,
         "With --ps-mode ssp: how many steps a worker may be ahead of the slowest.",
         group="Parameter server",
@@ -297,11 +295,11 @@ class ServerOptions(MemoryOptions):
         requires=Requirement(
             "ps_mode",
             "ssp",
-            message="--staleness is for --ps-mode ssp; --ps-mode {value} has no bound to set.",
+            message="--ps-staleness is for --ps-mode ssp; --ps-mode {value} has no bound to set.",
         ),
         minimum=0,
     )
-    servers: int = option(
+    ps_servers: int = option(
         1,
         "With --strategy ps: how many processes are servers; each holds a part of the parameters.",
         group="Parameter server",
@@ -330,11 +328,11 @@ class ServerOptions(MemoryOptions):
             )
         if "ps" not in methods:
             return
-        if self.ps_mode == "ssp" and self.staleness is None:
-            raise ConfigError("--ps-mode ssp needs --staleness, such as --staleness 2.")
-        if self.servers > 1 and clip_norm is not None:
+        if self.ps_mode == "ssp" and self.ps_staleness is None:
+            raise ConfigError("--ps-mode ssp needs --ps-staleness, such as --ps-staleness 2.")
+        if self.ps_servers > 1 and clip_norm is not None:
             raise ConfigError(
-                "--clip-norm needs all gradients in one place, but --servers divides them. Use --servers 1."
+                "--clip-norm needs all gradients in one place, but --ps-servers divides them. Use --ps-servers 1."
             )
 
     def servers_of(self, world_size: int) -> int:
@@ -348,18 +346,18 @@ class ServerOptions(MemoryOptions):
                 "--strategy ps needs a server and a worker, but there is one process. "
                 "Use --nproc 2 or more, or --strategy single."
             )
-        if self.servers >= world_size:
+        if self.ps_servers >= world_size:
             raise ConfigError(
-                f"--servers {self.servers} leaves no worker among {world_size} processes. "
-                f"Use --servers {world_size - 1} or fewer, or --nproc {self.servers + 1} or more."
+                f"--ps-servers {self.ps_servers} leaves no worker among {world_size} processes. "
+                f"Use --ps-servers {world_size - 1} or fewer, or --nproc {self.ps_servers + 1} or more."
             )
-        return self.servers
+        return self.ps_servers
 
 
 # --- How work is split over the processes, and what works with which strategy ---
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "sequential", "pipedream"]
+Schedule = Literal["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
 
 
 _ALL = frozenset[Capability](typing.get_args(Capability))
@@ -371,48 +369,47 @@ class Traits:
 
     Attributes:
         reductions: the values of ``--reduction`` that it takes.
-        sums_itself: what the strategy does with gradients in place of ``--reduction``, where it does.
+        own_reduction: what the strategy does with gradients in place of ``--reduction``, where it does.
         flexible: ranks may come and go while others go on, and their shares of the work may differ.
         shards_state: a rank holds a part of the state only: what is saved has to be gathered.
         supports: what options may need of it.
     """
 
-    reductions: tuple[str, ...] = ("exact", "fast")
-    sums_itself: str | None = None
-    flexible: bool = False
+    reductions: tuple[str, ...] = ("exact", "allreduce")
+    own_reduction: str | None = None
+    elastic: bool = False
     shards_state: bool = False
     supports: frozenset[Capability] = _ALL
 
 
 STRATEGIES = {
-    "single": Traits(flexible=True),
+    "single": Traits(elastic=True),
     "dp": Traits(supports=frozenset({"ema", "lockstep"})),
-    "ddp": Traits(reductions=("exact", "fast", "torch"), flexible=True),
+    "ddp": Traits(reductions=("exact", "allreduce", "ddp"), elastic=True),
     "zero1": Traits(shards_state=True, supports=_ALL - {"spares"}),
     "fsdp": Traits(shards_state=True, supports=frozenset({"ema", "recompute", "lockstep"})),
     "tp": Traits(shards_state=True, supports=frozenset({"recompute", "lockstep"})),
     "pp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
-    "mp": Traits(shards_state=True, supports=frozenset({"lockstep"})),
     "deepspeed": Traits(
         reductions=("exact",),
-        sums_itself="deepspeed",
+        own_reduction="deepspeed",
         shards_state=True,
         supports=frozenset({"ema", "lockstep"}),
     ),
-    "horovod": Traits(reductions=("exact",), sums_itself="horovod", supports=_ALL - {"spares"}),
+    "horovod": Traits(reductions=("exact",), own_reduction="horovod", supports=_ALL - {"spares"}),
     "hogwild": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
     "ps": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
 }
 """What works with each strategy, by its name."""
 
-OF_AXIS = {"pp": "pp", "mp": "mp", "dp": "ddp", "fsdp": "fsdp", "tp": "tp"}
+AXIS_TO_STRATEGY = {"pp": "pp", "dp": "ddp", "fsdp": "fsdp", "tp": "tp"}
 """The strategy of each axis of a mesh, outermost axis first."""
 
 DATA_AXES = ("dp", "fsdp")
 """Ranks that differ only along these have different data; all others compute the same samples together."""
 
 StrategyName = Literal[
-    "auto", "single", "dp", "ddp", "zero1", "fsdp", "tp", "pp", "mp", "deepspeed", "horovod", "ps", "hogwild"
+    "auto", "single", "dp", "ddp", "zero1", "fsdp", "tp", "pp", "deepspeed", "horovod", "ps", "hogwild"
 ]
 
 
@@ -442,8 +439,7 @@ class ParallelOptions(ServerOptions):
     )
     mesh: str | None = option(
         None,
-        "Several strategies at once, as axes and sizes such as fsdp=2,dp=2, whose product is the number of "
-        "processes.",
+        "Several strategies at once, as axes and sizes such as fsdp=2,dp=2, whose product is the number of processes.",
         group="Parallelism",
         resume="kept",
         bits="by_strategy",
@@ -460,10 +456,11 @@ class ParallelOptions(ServerOptions):
         bits="never",
         scope="parallel",
     )
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = option(
+    pp_schedule: Schedule = option(
         "1f1b",
-        "With --strategy pp: the order of forwards and backwards. interleaved: two stages per process; "
-        "zero-bubble: weight gradients fill the gaps; pipedream: no waiting between steps, and some shards "
+        "With --strategy pp: the order of forwards and backwards. sequential: one micro-batch at a time, as plain "
+        "model parallelism; interleaved: two stages per process; "
+        "zero-bubble: weight gradients fill the gaps; pipedream: no waiting between steps, and some micro-batches "
         "use weights that are one update old.",
         group="Pipeline",
         strategies=("pp",),
@@ -473,15 +470,15 @@ class ParallelOptions(ServerOptions):
     )
     pp_split: str = option(
         "balanced",
-        "With --strategy pp or mp: how to cut the model. balanced: by its blocks' measured time and "
+        "With --strategy pp: how to cut the model. balanced: by its blocks' measured time and "
         "memory; equal: by their number; or blocks per stage, such as 3,5.",
         group="Pipeline",
-        strategies=("pp", "mp"),
+        strategies=("pp",),
         resume="kept",
         bits="never",
         scope="parallel",
     )
-    reduction: Literal["exact", "fast", "torch"] = option(
+    reduction: Literal["exact", "allreduce", "ddp"] = option(
         "exact",
         "How to sum gradients. exact: the same bits for any number of processes; fast: all-reduce; torch: "
         "DistributedDataParallel.",
@@ -492,18 +489,18 @@ class ParallelOptions(ServerOptions):
         fingerprint=True,
         summary=True,
     )
-    balance: Literal["auto", "equal"] = option(
+    load_balance: Literal["auto", "equal"] = option(
         "auto",
-        "How to share the shards out. auto: by measured speed where a process is clearly slower (reduction "
-        "exact or fast); equal: evenly.",
+        "How to share the micro-batches out. auto: by measured speed where a process is clearly slower (reduction "
+        "exact or allreduce); equal: evenly.",
         group="Parallelism",
         resume="kept",
         bits="never",
         scope="recovery",
     )
-    shards: int | Literal["auto"] | None = option(
+    microbatches: int | Literal["auto"] | None = option(
         None,
-        "Logical shards of a global batch; fixed for the run.",
+        "Logical micro-batches of a global batch; fixed for the run.",
         group="Parallelism",
         resume="fixed",
         bits="always",
@@ -513,9 +510,9 @@ class ParallelOptions(ServerOptions):
         evaluation=True,
         summary=True,
     )
-    accumulate: int = option(
+    grad_accumulation: int = option(
         1,
-        "Shards per process with --shards auto (gradient accumulation).",
+        "Micro-batches per process with --microbatches auto (gradient accumulation).",
         group="Parallelism",
         resume="fixed",
         bits="always",
@@ -525,49 +522,48 @@ class ParallelOptions(ServerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        axes = parse_mesh(self.mesh, tuple(OF_AXIS))
-        if axes and self.strategy != "auto" and self.strategy not in (OF_AXIS[axis] for axis in axes):
-            named = ", ".join(OF_AXIS[axis] for axis in axes)
+        axes = parse_mesh(self.mesh, tuple(AXIS_TO_STRATEGY))
+        if axes and self.strategy != "auto" and self.strategy not in (AXIS_TO_STRATEGY[axis] for axis in axes):
+            named = ", ".join(AXIS_TO_STRATEGY[axis] for axis in axes)
             raise ConfigError(
                 f"--mesh {self.mesh} is laid out for {named}, not for --strategy {self.strategy}. "
                 "Leave one of them out."
             )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, why in self.misplaced.items():
+        for name, why in self.inapplicable.items():
             if getattr(self, name) != defaults[name]:
                 raise ConfigError(f"{flag(name)} {why}")
-        for name in self.methods:
+        for name in self.strategies:
             self._check_reduction(name)
-        staged = next((name for name in self.methods if name in ("pp", "mp")), None)
-        beside = [axis for axis in axes if OF_AXIS[axis] not in (staged, "ddp", "tp")]
-        if staged is not None and beside:
+        beside = [axis for axis in axes if AXIS_TO_STRATEGY[axis] not in ("pp", "ddp", "tp")]
+        if "pp" in self.strategies and beside:
             raise ConfigError(
-                f"--mesh {self.mesh}: stages ({staged}) work with dp and tp beside them, not with "
-                f"{beside[0]}. Use --mesh {staged}=...,dp=...,tp=...."
+                f"--mesh {self.mesh}: stages (pp) work with dp and tp beside them, not with "
+                f"{beside[0]}. Use --mesh pp=...,dp=...,tp=...."
             )
         if self.pp_split not in ("balanced", "equal") and not re.fullmatch(r"\d+(,\d+)*", self.pp_split):
             raise ConfigError(
                 "--pp-split must be balanced, equal, or a number of blocks for each stage such as 3,5, but "
                 f"is {self.pp_split!r}."
             )
-        if "pp" in self.methods and self.pp_schedule == "pipedream":
+        if "pp" in self.strategies and self.pp_schedule == "pipedream":
             self._check_works_with_pipedream()
-        if self.summed_by not in ("exact", "fast"):
-            who = "DistributedDataParallel" if self.summed_by == "torch" else self.summed_by.capitalize()
-            if self.verify_every:
+        if self.reducer not in ("exact", "allreduce"):
+            who = "DistributedDataParallel" if self.reducer == "ddp" else self.reducer.capitalize()
+            if self.sdc_check_every:
                 raise ConfigError(
-                    f"--verify-every needs --reduction exact or fast: {who} adds up a rank's shards before "
+                    f"--sdc-check-every needs --reduction exact or allreduce: {who} adds up a rank's micro-batches before "
                     "they can be compared."
                 )
-            if self.spares:
+            if self.hot_spares:
                 raise ConfigError(
-                    f"--spares needs --reduction exact or fast: {who} takes a gradient of every process, and "
+                    f"--hot-spares needs --reduction exact or allreduce: {who} takes a gradient of every process, and "
                     "a spare process has none."
                 )
 
     def _check_works_with_pipedream(self) -> None:
         """Refuse what takes all stages' gradients before one stage may go on, and split layers."""
-        if "tp" in self.methods:
+        if "tp" in self.strategies:
             raise ConfigError(
                 f"--mesh {self.mesh}: --pp-schedule pipedream keeps whole weights of each update, and tp "
                 "splits them. Use --pp-schedule 1f1b, or leave tp out."
@@ -585,12 +581,12 @@ class ParallelOptions(ServerOptions):
         traits = STRATEGIES[name]
         if self.reduction in traits.reductions:
             return
-        if traits.sums_itself is not None:
+        if traits.own_reduction is not None:
             raise ConfigError(
                 f"--reduction {self.reduction} does not work with --strategy {name}, which sums gradients "
                 "itself. Leave one of them out."
             )
-        if self.reduction != "torch":
+        if self.reduction != "ddp":
             raise ConfigError(
                 f"--reduction {self.reduction} does not work with --strategy {name}. "
                 f"Use --reduction {' or '.join(traits.reductions)}."
@@ -601,56 +597,51 @@ class ParallelOptions(ServerOptions):
         )
 
     @property
-    def methods(self) -> tuple[str, ...]:
+    def strategies(self) -> tuple[str, ...]:
         """The strategies at work: one, or one for each axis of the mesh."""
-        axes = parse_mesh(self.mesh, tuple(OF_AXIS))
+        axes = parse_mesh(self.mesh, tuple(AXIS_TO_STRATEGY))
         if axes:
-            return tuple(OF_AXIS[axis] for axis in axes)
+            return tuple(AXIS_TO_STRATEGY[axis] for axis in axes)
         return ("ddp" if self.strategy == "auto" else self.strategy,)
 
     @property
-    def misplaced(self) -> dict[str, str]:
+    def inapplicable(self) -> dict[str, str]:
         """The options that must keep their defaults beside the strategies at work, and why, for a message."""
         classified: dict[str, Classification] = {
             field.name: field.metadata["classification"] for field in dataclasses.fields(self)
         }
         found = {
             option_name: f"does not work with --strategy {name}. Use --strategy ddp."
-            for name in self.methods
+            for name in self.strategies
             for option_name, its in classified.items()
             if its.needs is not None and its.needs not in STRATEGIES[name].supports
         }
         for option_name, its in classified.items():
             of = its.strategies
-            if of and not set(of) & set(self.methods):
+            if of and not set(of) & set(self.strategies):
                 named = " or ".join(of)
-                axes = f", or {named} among the axes of --mesh" if set(of) <= set(OF_AXIS) else ""
+                axes = f", or {named} among the axes of --mesh" if set(of) <= set(AXIS_TO_STRATEGY) else ""
                 found[option_name] = f"needs --strategy {named}{axes}. Leave it out."
         return found
 
     @property
     def shards_state(self) -> bool:
         """Whether a rank holds a part of the state only."""
-        return any(STRATEGIES[name].shards_state for name in self.methods)
+        return any(STRATEGIES[name].shards_state for name in self.strategies)
 
     @property
-    def summed_by(self) -> str:
+    def reducer(self) -> str:
         """What sums the gradients: ``reduction``, unless the strategy does."""
-        itself = [traits.sums_itself for name in self.methods if (traits := STRATEGIES[name]).sums_itself]
+        itself = [traits.own_reduction for name in self.strategies if (traits := STRATEGIES[name]).own_reduction]
         if self.comm_hook != "none":
-            return "torch"
+            return "ddp"
         return itself[0] if itself else self.reduction
 
     @property
-    def schedule(self) -> Schedule:
-        """The order of a pipeline's work."""
-        return "sequential" if "mp" in self.methods else self.pp_schedule
-
-    @property
-    def rigid(self) -> tuple[str, ...]:
+    def non_elastic_options(self) -> tuple[str, ...]:
         """The options under which no rank can come or go while others go on, as they are given."""
-        strategies = [f"--strategy {name}" for name in self.methods if not STRATEGIES[name].flexible]
-        return (*strategies, *self.rigid_communication)
+        strategies = [f"--strategy {name}" for name in self.strategies if not STRATEGIES[name].elastic]
+        return (*strategies, *self.non_elastic_communication)
 
     def data_ranks(self, world_size: int) -> int:
         """How many of so many ranks have data of their own: the others compute the same samples with them.
@@ -669,12 +660,12 @@ class ParallelOptions(ServerOptions):
         Raises:
             ConfigError: no rank is left to be a worker.
         """
-        return self.servers_of(world_size) if "ps" in self.methods else 0
+        return self.servers_of(world_size) if "ps" in self.strategies else 0
 
     @property
     def asynchronous(self) -> bool:
         """Whether a rank computes whole steps by itself, and updates follow each other as they come."""
-        return "hogwild" in self.methods or ("ps" in self.methods and self.ps_mode != "sync")
+        return "hogwild" in self.strategies or ("ps" in self.strategies and self.ps_mode != "sync")
 
     def axes(self, world_size: int) -> dict[str, int]:
         """The axes along which so many ranks are laid out, outermost first, and their sizes.
@@ -682,10 +673,10 @@ class ParallelOptions(ServerOptions):
         Raises:
             ConfigError: ``--mesh`` is for another number of ranks; names the nearest that is for this one.
         """
-        axes = parse_mesh(self.mesh, tuple(OF_AXIS))
+        axes = parse_mesh(self.mesh, tuple(AXIS_TO_STRATEGY))
         if not axes:
-            (name,) = self.methods
-            return {next((axis for axis, of in OF_AXIS.items() if of == name), "dp"): world_size}
+            (name,) = self.strategies
+            return {next((axis for axis, of in AXIS_TO_STRATEGY.items() if of == name), "dp"): world_size}
         size = math.prod(axes.values())
         if size != world_size:
             raise ConfigError(
@@ -698,13 +689,9 @@ class ParallelOptions(ServerOptions):
 def _nearest(axes: dict[str, int], world_size: int) -> str:
     """The mesh for so many ranks whose sizes differ least from those of ``axes``."""
     others = [
-        sizes
-        for sizes in itertools.product(_divisors(world_size), repeat=len(axes))
-        if math.prod(sizes) == world_size
+        sizes for sizes in itertools.product(_divisors(world_size), repeat=len(axes)) if math.prod(sizes) == world_size
     ]
-    best = min(
-        others, key=lambda sizes: sum(abs(math.log(a / b)) for a, b in zip(sizes, axes.values(), strict=True))
-    )
+    best = min(others, key=lambda sizes: sum(abs(math.log(a / b)) for a, b in zip(sizes, axes.values(), strict=True)))
     return "--mesh " + ",".join(f"{axis}={size}" for axis, size in zip(axes, best, strict=True))
 
 

@@ -32,13 +32,13 @@ def die_with_parent(number: int = signal.SIGKILL, parent: int | None = None) -> 
         os.kill(os.getpid(), number)
 
 
-def adopt_orphans(adopt: bool = True) -> None:
+def set_child_subreaper(adopt: bool = True) -> None:
     """Whether this process becomes the parent of those below it whose own parent dies. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-def tethered(command: Sequence[str]) -> tuple[str, ...]:
+def kill_with_parent_command(command: Sequence[str]) -> tuple[str, ...]:
     """``command``, so that it is killed when the thread that starts it ends."""
     return (sys.executable, __file__, str(int(signal.SIGKILL)), str(os.getpid()), *command)
 

@@ -11,7 +11,7 @@ from paceline.core.options import option, parse_duration_s, parse_hang_timeout, 
 # --- Which task is trained, and by which processes on which machines ---
 
 
-Contract = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
+EnvStyle = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
 """Which variables tell a process its place; see :mod:`paceline.launch.rank_env`."""
 
 
@@ -151,8 +151,7 @@ class ProcessOptions:
     )
     threads: int | None = option(
         None,
-        "CPU threads per process; the bits depend on it. Default: OMP_NUM_THREADS, else cores over "
-        "processes.",
+        "CPU threads per process; the bits depend on it. Default: OMP_NUM_THREADS, else cores over processes.",
         group="Processes",
         resume="adjustable",
         bits="rounding",
@@ -194,14 +193,14 @@ class RecoveryOptions(ProcessOptions):
         "auto",
         "When a process dies. inplace: replace it while the others continue; restart: restart all from the "
         "newest checkpoint; none: end the job. auto: inplace where supported (--on spawn, CPU, ddp, "
-        "reduction exact or fast), else restart with --on spawn, else none.",
+        "reduction exact or allreduce), else restart with --on spawn, else none.",
         group="Recovery",
         resume="kept",
         bits="never",
         scope="recovery",
         summary=True,
     )
-    spares: int = option(
+    hot_spares: int = option(
         0,
         "Spare processes, over all machines, that hold the state and replace lost ones.",
         group="Recovery",
@@ -230,9 +229,9 @@ class RecoveryOptions(ProcessOptions):
         scope="recovery",
     )
 
-    verify_every: int = option(
+    sdc_check_every: int = option(
         0,
-        "Every N steps, compute one shard's gradient on a second rank too and compare the bits; name and "
+        "Every N steps, compute one micro-batch's gradient on a second rank too and compare the bits; name and "
         "remove a rank that differs. 0: never.",
         group="Recovery",
         resume="kept",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError
-from paceline.core.process_config import Contract
+from paceline.core.process_config import EnvStyle
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
@@ -21,7 +21,7 @@ Recovery = Literal["inplace", "restart", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSpec:
+class ProcessGroupSpec:
     """What is to run, and how often.
 
     Attributes:
@@ -41,10 +41,10 @@ class LocalSpec:
         python: the interpreter; "" for a command that is neither a Python script nor a module.
         rdzv_backend: of torchrun on several machines: "c10d", or "static" with fixed ranks.
         local_rank_argument: torchrun gives each script ``--local-rank=N``, as torch.distributed.launch did.
-        contract: which variables tell a process its place.
+        env_style: which variables tell a process its place.
         hosts: what the machines know each other by, in their order, where it is known; perhaps of the first
             one alone.
-        roles: what each rank is, for the tensorflow contract.
+        roles: what each rank is, for the tensorflow env style.
         recover: what happens when a worker dies: "inplace": it is replaced, and the others go on; "restart":
             all are started again; "none": the job ends.
         max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
@@ -74,7 +74,7 @@ class LocalSpec:
     python: str = sys.executable
     rdzv_backend: Literal["c10d", "static"] = "c10d"
     local_rank_argument: bool = False
-    contract: Contract = "torch"
+    env_style: EnvStyle = "torch"
     hosts: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
     recover: Recovery = "none"
@@ -159,10 +159,10 @@ class RenderedProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedProcesses:
+class RenderedProcessGroup:
     """What would run: everything that :meth:`LocalLauncher.submit` needs."""
 
-    spec: LocalSpec
+    spec: ProcessGroupSpec
     processes: tuple[RenderedProcess, ...]
 
     @property
@@ -171,7 +171,7 @@ class RenderedProcesses:
         return "\n".join(process.text for process in self.processes)
 
 
-class LocalJob(Protocol):
+class ProcessGroup(Protocol):
     """A submitted job."""
 
     @property

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Literal
 
 from paceline.core.parent_death import die_with_parent as die_with_parent
-from paceline.core.stack_dump import offer_stacks
+from paceline.core.stack_dump import install_dump_handler
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a launcher to stop its job."""
@@ -59,13 +59,13 @@ class StopRequests:
         return "end" if hurried and not echo else "again"
 
 
-def passed_on(number: int) -> signal.Signals:
+def forwarded_signal(number: int) -> signal.Signals:
     """The signal by which a launcher passes on one that it got: workers know no SIGHUP."""
     return signal.Signals(number) if number in WORKER_STOP_SIGNALS else signal.SIGTERM
 
 
 @contextmanager
-def signals_handled(
+def handle_signals(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None] | signal.Handlers
 ) -> Iterator[None]:
     """Handle these signals so until the block ends; nothing outside the main thread, as Python cannot."""
@@ -81,7 +81,7 @@ def signals_handled(
 
 
 @contextmanager
-def interrupted_afterwards(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
+def interrupt_at_exit(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
     """Ctrl-C is raised where the block ends, if it ends well: by then it is known what was done.
 
     A second one is raised at once; any of these signals is Ctrl-C.
@@ -93,7 +93,7 @@ def interrupted_afterwards(numbers: Iterable[int] = (signal.SIGINT,)) -> Iterato
             raise KeyboardInterrupt
         asked.append(number)
 
-    with signals_handled(numbers, on_signal):
+    with handle_signals(numbers, on_signal):
         yield
     if asked:
         raise KeyboardInterrupt
@@ -126,15 +126,15 @@ def dump_stacks_on_signal() -> None:
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
-    offer_stacks()
+    install_dump_handler()
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """SIGTERM ends a command as Ctrl-C does, so that what it has started is ended too."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with signals_handled((signal.SIGTERM,), interrupt):
+    with handle_signals((signal.SIGTERM,), interrupt):
         yield

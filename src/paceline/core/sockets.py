@@ -75,9 +75,7 @@ def interface_address(name: str) -> str:
         if entry.family == socket.AF_INET
     }
     if name not in there:
-        raise ConfigError(
-            f"--interface {name!r} has no IPv4 address here. Those that have: {', '.join(there)}."
-        )
+        raise ConfigError(f"--interface {name!r} has no IPv4 address here. Those that have: {', '.join(there)}.")
     return there[name]
 
 

@@ -23,7 +23,7 @@ import paceline
 
 # --- Where threads are: this process's, and another's even while its interpreter is held. No torch ---
 #
-# Who calls :func:`offer_stacks` can be asked from outside: on a signal that nothing else uses,
+# Who calls :func:`install_dump_handler` can be asked from outside: on a signal that nothing else uses,
 # ``faulthandler`` writes the stacks into a file in memory, which whoever may read ``/proc/PID/fd`` can read.
 
 
@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class UserFrame:
     """Where a thread is, in words.
 
     Attributes:
@@ -67,13 +67,13 @@ class Whereabouts:
     is_users: bool = False
 
 
-def whereabouts(frames: Sequence[Frame]) -> Whereabouts:
+def locate_user_frame(frames: Sequence[Frame]) -> UserFrame:
     """Where a thread with these frames is, the innermost first.
 
     A user's function that Paceline has called counts; the user's script that has called Paceline does not.
     """
     if not frames:
-        return Whereabouts()
+        return UserFrame()
     collective = of_layers = ""
     found, is_users = frames[0], False
     for frame in frames:
@@ -88,7 +88,7 @@ def whereabouts(frames: Sequence[Frame]) -> Whereabouts:
             found, is_users = frame, True
             break
     waits_in = of_layers or (collective if is_users else "")
-    return Whereabouts(
+    return UserFrame(
         where=str(found),
         inside="" if found == frames[0] else str(frames[0]),
         collective=f"torch.distributed.{waits_in}" if waits_in else "",
@@ -119,7 +119,7 @@ def all_stacks(first: int) -> str:
 
 
 @functools.cache
-def offer_stacks() -> None:
+def install_dump_handler() -> None:
     """Let other processes of this user ask for this one's stacks; a second call does nothing."""
     faulthandler.register(_SIGNAL, file=os.memfd_create(_FILE), all_threads=True, chain=False)
 
@@ -176,7 +176,7 @@ _STATES = {
 }
 
 
-def describe_silence(pid: int | None, limit_s: float = 0.3) -> str:
+def describe_unresponsive(pid: int | None, limit_s: float = 0.3) -> str:
     """Why a process does not answer, as the end of a sentence whose subject it is; "" where it has gone.
 
     Args:
@@ -190,7 +190,7 @@ def describe_silence(pid: int | None, limit_s: float = 0.3) -> str:
     if state in "DS":
         text += _in_kernel(pid)
     if state in "RS":
-        place = whereabouts(parse_frames(stacks_of(pid, limit_s)))
+        place = locate_user_frame(parse_frames(stacks_of(pid, limit_s)))
         text += f", in {place.where}" if place.where else ""
     return text
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.optim import Optimizer
 
-    from paceline.core.callback import BatchPlace, Callback, Horizon
-    from paceline.core.inference import Inference
+    from paceline.core.callback import BatchInfo, Callback, RunSchedule
+    from paceline.core.inference import InferenceSignature
 
 
 class Loss(NamedTuple):
@@ -23,7 +23,7 @@ class Loss(NamedTuple):
 
     Attributes:
         sum: scalar tensor, the sum of the losses; differentiable.
-        weight: what ``sum`` is divided by, once, after the sums of all shards are added up.
+        weight: what ``sum`` is divided by, once, after the sums of all micro-batches are added up.
     """
 
     sum: torch.Tensor
@@ -35,9 +35,9 @@ class Defaults:
     """What a task recommends for its runs; any option on the command line wins."""
 
     global_batch_size: int | None = None
-    shards: int | None = None
+    microbatches: int | None = None
     epochs: int = 1
-    best: str | None = None
+    best_metric: str | None = None
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Task:
     """
 
     defaults: ClassVar[Defaults] = Defaults()
-    min_shard: ClassVar[int] = 2
-    """The fewest samples a shard may hold (batch norm cannot take one)."""
+    min_microbatch_size: ClassVar[int] = 2
+    """The fewest samples a micro-batch may hold (batch norm cannot take one)."""
 
     static_graph: ClassVar[bool] = False
     """Every step uses the same parameters in the same way; lets DistributedDataParallel do less."""
@@ -74,7 +74,7 @@ class Task:
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> Any:
         """Return a learning-rate scheduler, stepped after each step, or None.
 
-        ``ReduceLROnPlateau`` is stepped after each evaluation instead, with the ``--best`` metric.
+        ``ReduceLROnPlateau`` is stepped after each evaluation instead, with the ``--best-metric`` metric.
         Called once for each optimizer. ``total_steps`` is the whole run's number of steps; for a stream
         trained by epochs nobody knows it, it is 0, and only ``ReduceLROnPlateau`` can be returned.
         """
@@ -116,7 +116,7 @@ class Task:
         """
         return None
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
         """Return what is called at fixed points of the training; made after the model, before optimizers."""
         from paceline.core.callback import Callback
 
@@ -131,7 +131,7 @@ class Task:
         """
         return None
 
-    def build_inference(self, model: nn.Module) -> Inference | None:
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
         """Return what the trained model does for others: what is exported, served and analysed.
 
         ``model`` is in evaluation mode; the returned module holds it. None: it is only trained.
@@ -139,23 +139,23 @@ class Task:
         return None
 
     def inference_batch(self, batch: Any) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """Split a batch of a dataset: the inputs of :meth:`build_inference`'s module, and what it should say.
+        """Split a batch of a dataset: the inputs of :meth:`inference_signature`'s module, and what it should say.
 
         Returns:
             The inputs in their order; and the number of each sample's class, int64 (B,), or None where
             there are no classes.
         """
         raise TaskError(
-            f"{type(self).__name__} defines build_inference and must define inference_batch(self, batch)."
+            f"{type(self).__name__} defines inference_signature and must define inference_batch(self, batch)."
         )
 
-    def begin_batch(self, place: BatchPlace) -> None:
+    def on_batch_begin(self, info: BatchInfo) -> None:
         """Note where the batch stands that :meth:`loss` or :meth:`metrics` is called with next."""
 
-    def sample_sizes(self, dataset: Any) -> Any:
+    def sample_lengths(self, dataset: Any) -> Any:
         """Return how heavy each sample of the training data is, or None where all are alike.
 
-        Whole numbers, one a sample in the dataset's order: tokens, pixels, points. The shards of a step,
+        Whole numbers, one a sample in the dataset's order: tokens, pixels, points. The micro-batches of a step,
         which are the micro-batches of a pipeline, then have the same numbers of samples and sizes that add
         up to about the same. ``dataset`` is what :meth:`build_dataset` returned for "train", map-style.
         """

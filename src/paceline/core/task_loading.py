@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     pass
 from paceline.core.task import Task
 
-RECIPES = {
+BUILT_IN_TASKS = {
     "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
     "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
     "transformer": "paceline.training.tasks.transformer:Transformer",
@@ -69,14 +69,12 @@ def split_spec(spec: str) -> tuple[str, str]:
         TaskError: the spec has another form.
     """
     if not spec:
-        raise TaskError(
-            "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
-        )
-    place, separator, name = RECIPES.get(spec, spec).rpartition(":")
+        raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe.")
+    place, separator, name = BUILT_IN_TASKS.get(spec, spec).rpartition(":")
     if not separator or not place or not name:
         raise TaskError(
             f"task {spec!r} is not a recipe and names no class.\n"
-            f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(RECIPES)}."
+            f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(BUILT_IN_TASKS)}."
         )
     return place, name
 
@@ -149,9 +147,7 @@ def _import_file(path: Path, spec: str) -> types.ModuleType:
         if isinstance(error, SyntaxError):
             raise TaskError(_syntax_message(spec, error)) from error
         if isinstance(error, ModuleNotFoundError):
-            raise TaskError(
-                f"task {spec!r}: {path.name} imports {error.name!r}, which is not installed."
-            ) from error
+            raise TaskError(f"task {spec!r}: {path.name} imports {error.name!r}, which is not installed.") from error
         raise
     return module
 
@@ -289,9 +285,7 @@ def _convert_to(value: Any, kind: Any) -> Any:
             raise ValueError
         arguments = [a for a in typing.get_args(kind) if a is not Ellipsis]
         kinds = arguments if len(arguments) == len(items) else arguments[:1] * len(items)
-        return (
-            origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
-        )
+        return origin(_convert_to(i, k) for i, k in zip(items, kinds, strict=True)) if kinds else origin(items)
     if kind is Any:
         return ast.literal_eval(value) if isinstance(value, str) else value
     raise ValueError

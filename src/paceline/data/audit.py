@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.core.errors import RunDirectoryError
 from paceline.data.ledger import LedgerEntry, read_ledger
-from paceline.data.order import DataOrder, with_saved_sizes
+from paceline.data.order import DeterministicSampler, with_saved_sizes
 
 if TYPE_CHECKING:
     from paceline.runs.directory import RunDirectory
@@ -101,7 +101,7 @@ class OrderedEpochAuditor:
         RunDirectoryError: there is no memory for a bit a sample.
     """
 
-    def __init__(self, epoch: int, order: DataOrder) -> None:
+    def __init__(self, epoch: int, order: DeterministicSampler) -> None:
         self.epoch = epoch
         self._order = order
         self._sequence = _StepSequence()
@@ -163,7 +163,7 @@ class OrderedEpochAuditor:
         self._seen.tick(numbers)
         content = numbers.data
         for entry in pending:
-            bounds = self._order.shard_bounds(entry.step)
+            bounds = self._order.microbatch_bounds(entry.step)
             if entry.checksum != sum(zlib.crc32(content[a - start : b - start]) for a, b in bounds):
                 self._mismatches.add(entry.step)
 
@@ -362,9 +362,7 @@ class AuditReport:
     def findings(self) -> tuple[str, ...]:
         """What is wrong, a phrase each; empty where nothing is."""
         phrases = [phrase for epoch in self.epochs for phrase in epoch.findings]
-        phrases += [
-            f"epoch{f' {a}' if a == b else f's {a} to {b}'}: no steps" for a, b in self.missing_epochs
-        ]
+        phrases += [f"epoch{f' {a}' if a == b else f's {a} to {b}'}: no steps" for a, b in self.missing_epochs]
         phrases += [f"epoch {e}: step {t} came after a later epoch had begun" for e, t in self.stray_steps]
         if self.result_steps is not None and self.steps < self.result_steps:
             phrases.append(f"result.json claims {self.result_steps:,} steps, the ledger has {self.steps:,}")
@@ -412,7 +410,7 @@ def audit(run: RunDirectory) -> AuditReport:
     # Read before the ledger: a run at work adds its steps first and its result last.
     result_steps = _result_steps(run)
     ledger = read_ledger(run.ledger)
-    lineage = _LineageAuditor(with_saved_sizes(ledger.order, run.sample_sizes))
+    lineage = _LineageAuditor(with_saved_sizes(ledger.order, run.sample_lengths))
     recomputed_steps = recomputed_samples = 0
     for entry, final in ledger.entries():
         if final:
@@ -435,7 +433,7 @@ def audit(run: RunDirectory) -> AuditReport:
 class _LineageAuditor:
     """Hands the final lineage's steps to one epoch's auditor after the other."""
 
-    def __init__(self, order: DataOrder | None) -> None:
+    def __init__(self, order: DeterministicSampler | None) -> None:
         self.missing_epochs: list[tuple[int, int]] = []
         self.stray_steps: list[tuple[int, int]] = []
         self._order = order

@@ -13,10 +13,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from paceline.core.errors import RunDirectoryError, UnwritableError, UserError
+from paceline.core.errors import RunDirectoryError, RunDirectoryWriteError, UserError
 from paceline.core.files import fsync_directory
 from paceline.core.options import Shuffle
-from paceline.data.order import DataOrder
+from paceline.data.order import DeterministicSampler
 
 # --- The ledger: which samples each committed step saw, written down by the run itself ---
 #
@@ -25,15 +25,15 @@ from paceline.data.order import DataOrder
 #     {"format":1,"generation":0,"parent_version":null,"order":{"num_samples":60000,...}}
 #
 # ``parent_version`` is the state version that this generation continued from, null where it began
-# from nothing. ``order`` holds the fields of :class:`~paceline.data.order.DataOrder`, and is null
+# from nothing. ``order`` holds the fields of :class:`~paceline.data.order.DeterministicSampler`, and is null
 # for a stream, whose order is the stream's own. Then one line for each committed step::
 #
 #     {"v":1,"e":0,"t":0,"a":0,"b":128,"w":2,"c":5138420}
 #
 # v: state version after the step; e: epoch; t: step in the epoch; a, b: its positions [a, b) in the
 # epoch, but of a stream in the whole run, because nobody knows how long its epochs are; w: the number
-# of ranks where they share the shards evenly, else the list of each rank's first shard; c: the sum
-# over the step's shards of the CRC-32 of the sample numbers (little-endian int64) that were really
+# of ranks where they share the micro-batches evenly, else the list of each rank's first micro-batch; c: the sum
+# over the step's micro-batches of the CRC-32 of the sample numbers (little-endian int64) that were really
 # fetched.
 #
 # A generation continues from a state that an earlier one left, so what the earlier ones did after
@@ -41,7 +41,7 @@ from paceline.data.order import DataOrder
 
 
 FORMAT = 1
-_ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DataOrder))
+_ORDER_FIELDS = tuple(field.name for field in dataclasses.fields(DeterministicSampler))
 
 
 class LedgerEntry(NamedTuple):
@@ -73,7 +73,7 @@ class LedgerFile:
     path: Path
     generation: int
     parent_version: int | None
-    order: DataOrder | None
+    order: DeterministicSampler | None
 
     def entries(self) -> Iterator[LedgerEntry]:
         """The committed steps, in the order of the file.
@@ -92,7 +92,7 @@ class Ledger:
     """All generations of a run, oldest first."""
 
     files: tuple[LedgerFile, ...]
-    order: DataOrder | None
+    order: DeterministicSampler | None
 
     def entries(self) -> Iterator[tuple[LedgerEntry, bool]]:
         """Each committed step, and whether it is in the final lineage (else it was recomputed).
@@ -132,7 +132,7 @@ def read_ledger(directory: Path) -> Ledger:
     return Ledger(tuple(files), first.order)
 
 
-def recorded_until(directory: Path) -> int | None:
+def last_recorded_version(directory: Path) -> int | None:
     """The state version up to which the files hold every step; None where they hold none.
 
     Raises:
@@ -197,19 +197,13 @@ def _parse_header(line: bytes, path: Path, generation: int) -> LedgerFile:
     return LedgerFile(path, generation, parent, _parse_order(document["order"], path))
 
 
-def _parse_order(values: Any, path: Path) -> DataOrder | None:
+def _parse_order(values: Any, path: Path) -> DeterministicSampler | None:
     if values is None:
         return None
-    if (
-        not isinstance(values, dict)
-        or set(values) != set(_ORDER_FIELDS)
-        or not all(map(_is_count, values.values()))
-    ):
-        raise _malformed(
-            path, 1, f"order must hold numbers for {', '.join(_ORDER_FIELDS)}, but is {values!r}"
-        )
+    if not isinstance(values, dict) or set(values) != set(_ORDER_FIELDS) or not all(map(_is_count, values.values())):
+        raise _malformed(path, 1, f"order must hold numbers for {', '.join(_ORDER_FIELDS)}, but is {values!r}")
     try:
-        return DataOrder(**{**values, "shuffle": Shuffle(values["shuffle"])})
+        return DeterministicSampler(**{**values, "shuffle": Shuffle(values["shuffle"])})
     except UserError as error:
         raise _malformed(path, 1, f"order is impossible: {error}") from error
 
@@ -220,24 +214,20 @@ def _parse_entry(line: bytes, file: LedgerFile, number: int) -> LedgerEntry:
     if not all(map(_is_count, document.values())):
         raise _malformed(file.path, number, "v, e, t, a, b and c must be numbers of at least 0")
     if document["a"] >= document["b"]:
-        raise _malformed(
-            file.path, number, f"a must be below b, but they are {document['a']} and {document['b']}"
-        )
-    if isinstance(ranks, list) and _are_first_shards(ranks, file.order):
+        raise _malformed(file.path, number, f"a must be below b, but they are {document['a']} and {document['b']}")
+    if isinstance(ranks, list) and _are_first_microbatches(ranks, file.order):
         ranks = tuple(ranks)
     elif not _is_count(ranks) or ranks == 0:
         raise _malformed(
-            file.path, number, f"w must be a number of ranks or their first shards, but is {ranks!r}"
+            file.path, number, f"w must be a number of ranks or their first micro-batches, but is {ranks!r}"
         )
-    return LedgerEntry(
-        document["v"], document["e"], document["t"], document["a"], document["b"], ranks, document["c"]
-    )
+    return LedgerEntry(document["v"], document["e"], document["t"], document["a"], document["b"], ranks, document["c"])
 
 
-def _are_first_shards(ranks: list[Any], order: DataOrder | None) -> bool:
+def _are_first_microbatches(ranks: list[Any], order: DeterministicSampler | None) -> bool:
     if not ranks or not all(map(_is_count, ranks)) or ranks[0] != 0 or ranks != sorted(ranks):
         return False
-    return order is None or ranks[-1] <= order.num_shards
+    return order is None or ranks[-1] <= order.num_microbatches
 
 
 def _is_count(value: object) -> bool:
@@ -255,9 +245,7 @@ def _parse_object(line: bytes, path: Path, number: int, keys: tuple[str, ...]) -
 
 
 def _malformed(path: Path, number: int, what: str) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"{path}, line {number}: {what}. The ledger was changed or damaged after it was written."
-    )
+    return RunDirectoryError(f"{path}, line {number}: {what}. The ledger was changed or damaged after it was written.")
 
 
 # --- Writing the ledger, on disks that may be full or fail for a while ---
@@ -287,7 +275,12 @@ class LedgerWriter:
     """
 
     def __init__(
-        self, directory: Path, order: DataOrder | None, *, generation: int, parent_version: int | None
+        self,
+        directory: Path,
+        order: DeterministicSampler | None,
+        *,
+        generation: int,
+        parent_version: int | None,
     ) -> None:
         self.path = ledger_path(directory, generation)
         header = {
@@ -326,12 +319,10 @@ class LedgerWriter:
         """Add one committed step, in memory (about 2 us).
 
         Raises:
-            UnwritableError: the disk has taken nothing for so long that the memory for it is used up.
+            RunDirectoryWriteError: the disk has taken nothing for so long that the memory for it is used up.
         """
         shared = ranks if isinstance(ranks, int) else "[" + ",".join(map(str, ranks)) + "]"
-        line = (
-            f'{{"v":{version},"e":{epoch},"t":{step},"a":{start},"b":{stop},"w":{shared},"c":{checksum}}}\n'
-        )
+        line = f'{{"v":{version},"e":{epoch},"t":{step},"a":{start},"b":{stop},"w":{shared},"c":{checksum}}}\n'
         with self._appending:
             if len(self._tail) > _MOST_BYTES:
                 raise self._failure(OSError(f"{_MOST_BYTES} bytes wait for the disk, and that is the limit"))
@@ -344,7 +335,7 @@ class LedgerWriter:
         checkpoint of these steps is committed. After :meth:`close` it still works.
 
         Raises:
-            UnwritableError: the disk is full or gone; no entry is lost, and a later call tries again.
+            RunDirectoryWriteError: the disk is full or gone; no entry is lost, and a later call tries again.
             RunDirectoryError: another process has written this generation's file.
         """
         try:
@@ -364,7 +355,7 @@ class LedgerWriter:
         """Flush and close; a second call does nothing.
 
         Raises:
-            UnwritableError: the last entries cannot be written.
+            RunDirectoryWriteError: the last entries cannot be written.
         """
         if not self._closed:
             self._closed = True
@@ -428,14 +419,14 @@ class LedgerWriter:
             "another process continued this run. End it if it is at work, then resume the run again."
         )
 
-    def _failure(self, error: OSError) -> UnwritableError:
-        return UnwritableError(
+    def _failure(self, error: OSError) -> RunDirectoryWriteError:
+        return RunDirectoryWriteError(
             f"cannot write the ledger {self.path}: {error.strerror or error}. "
             "Make room or mend the disk, then resume the run."
         )
 
 
-def _fields(order: DataOrder) -> dict[str, int]:
+def _fields(order: DeterministicSampler) -> dict[str, int]:
     """What the header tells of an order; a balanced one's sizes are in a file of their own."""
-    values = {field.name: getattr(order, field.name) for field in dataclasses.fields(DataOrder)}
-    return {**values, "shuffle": order.shuffle.block}
+    values = {field.name: getattr(order, field.name) for field in dataclasses.fields(DeterministicSampler)}
+    return {**values, "shuffle": order.shuffle.window}

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from paceline.core.errors import DataError
-from paceline.data.order import DataOrder, Split
+from paceline.data.order import DeterministicSampler, Split
 from paceline.data.samples import (
     Collate,
     Loader,
     MicroBatch,
-    Request,
+    ReadRequest,
     RowNumbers,
     SampleLoader,
     SampleSource,
@@ -27,7 +27,7 @@ from paceline.data.samples import (
     without_subsets,
 )
 
-# --- The loader that fits a dataset: what a rank trains on, as a function of (seed, epoch, step, shard) ---
+# --- The loader that fits a dataset: what a rank trains on, as a function of (seed, epoch, step, micro-batch) ---
 #
 # Tensors are indexed a batch at a time (:mod:`paceline.data.samples`); other map-style datasets are read
 # sample by sample, by worker processes (:mod:`paceline.data.samples`). Streams: :mod:`paceline.data.stream`.
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 def build_loader(
     dataset: Any,
-    order: DataOrder,
+    order: DeterministicSampler,
     *,
     seed: int,
     device: torch.device,
@@ -63,7 +63,7 @@ def build_loader(
 
     Args:
         dataset: a ``TensorDataset``, or anything with ``__len__`` and ``__getitem__``.
-        order: which samples each shard gets; its ``num_samples`` are the split's.
+        order: which samples each micro-batch gets; its ``num_samples`` are the split's.
         seed: keys the randomness inside ``__getitem__``.
         device: where batches go.
         workers: worker processes; 0 loads in this one. Tensors need none.
@@ -78,7 +78,7 @@ def build_loader(
     if num_samples != order.num_samples:
         raise DataError(
             f"the {split} dataset has {num_samples} samples, but this run was created with "
-            f"{order.num_samples}. Restore the dataset, or start a new run with another --run DIR."
+            f"{order.num_samples}. Restore the dataset, or start a new run with another --run-dir DIR."
         )
     if is_tensor_backed(dataset, collate):
         return TensorLoader(dataset, order, device=device, index_map=index_map)
@@ -111,9 +111,7 @@ def dataset_length(dataset: Any, split: str) -> int:
         raise DataError(f"{what} length ({error}); {rule}") from error
 
 
-def resolve_workers(
-    dataset: Any, collate: Collate, requested: int | Literal["auto"], local_world_size: int
-) -> int:
+def resolve_workers(dataset: Any, collate: Collate, requested: int | Literal["auto"], local_world_size: int) -> int:
     """Worker processes of a rank for this dataset: none for tensors, else :func:`auto_workers`."""
     return 0 if is_tensor_backed(dataset, collate) else auto_workers(requested, local_world_size)
 
@@ -129,7 +127,7 @@ def auto_workers(requested: int | Literal["auto"], local_world_size: int) -> int
         return auto
     if requested * local_world_size > cpus:
         _log.warning(
-            "--workers %d starts %d processes on %d CPUs, which may slow loading down; auto would use %d.",
+            "--num-workers %d starts %d processes on %d CPUs, which may slow loading down; auto would use %d.",
             requested,
             requested * local_world_size,
             cpus,
@@ -167,7 +165,7 @@ class EvalBatches:
             DataError: this is no map-style dataset.
         """
         self.num_samples = dataset_length(dataset, split) if index_map is None else len(index_map)
-        self.num_blocks = -(-self.num_samples // batch_size)
+        self.num_batches = -(-self.num_samples // batch_size)
         self._batch_size = batch_size
         self._tensors: TensorGather | None = None
         self._source: SampleSource | None = None
@@ -176,12 +174,10 @@ class EvalBatches:
         else:
             inner, subset = without_subsets(dataset)
             self._rows = RowNumbers(index_map, subset)
-            self._source = SampleSource(
-                inner, seed=seed, device=device, workers=workers, collate=collate, split=split
-            )
+            self._source = SampleSource(inner, seed=seed, device=device, workers=workers, collate=collate, split=split)
 
     def read(self, blocks: Sequence[int]) -> Iterator[MicroBatch]:
-        """These blocks in order; ``shard`` is the block's number.
+        """These blocks in order; ``microbatch`` is the block's number.
 
         Raises:
             DataError: a sample cannot be read or does not fit its batch.
@@ -201,7 +197,7 @@ class EvalBatches:
 
     def _read_samples(self, source: SampleSource, blocks: Sequence[int]) -> Iterator[MicroBatch]:
         numbers_of = (self._numbers(block) for block in blocks)
-        source.start((Request(0, n, self._rows(n)) for n in numbers_of), ahead=2)
+        source.start((ReadRequest(0, n, self._rows(n)) for n in numbers_of), ahead=2)
         for block in blocks:
             request, batch = source.next()
             yield MicroBatch(block, batch, len(request.numbers), checksum(request.numbers))

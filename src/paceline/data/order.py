@@ -157,17 +157,17 @@ class Permutation:
         return x.view(np.int64)
 
 
-# --- The order of the data as index arithmetic: (seed, epoch, step, shard) -> sample numbers ---
+# --- The order of the data as index arithmetic: (seed, epoch, step, micro-batch) -> sample numbers ---
 #
 # Nothing here has state, and nothing is as large as the data set. An epoch is a keyed permutation
-# of the sample numbers; a step is a range of positions in it; a shard is a part of that range.
+# of the sample numbers; a step is a range of positions in it; a micro-batch is a part of that range.
 # Values are promised for ever, as those of ``paceline.data.order`` are.
 
 
 # Domains of the keys, so that no two uses of one seed share a key.
 _EPOCH, _SHORT_BLOCK, _CARVE = 1, 2, 3
 
-_BY_SAMPLE = Shuffle(block=1)
+_BY_SAMPLE = Shuffle(window=1)
 
 _permutation = functools.lru_cache(maxsize=8)(Permutation)
 _SHOWN = 8  # sample numbers in a message
@@ -182,52 +182,52 @@ def _split(size: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class DataOrder:
-    """Which samples each shard of each step sees: a pure function, the same for any number of ranks.
+class DeterministicSampler:
+    """Which samples each micro-batch of each step sees: a pure function, the same for any number of ranks.
 
-    A step is ``global_batch_size`` samples over ``num_shards`` shards whose sizes differ by at
-    most one. What is left over at the end of an epoch is a shorter batch, over as many shards as
-    get ``min_shard`` samples each; fewer samples than that join the batch before.
+    A step is ``global_batch_size`` samples over ``num_microbatches`` micro-batches whose sizes differ by at
+    most one. What is left over at the end of an epoch is a shorter batch, over as many micro-batches as
+    get ``min_microbatch_size`` samples each; fewer samples than that join the batch before.
 
     Attributes:
         num_samples: N, the samples of an epoch.
         global_batch_size: G, the samples of a step; N need not be a multiple of it.
-        num_shards: S, the shards of a step; G need not be a multiple of it.
+        num_microbatches: S, the micro-batches of a step; G need not be a multiple of it.
         seed: decides the order, together with the epoch.
-        min_shard: the fewest samples that a shard may hold.
+        min_microbatch_size: the fewest samples that a micro-batch may hold.
         shuffle: by sample, by blocks of neighbours, or not at all.
 
     Raises:
         ConfigError: the numbers do not fit together.
-        DataError: there are too few samples for one shard, or too many to count.
+        DataError: there are too few samples for one micro-batch, or too many to count.
     """
 
     num_samples: int
     global_batch_size: int
-    num_shards: int
+    num_microbatches: int
     seed: int
-    min_shard: int = 2
+    min_microbatch_size: int = 2
     shuffle: Shuffle = _BY_SAMPLE
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ConfigError(f"--shards must be at least 1, but is {self.num_shards}.")
-        if self.min_shard < 1:
-            raise ConfigError(f"the task's min_shard must be at least 1, but is {self.min_shard}.")
-        if self.shuffle.block < 0:
-            raise ConfigError(f"--shuffle block:N needs N of at least 1, but N is {self.shuffle.block}.")
-        if self.global_batch_size < self.num_shards * self.min_shard:
-            least = self.num_shards * self.min_shard
-            fewer = self.global_batch_size // self.min_shard
+        if self.num_microbatches < 1:
+            raise ConfigError(f"--microbatches must be at least 1, but is {self.num_microbatches}.")
+        if self.min_microbatch_size < 1:
+            raise ConfigError(f"the task's min_microbatch_size must be at least 1, but is {self.min_microbatch_size}.")
+        if self.shuffle.window < 0:
+            raise ConfigError(f"--shuffle window:N needs N of at least 1, but N is {self.shuffle.window}.")
+        if self.global_batch_size < self.num_microbatches * self.min_microbatch_size:
+            least = self.num_microbatches * self.min_microbatch_size
+            fewer = self.global_batch_size // self.min_microbatch_size
             raise ConfigError(
-                f"--global-batch-size {self.global_batch_size} is too small for {self.num_shards} shards "
-                f"of at least {self.min_shard} samples. Use --global-batch-size {least} or more"
-                + (f", or --shards {fewer} or fewer." if fewer else ".")
+                f"--global-batch-size {self.global_batch_size} is too small for {self.num_microbatches} micro-batches "
+                f"of at least {self.min_microbatch_size} samples. Use --global-batch-size {least} or more"
+                + (f", or --microbatches {fewer} or fewer." if fewer else ".")
             )
-        if self.num_samples < self.min_shard:
+        if self.num_samples < self.min_microbatch_size:
             raise DataError(
-                f"the training data has {self.num_samples} samples, but a shard needs at least "
-                f"{self.min_shard}. Give more data, or lower min_shard in the task."
+                f"the training data has {self.num_samples} samples, but a micro-batch needs at least "
+                f"{self.min_microbatch_size}. Give more data, or lower min_microbatch_size in the task."
             )
         if self.num_samples > MAX_SIZE:
             raise DataError(f"the training data claims {self.num_samples} samples; 2**62 is the most.")
@@ -236,7 +236,7 @@ class DataOrder:
     def steps_per_epoch(self) -> int:
         """How many batches an epoch has, a short last one included."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
-        return full + 1 if rest >= self.min_shard or full == 0 else full
+        return full + 1 if rest >= self.min_microbatch_size or full == 0 else full
 
     def batch_range(self, step: int) -> tuple[int, int]:
         """The positions [start, stop) in the epoch that the step takes.
@@ -250,14 +250,14 @@ class DataOrder:
         last = step == self.steps_per_epoch - 1
         return start, self.num_samples if last else start + self.global_batch_size
 
-    def shard_bounds(self, step: int) -> tuple[tuple[int, int], ...]:
-        """The positions [start, stop) of each shard that is present; entry k is shard k.
+    def microbatch_bounds(self, step: int) -> tuple[tuple[int, int], ...]:
+        """The positions [start, stop) of each micro-batch that is present; entry k is micro-batch k.
 
         Raises:
             IndexError: the epoch has no such step.
         """
         start, stop = self.batch_range(step)
-        present = max(1, min(self.num_shards, (stop - start) // self.min_shard))
+        present = max(1, min(self.num_microbatches, (stop - start) // self.min_microbatch_size))
         return tuple((start + low, start + high) for low, high in _split(stop - start, present))
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
@@ -268,24 +268,24 @@ class DataOrder:
         """
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions [{start}, {stop}) are not within [0, {self.num_samples}].")
-        if self.shuffle.block == 0:
+        if self.shuffle.window == 0:
             return np.arange(start, stop, dtype=np.int64)
         key = derive_key(self.seed, _EPOCH, epoch)
-        if self.shuffle.block == 1:
+        if self.shuffle.window == 1:
             return _permutation(self.num_samples, key)(np.arange(start, stop, dtype=np.int64))
-        parts = list(self._shuffled_blocks(key, start, stop))
+        parts = list(self._shuffled_windows(key, start, stop))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def shard_indices(self, epoch: int, step: int, shard: int) -> NDArray[np.int64]:
-        """The sample numbers of one shard of one step.
+    def microbatch_indices(self, epoch: int, step: int, microbatch: int) -> NDArray[np.int64]:
+        """The sample numbers of one micro-batch of one step.
 
         Raises:
-            IndexError: the epoch has no such step, or the step no such shard.
+            IndexError: the epoch has no such step, or the step no such micro-batch.
         """
-        bounds = self.shard_bounds(step)
-        if not 0 <= shard < len(bounds):
-            raise IndexError(f"shard {shard} is not in [0, {len(bounds)}) in step {step}.")
-        return self.indices(epoch, *bounds[shard])
+        bounds = self.microbatch_bounds(step)
+        if not 0 <= microbatch < len(bounds):
+            raise IndexError(f"micro-batch {microbatch} is not in [0, {len(bounds)}) in step {step}.")
+        return self.indices(epoch, *bounds[microbatch])
 
     def describe(self, epoch: int, start: int, stop: int) -> str:
         """The positions [start, stop) of an epoch, and their first sample numbers, in words.
@@ -297,22 +297,22 @@ class DataOrder:
         shown = ", ".join(map(str, numbers)) + (", ..." if stop - start > _SHOWN else "")
         return f"positions {start} to {stop - 1} of the epoch (samples {shown})"
 
-    def _shuffled_blocks(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+    def _shuffled_windows(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
         """Blocks of equal size, permuted; the short last block is put in between at a place of its own."""
-        block = self.shuffle.block
+        block = self.shuffle.window
         num_full, short = divmod(self.num_samples, block)
         short_start = block * (derive_key(key, _SHORT_BLOCK) % (num_full + 1))
         short_stop = short_start + short
-        yield from self._full_blocks(key, start, min(stop, short_start))
+        yield from self._full_windows(key, start, min(stop, short_start))
         low, high = max(start, short_start), min(stop, short_stop)
         if low < high:
             offsets = np.arange(low - short_start, high - short_start, dtype=np.int64)
             yield num_full * block + _permutation(short, derive_key(key, num_full))(offsets)
-        yield from self._full_blocks(key, max(start, short_stop) - short, stop - short)
+        yield from self._full_windows(key, max(start, short_stop) - short, stop - short)
 
-    def _full_blocks(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+    def _full_windows(self, key: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
         """Sample numbers at [start, stop) of the full blocks alone, a chunk at a time."""
-        block = self.shuffle.block
+        block = self.shuffle.window
         network = FeistelNetwork(block)
         for low in range(start, stop, CHUNK):
             positions = np.arange(low, min(low + CHUNK, stop), dtype=np.int64)
@@ -336,19 +336,19 @@ class Split(Protocol):
         """Sample numbers in the whole data set, shape (k,) to shape (k,)."""
 
 
-class Carved(NamedTuple):
+class TrainValSplit(NamedTuple):
     """Two disjoint splits that together are the whole data set."""
 
     train: Split
     val: Split
 
 
-def carve(num_samples: int, fraction: float, seed: int) -> Carved:
+def split_train_val(num_samples: int, fraction: float, seed: int) -> TrainValSplit:
     """Carve a validation split out of a data set, by index arithmetic.
 
     The data set is cut into as many intervals as the validation split has samples, their lengths
     differing by at most one, and a keyed choice takes one sample of each (stratified sampling).
-    So both splits keep the data set's order, which ``--shuffle none`` and ``block:N`` rely on, and
+    So both splits keep the data set's order, which ``--shuffle none`` and ``window:N`` rely on, and
     a data set sorted by class gives up each class in proportion.
 
     Args:
@@ -363,12 +363,10 @@ def carve(num_samples: int, fraction: float, seed: int) -> Carved:
     if not 0 < fraction < 1:
         raise ConfigError(f"--val-fraction must be between 0 and 1, but is {fraction}.")
     if not 2 <= num_samples <= 2**52:
-        raise DataError(
-            f"--val-fraction cannot split a data set of {num_samples} samples; it must have 2 to 2**52."
-        )
+        raise DataError(f"--val-fraction cannot split a data set of {num_samples} samples; it must have 2 to 2**52.")
     num_val = min(num_samples - 1, max(1, round(num_samples * fraction)))
     strata = _Strata(num_samples, num_val, derive_key(seed, _CARVE))
-    return Carved(train=_CarvedTrain(strata), val=_CarvedVal(strata))
+    return TrainValSplit(train=_TrainSplit(strata), val=_ValSplit(strata))
 
 
 def _scaled(x: NDArray[np.int64], numerator: int, denominator: int) -> NDArray[np.int64]:
@@ -401,7 +399,7 @@ class _Strata:
 
 
 @dataclass(frozen=True)
-class _CarvedVal:
+class _ValSplit:
     strata: _Strata
 
     def __len__(self) -> int:
@@ -413,7 +411,7 @@ class _CarvedVal:
 
 
 @dataclass(frozen=True)
-class _CarvedTrain:
+class _TrainSplit:
     strata: _Strata
 
     def __len__(self) -> int:
@@ -433,17 +431,17 @@ def _check_indices(indices: NDArray[np.int64], size: int) -> None:
         raise IndexError(f"indices must lie in [0, {size}).")
 
 
-# --- An order of the data whose shards weigh about the same: sentences by tokens, images by pixels ---
+# --- An order of the data whose micro-batches weigh about the same: sentences by tokens, images by pixels ---
 #
-# A step has the same samples as without, and its shards have the same numbers of them. Only who of a step's
-# samples is in which shard follows from their sizes, by a rule that everybody can compute: the heaviest
-# first, each into the shard that is lightest so far and has room. (Graham, "Bounds on multiprocessing timing
+# A step has the same samples as without, and its micro-batches have the same numbers of them. Only who of a step's
+# samples is in which micro-batch follows from their sizes, by a rule that everybody can compute: the heaviest
+# first, each into the micro-batch that is lightest so far and has room. (Graham, "Bounds on multiprocessing timing
 # anomalies", 1969: longest processing time first.)
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedOrder(DataOrder):
-    """The order of ``DataOrder``, with each step's samples dealt to its shards by size.
+class BalancedOrder(DeterministicSampler):
+    """The order of ``DeterministicSampler``, with each step's samples dealt to its micro-batches by size.
 
     Attributes:
         sizes: of each sample, by its number, int64 (num_samples,).
@@ -466,41 +464,41 @@ class BalancedOrder(DataOrder):
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """A step's sample numbers, shard by shard; those of the step asked for last are kept."""
+        """A step's sample numbers, micro-batch by micro-batch; those of the step asked for last are kept."""
         kept = self._dealt.get((epoch, step))
         if kept is None:
             start, stop = self.batch_range(step)
             numbers = super().indices(epoch, start, stop)
-            rooms = [high - low for low, high in self.shard_bounds(step)]
-            kept = numbers[deal(self.sizes[numbers], rooms)]
+            rooms = [high - low for low, high in self.microbatch_bounds(step)]
+            kept = numbers[assign_by_length(self.sizes[numbers], rooms)]
             self._dealt.clear()
             self._dealt[epoch, step] = kept
         return kept
 
 
-def deal(sizes: NDArray[np.int64], rooms: list[int]) -> NDArray[np.int64]:
-    """The places of samples, shard by shard, such that shards' sums of sizes are about equal.
+def assign_by_length(sizes: NDArray[np.int64], rooms: list[int]) -> NDArray[np.int64]:
+    """The places of samples, micro-batch by micro-batch, such that micro-batches' sums of sizes are about equal.
 
     Args:
         sizes: of the samples, (n,).
-        rooms: how many samples each shard takes; n in all.
+        rooms: how many samples each micro-batch takes; n in all.
 
     Returns:
-        A permutation of range(n): the first shard's places in their order, then the second's, and so on.
+        A permutation of range(n): the first micro-batch's places in their order, then the second's, and so on.
     """
     dealt: list[list[int]] = [[] for _ in rooms]
-    lightest = [(0, shard) for shard, room in enumerate(rooms) if room]
+    lightest = [(0, microbatch) for microbatch, room in enumerate(rooms) if room]
     for place in np.argsort(-sizes, kind="stable").tolist():
-        load, shard = heapq.heappop(lightest)
-        dealt[shard].append(place)
-        if len(dealt[shard]) < rooms[shard]:
-            heapq.heappush(lightest, (load + int(sizes[place]), shard))
-    return np.concatenate([np.sort(np.asarray(shard, dtype=np.int64)) for shard in dealt])
+        load, microbatch = heapq.heappop(lightest)
+        dealt[microbatch].append(place)
+        if len(dealt[microbatch]) < rooms[microbatch]:
+            heapq.heappush(lightest, (load + int(sizes[place]), microbatch))
+    return np.concatenate([np.sort(np.asarray(microbatch, dtype=np.int64)) for microbatch in dealt])
 
 
-def balanced(order: DataOrder, sizes: NDArray[np.int64]) -> BalancedOrder:
+def balance_order(order: DeterministicSampler, sizes: NDArray[np.int64]) -> BalancedOrder:
     """The same order, balanced by these sizes."""
-    return BalancedOrder(**{f.name: getattr(order, f.name) for f in fields(DataOrder)}, sizes=sizes)
+    return BalancedOrder(**{f.name: getattr(order, f.name) for f in fields(DeterministicSampler)}, sizes=sizes)
 
 
 def checked_sizes(values: Iterable[Any], num_samples: int, task: str) -> NDArray[np.int64]:
@@ -512,16 +510,16 @@ def checked_sizes(values: Iterable[Any], num_samples: int, task: str) -> NDArray
     try:
         given = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     except (TypeError, ValueError) as error:
-        raise DataError(f"{task}.sample_sizes must return a number for each sample: {error}") from error
+        raise DataError(f"{task}.sample_lengths must return a number for each sample: {error}") from error
     if given.shape != (num_samples,) or given.dtype.kind not in "iu" or (given.size and given.min() < 0):
         raise DataError(
-            f"{task}.sample_sizes must return a whole number of at least 0 for each of the {num_samples} "
+            f"{task}.sample_lengths must return a whole number of at least 0 for each of the {num_samples} "
             f"samples, but returned {given.dtype} of shape {given.shape}. Count tokens, pixels or points."
         )
     return given.astype(np.int64)
 
 
-def save_sizes(path: Path, order: DataOrder | None) -> None:
+def save_sizes(path: Path, order: DeterministicSampler | None) -> None:
     """Keep what a balanced order is balanced by, for whoever recomputes it; of another there is no file."""
     if not isinstance(order, BalancedOrder):
         path.unlink(missing_ok=True)
@@ -531,7 +529,7 @@ def save_sizes(path: Path, order: DataOrder | None) -> None:
     write_atomically(path, content.getvalue())
 
 
-def with_saved_sizes(order: DataOrder | None, path: Path) -> DataOrder | None:
+def with_saved_sizes(order: DeterministicSampler | None, path: Path) -> DeterministicSampler | None:
     """The order that a run had, whose sizes may be in a file.
 
     Raises:
@@ -548,11 +546,11 @@ def with_saved_sizes(order: DataOrder | None, path: Path) -> DataOrder | None:
             f"{path} must hold the sizes of {order.num_samples} samples, int64, but holds {sizes.dtype} of "
             f"shape {sizes.shape}."
         )
-    return balanced(order, sizes)
+    return balance_order(order, sizes)
 
 
-def require_same_sizes(order: DataOrder | None, path: Path) -> None:
-    """Refuse to go on with a run whose shards were dealt by other sizes.
+def require_same_sizes(order: DeterministicSampler | None, path: Path) -> None:
+    """Refuse to go on with a run whose micro-batches were dealt by other sizes.
 
     Raises:
         RunDirectoryError: they were.
@@ -566,6 +564,6 @@ def require_same_sizes(order: DataOrder | None, path: Path) -> None:
         same = np.array_equal(sizes, saved)
     if not same:
         raise RunDirectoryError(
-            f"the task's sample_sizes are not those of {path}, with which the run was created, so its shards "
-            "would have other samples. Restore the task, or start a new run with another --run DIR."
+            f"the task's sample_lengths are not those of {path}, with which the run was created, so its micro-batches "
+            "would have other samples. Restore the task, or start a new run with another --run-dir DIR."
         )

@@ -29,10 +29,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from paceline.core.errors import DataError
-from paceline.core.stack_dump import offer_stacks
+from paceline.core.stack_dump import install_dump_handler
 from paceline.core.task import Task
 from paceline.core.task_loading import load_task_class
-from paceline.data.order import DataOrder, Split, derive_key
+from paceline.data.order import DeterministicSampler, Split, derive_key
 
 # --- What loaders hand to the trainer, and the few types that all of them share ---
 
@@ -43,16 +43,16 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one shard computes in one step.
+    """What one micro-batch computes in one step.
 
     Attributes:
-        shard: the logical shard; in an evaluation, the block's number.
+        microbatch: the logical micro-batch; in an evaluation, the block's number.
         batch: what ``collate`` returned, on the device.
         num_samples: how many samples it holds.
         checksum: :func:`checksum` of the sample numbers that were fetched. The ledger's evidence.
     """
 
-    shard: int
+    index: int
     batch: Any
     num_samples: int
     checksum: int
@@ -61,8 +61,8 @@ class MicroBatch:
 class Loader(Protocol):
     """Gives a rank its micro-batches. Any (epoch, step) may come first; in order is fastest."""
 
-    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
-        """The micro-batches of those of ``shards`` that are present in this step, in order.
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """The micro-batches of those of ``microbatches`` that are present in this step, in order.
 
         Raises:
             DataError: a sample cannot be read or does not fit its batch.
@@ -186,7 +186,12 @@ class TensorLoader:
     _CHUNK = 16_384  # positions; 1 to 2 ms of index arithmetic
 
     def __init__(
-        self, dataset: Any, order: DataOrder, *, device: torch.device, index_map: Split | None = None
+        self,
+        dataset: Any,
+        order: DeterministicSampler,
+        *,
+        device: torch.device,
+        index_map: Split | None = None,
     ) -> None:
         self._order = order
         self._gather = TensorGather(dataset, device=device, index_map=index_map)
@@ -195,9 +200,9 @@ class TensorLoader:
         self._numbers: Indices = np.empty(0, np.int64)
         self._rows = torch.empty(0, dtype=torch.int64)
 
-    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
         """See :class:`Loader`; the micro-batches are views of one gather."""
-        bounds = self._order.shard_bounds(step)[shards.start : shards.stop : shards.step]
+        bounds = self._order.microbatch_bounds(step)[microbatches.start : microbatches.stop : microbatches.step]
         if not bounds:
             return []
         start, stop = bounds[0][0], bounds[-1][1]
@@ -205,15 +210,15 @@ class TensorLoader:
             self._compute(epoch, start, stop)
         offset = self._start
         rows = self._rows[start - offset : stop - offset]
-        if shards.step != 1:
+        if microbatches.step != 1:
             rows = torch.cat([self._rows[a - offset : b - offset] for a, b in bounds])
         tensors = self._gather.take(rows)
         sizes = [b - a for a, b in bounds]
-        # One split a tensor, not one slice a shard: a slice costs 2 us.
+        # One split a tensor, not one slice a micro-batch: a slice costs 2 us.
         batches = zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
         return [
-            MicroBatch(shard, list(batch), b - a, checksum(self._numbers[a - offset : b - offset]))
-            for shard, (a, b), batch in zip(shards, bounds, batches, strict=False)
+            MicroBatch(microbatch, list(batch), b - a, checksum(self._numbers[a - offset : b - offset]))
+            for microbatch, (a, b), batch in zip(microbatches, bounds, batches, strict=False)
         ]
 
     def close(self) -> None:
@@ -231,7 +236,7 @@ class TensorLoader:
 # --- Reading and collating samples, with randomness keyed by sample: what a worker process does ---
 #
 # Before each ``__getitem__`` the generators of torch, ``random`` and numpy are seeded from
-# (seed, epoch, sample), so augmentation is the same for any number of workers, shards or processes.
+# (seed, epoch, sample), so augmentation is the same for any number of workers, micro-batches or processes.
 
 
 _SAMPLE = 16
@@ -239,7 +244,7 @@ _SAMPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReadRequest:
     """One micro-batch to read.
 
     Attributes:
@@ -261,7 +266,7 @@ class ReadError(Exception):
 
 
 @dataclass(frozen=True)
-class Failure:
+class ReadFailure:
     """Why a micro-batch could not be read; travels back from a worker in its place."""
 
     message: str
@@ -282,7 +287,7 @@ class SampleReader:
         self._split = split
         self._batched = callable(getattr(type(dataset), "__getitems__", None))
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: ReadRequest) -> Any:
         """The collated batch, or a :class:`Failure`."""
         rows = request.rows.tolist()
         samples: list[Any] = []
@@ -299,7 +304,7 @@ class SampleReader:
             return self._failure(f"{which} cannot be read", error)
         if len(samples) != len(rows):
             message = f"__getitems__ returned {len(samples)} samples for {len(rows)} numbers"
-            return Failure(f"{self._split} dataset, {_span(rows)}: {message}.")
+            return ReadFailure(f"{self._split} dataset, {_span(rows)}: {message}.")
         try:
             return self._collate(samples)
         except Exception as error:
@@ -308,9 +313,9 @@ class SampleReader:
                 return self._failure(f"{ragged} Make them equal, or define collate() in the task", error)
             return self._failure(f"{_span(rows)} cannot be collated", error)
 
-    def _failure(self, what: str, error: Exception) -> Failure:
+    def _failure(self, what: str, error: Exception) -> ReadFailure:
         message = f"{self._split} dataset, {what}: {type(error).__name__}: {error}"
-        return Failure(message, ReadError(traceback.format_exc()))
+        return ReadFailure(message, ReadError(traceback.format_exc()))
 
 
 def describe_ragged(rows: Sequence[int], samples: Sequence[Any]) -> str | None:
@@ -331,15 +336,11 @@ def describe_ragged(rows: Sequence[int], samples: Sequence[Any]) -> str | None:
 def _named(rows: list[int]) -> str:
     if len(rows) == 1:
         return f"sample {rows[0]}"
-    return f"samples {', '.join(map(str, rows[:3]))}" + (
-        f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-    )
+    return f"samples {', '.join(map(str, rows[:3]))}" + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
 def _span(rows: Sequence[int]) -> str:
-    return (
-        f"sample {rows[0]}" if len(rows) == 1 else f"samples {rows[0]} ... {rows[-1]} ({len(rows)} of them)"
-    )
+    return f"sample {rows[0]}" if len(rows) == 1 else f"samples {rows[0]} ... {rows[-1]} ({len(rows)} of them)"
 
 
 def _shape(sample: Any) -> str:
@@ -362,7 +363,7 @@ def seed_everything(key: int) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Read samples in the trainer's process as a worker would, and leave its state as it was.
 
     Workers run torch on one thread, and a sum over two threads can have other bits.
@@ -401,10 +402,10 @@ class SampleSource:
         self._split = split
         self._num_workers = workers
         self._workers: _Workers | None = None
-        self._requests: Iterator[Request] = iter(())
-        self._pending: deque[Request] = deque()
+        self._requests: Iterator[ReadRequest] = iter(())
+        self._pending: deque[ReadRequest] = deque()
 
-    def start(self, requests: Iterator[Request], *, ahead: int) -> None:
+    def start(self, requests: Iterator[ReadRequest], *, ahead: int) -> None:
         """Begin a sequence of requests; what was read ahead of another one is dropped.
 
         Args:
@@ -416,9 +417,7 @@ class SampleSource:
             self._requests = requests
             return
         if self._workers is None:
-            self._workers = _Workers(
-                self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda"
-            )
+            self._workers = _Workers(self._reader, self._num_workers, ahead=ahead, pin=self._device.type == "cuda")
         try:
             with warnings.catch_warnings():
                 # torch's advice to fork after all; the error below says what helps.
@@ -427,10 +426,10 @@ class SampleSource:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise DataError(
                 f"the {self._split} dataset cannot be sent to worker processes: {error}. Open files and "
-                "connections in __getitem__ instead of __init__, avoid lambdas, or use --workers 0."
+                "connections in __getitem__ instead of __init__, avoid lambdas, or use --num-workers 0."
             ) from error
 
-    def next(self) -> tuple[Request, Any]:
+    def next(self) -> tuple[ReadRequest, Any]:
         """The next request and its batch, on the device.
 
         Raises:
@@ -439,12 +438,12 @@ class SampleSource:
         """
         if self._workers is None:
             request = next(self._requests)
-            with undisturbed():
+            with preserve_rng_state():
                 batch = self._reader[request]
         else:
             batch = self._next_from_workers(self._workers)
             request = self._pending.popleft()
-        if isinstance(batch, Failure):
+        if isinstance(batch, ReadFailure):
             raise DataError(batch.message) from batch.cause
         return request, to_device(batch, self._device)
 
@@ -454,7 +453,7 @@ class SampleSource:
             self._workers.close()
             self._workers = None
 
-    def _recorded(self, requests: Iterator[Request]) -> Iterator[Request]:
+    def _recorded(self, requests: Iterator[ReadRequest]) -> Iterator[ReadRequest]:
         for request in requests:
             self._pending.append(request)
             yield request
@@ -466,8 +465,8 @@ class SampleSource:
             rows = self._pending[0].rows
             raise DataError(
                 f"a worker process of the {self._split} dataset died; samples {rows[0]} ... {rows[-1]} were "
-                "due. Its own message, if any, stands above; often memory ran out: use fewer --workers, or "
-                f"--workers 0. ({error})"
+                "due. Its own message, if any, stands above; often memory ran out: use fewer --num-workers, or "
+                f"--num-workers 0. ({error})"
             ) from error
 
 
@@ -477,7 +476,7 @@ class SampleLoader:
     def __init__(
         self,
         dataset: Any,
-        order: DataOrder,
+        order: DeterministicSampler,
         *,
         seed: int,
         device: torch.device,
@@ -489,38 +488,40 @@ class SampleLoader:
         inner, subset = without_subsets(dataset)
         self._order = order
         self._rows = RowNumbers(index_map, subset)
-        self._source = SampleSource(
-            inner, seed=seed, device=device, workers=workers, collate=collate, split=split
-        )
+        self._source = SampleSource(inner, seed=seed, device=device, workers=workers, collate=collate, split=split)
         self._due: tuple[int, int, range] | None = None
 
-    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
-        """See :class:`Loader`; another step or other shards than the next ones start reading anew."""
-        if not shards:
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """See :class:`Loader`; another step or other micro-batches than the next ones start reading anew."""
+        if not microbatches:
             return []  # a spare's
-        if (epoch, step, shards) != self._due:
-            self._source.start(self._from(epoch, step, shards), ahead=2 * len(shards))
+        if (epoch, step, microbatches) != self._due:
+            self._source.start(self._from(epoch, step, microbatches), ahead=2 * len(microbatches))
         # Not known to be due until all of it has been read.
         self._due = None
         micro_batches = []
-        for shard in shards[: len(self._order.shard_bounds(step)[shards.start : shards.stop : shards.step])]:
+        for microbatch in microbatches[
+            : len(self._order.microbatch_bounds(step)[microbatches.start : microbatches.stop : microbatches.step])
+        ]:
             request, batch = self._source.next()
-            micro_batches.append(MicroBatch(shard, batch, len(request.numbers), checksum(request.numbers)))
+            micro_batches.append(MicroBatch(microbatch, batch, len(request.numbers), checksum(request.numbers)))
         last = step + 1 == self._order.steps_per_epoch
-        self._due = (epoch + 1, 0, shards) if last else (epoch, step + 1, shards)
+        self._due = (epoch + 1, 0, microbatches) if last else (epoch, step + 1, microbatches)
         return micro_batches
 
     def close(self) -> None:
         """End the workers; may be called twice."""
         self._source.close()
 
-    def _from(self, epoch: int, step: int, shards: range) -> Iterator[Request]:
-        """Every micro-batch of these shards from a step on, without end."""
+    def _from(self, epoch: int, step: int, microbatches: range) -> Iterator[ReadRequest]:
+        """Every micro-batch of these micro-batches from a step on, without end."""
         for e in itertools.count(epoch):
             for t in range(step if e == epoch else 0, self._order.steps_per_epoch):
-                for start, stop in self._order.shard_bounds(t)[shards.start : shards.stop : shards.step]:
+                for start, stop in self._order.microbatch_bounds(t)[
+                    microbatches.start : microbatches.stop : microbatches.step
+                ]:
                     numbers = self._order.indices(e, start, stop)
-                    yield Request(e, numbers, self._rows(numbers))
+                    yield ReadRequest(e, numbers, self._rows(numbers))
 
 
 _open: tuple[weakref.ref[_Workers], ...] = ()
@@ -559,7 +560,7 @@ class _Workers:
         global _open
         _open = (*(reference for reference in _open if reference() is not None), weakref.ref(self))
 
-    def start(self, requests: Iterator[Request]) -> None:
+    def start(self, requests: Iterator[ReadRequest]) -> None:
         self._sequence.requests = requests
         before = set(multiprocessing.active_children())
         self._iterator = iter(self._loader)
@@ -579,9 +580,9 @@ class _Workers:
 class _Sequence:
     """The sampler: what a ``DataLoader`` iterates when it starts or starts anew."""
 
-    requests: Iterator[Request] = iter(())
+    requests: Iterator[ReadRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         return self.requests
 
 
@@ -601,10 +602,10 @@ class _Parcel:
 
 class _TaskFiles:
     def __reduce__(self) -> tuple[Any, ...]:
-        return _import_task_files, (loaded_task_files(),)
+        return _import_task_files, (list_task_files(),)
 
 
-def loaded_task_files() -> list[str]:
+def list_task_files() -> list[str]:
     """One ``file.py:Name`` for each file that tasks were loaded from."""
     specs = []
     for module in list(sys.modules.values()):
@@ -632,7 +633,7 @@ def _prepare_worker(worker: int) -> None:
     """Leave it to the trainer when to end: Ctrl-C and a scheduler's signals reach workers too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    offer_stacks()
+    install_dump_handler()
     threading.Thread(target=_end_with_trainer, daemon=True).start()
 
 

@@ -17,9 +17,9 @@ from paceline.data.samples import (
     Collate,
     MicroBatch,
     describe_ragged,
+    preserve_rng_state,
     seed_everything,
     to_device,
-    undisturbed,
 )
 
 _ITEM = 17
@@ -121,7 +121,7 @@ def as_stream(dataset: Any) -> ShardedStream | None:
 
 
 @dataclass
-class _Shard:
+class _StreamShard:
     """A shard's reader, which is one micro-batch ahead of what was handed out."""
 
     epoch: int
@@ -145,7 +145,7 @@ class StreamLoader:
     """Loads a stream: in each step every shard gives its G / S samples until it has no more.
 
     Sizes differ by at most one, the larger ones first. A shard's last micro-batch is what is left; less
-    than ``min_shard`` joins the one before. A shard is absent from then on. Streams are read in this
+    than ``min_microbatch_size`` joins the one before. A shard is absent from then on. Streams are read in this
     process, one micro-batch ahead, so that the end of an epoch is known before the step after it.
     """
 
@@ -154,8 +154,8 @@ class StreamLoader:
         stream: ShardedStream,
         *,
         global_batch_size: int,
-        num_shards: int,
-        min_shard: int,
+        num_microbatches: int,
+        min_microbatch_size: int,
         seed: int,
         device: torch.device,
         collate: Collate,
@@ -164,39 +164,41 @@ class StreamLoader:
         """Take a stream.
 
         Raises:
-            ConfigError: G is too small for S shards of ``min_shard`` samples.
+            ConfigError: G is too small for S micro-batches of ``min_microbatch_size`` samples.
         """
-        if global_batch_size < num_shards * min_shard:
+        if global_batch_size < num_microbatches * min_microbatch_size:
             raise ConfigError(
-                f"--global-batch-size {global_batch_size} is too small for {num_shards} shards of at least "
-                f"{min_shard} samples. Use --global-batch-size {num_shards * min_shard} or more."
+                f"--global-batch-size {global_batch_size} is too small for {num_microbatches} micro-batches of at "
+                f"least {min_microbatch_size} samples. Use --global-batch-size "
+                f"{num_microbatches * min_microbatch_size} or more."
             )
         self._stream = stream
         self._sizes = [
-            global_batch_size // num_shards + (k < global_batch_size % num_shards) for k in range(num_shards)
+            global_batch_size // num_microbatches + (k < global_batch_size % num_microbatches)
+            for k in range(num_microbatches)
         ]
-        self._min_shard = min_shard
+        self._min_microbatch_size = min_microbatch_size
         self._seed = seed
         self._device = device
         self._collate = collate
         self._split = split
-        self._shards: dict[int, _Shard] = {}
+        self._shards: dict[int, _StreamShard] = {}
         self._known: dict[int, Mapping[str, Any]] = {}  # positions before steps that were committed
 
-    def fetch(self, epoch: int, step: int, shards: range) -> list[MicroBatch]:
-        """The micro-batches of those of ``shards`` that have samples left; steps in order.
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """The micro-batches of those of ``microbatches`` that have samples left; steps in order.
 
         A shard that was not here in the step before is read on from where it is known to have been, or
         else from its beginning.
 
         Raises:
             DataError: the stream fails, its samples do not fit together, or a whole shard has fewer
-                than ``min_shard`` samples.
+                than ``min_microbatch_size`` samples.
         """
-        self._shards = {k: s for k, s in self._shards.items() if k in shards}
+        self._shards = {k: s for k, s in self._shards.items() if k in microbatches}
         micro_batches = []
-        with undisturbed():
-            for k in shards:
+        with preserve_rng_state():
+            for k in microbatches:
                 shard = self._at(k, epoch, step)
                 # If this step is not committed, it is fetched again.
                 self._known[k] = shard.position()
@@ -210,23 +212,23 @@ class StreamLoader:
                 micro_batches.append(MicroBatch(k, batch, len(samples), zlib.crc32(numbers.tobytes())))
         return micro_batches
 
-    def exhausted(self, shards: range) -> bool:
-        """Whether these shards, as of the last :meth:`fetch`, have no samples left in the epoch."""
-        return not any(self._shards[k].ahead for k in shards)
+    def exhausted(self, microbatches: range) -> bool:
+        """Whether these micro-batches, as of the last :meth:`fetch`, have no samples left in the epoch."""
+        return not any(self._shards[k].ahead for k in microbatches)
 
     @property
     def reading(self) -> tuple[int, ...]:
         """The shards that this rank has readers of."""
         return tuple(self._shards)
 
-    def positions(self, epoch: int, step: int, shards: Iterable[int]) -> dict[str, Any]:
+    def positions(self, epoch: int, step: int, microbatches: Iterable[int]) -> dict[str, Any]:
         """From where these shards can be read on to the beginning of a step: shard (as text) -> position.
 
         As JSON types; a shard of which nothing is known is left out: it is read from its beginning. A reader
         that was ahead of ``step``, because the step failed, counts with its position before that.
         """
         found: dict[str, Any] = {}
-        for k in shards:
+        for k in microbatches:
             known = [self._shards[k].position()] if k in self._shards else []
             known += [dict(self._known[k])] if k in self._known else []
             found |= {str(k): position for position in known[::-1] if _serves(position, epoch, step)}
@@ -245,7 +247,7 @@ class StreamLoader:
         """Drop all readers."""
         self._shards.clear()
 
-    def _at(self, k: int, epoch: int, step: int) -> _Shard:
+    def _at(self, k: int, epoch: int, step: int) -> _StreamShard:
         """Shard ``k``, with the samples of this step read."""
         shard = self._shards.get(k)
         if shard is None or (shard.epoch, shard.step) != (epoch, step):
@@ -253,36 +255,37 @@ class StreamLoader:
             known = self._known.get(k)
             if known is not None and _serves(known, epoch, step):
                 reader.load_state_dict(known["reader"])
-                shard = _Shard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
+                shard = _StreamShard(epoch, known["step"], known["handed_out"], reader, known["reader"], [])
                 self._read_ahead(k, shard)
             else:
-                shard = _Shard(epoch, 0, 0, reader, reader.state_dict(), [])
+                shard = _StreamShard(epoch, 0, 0, reader, reader.state_dict(), [])
                 self._read_ahead(k, shard)
-                if 0 < len(shard.ahead) < self._min_shard:
+                if 0 < len(shard.ahead) < self._min_microbatch_size:
                     raise DataError(
                         f"{self._split} stream, shard {k} holds {len(shard.ahead)} samples in all, but a "
-                        f"shard needs at least {self._min_shard}. Give more data, use fewer --shards, or "
-                        "lower min_shard in the task."
+                        f"shard needs at least {self._min_microbatch_size}. Give more data, use fewer "
+                        "--microbatches, or "
+                        "lower min_microbatch_size in the task."
                     )
             while shard.step < step:
                 self._hand_out(k, shard)
             self._shards[k] = shard
         return shard
 
-    def _hand_out(self, k: int, shard: _Shard) -> None:
+    def _hand_out(self, k: int, shard: _StreamShard) -> None:
         """Count the samples ahead as handed out; a remainder too small to stand alone joins them."""
         samples = shard.ahead
         shard.state = shard.reader.state_dict()
         shard.handed_out += len(samples)
         shard.step += 1
         self._read_ahead(k, shard)
-        if len(shard.ahead) < self._min_shard:
+        if len(shard.ahead) < self._min_microbatch_size:
             samples += shard.ahead  # in place: this is the list that fetch() is about to collate
             shard.handed_out += len(shard.ahead)
             shard.state = shard.reader.state_dict()
             shard.ahead = []
 
-    def _read_ahead(self, k: int, shard: _Shard) -> None:
+    def _read_ahead(self, k: int, shard: _StreamShard) -> None:
         shard.ahead = []
         try:
             for number in range(shard.handed_out, shard.handed_out + self._sizes[k]):
@@ -301,9 +304,5 @@ class StreamLoader:
             return self._collate(samples)
         except Exception as error:
             items = range(first, first + len(samples))
-            ragged = (
-                describe_ragged(items, samples) or f"items {items[0]} ... {items[-1]} cannot be collated:"
-            )
-            raise DataError(
-                f"{self._split} stream, shard {k}: {ragged} {type(error).__name__}: {error}"
-            ) from error
+            ragged = describe_ragged(items, samples) or f"items {items[0]} ... {items[-1]} cannot be collated:"
+            raise DataError(f"{self._split} stream, shard {k}: {ragged} {type(error).__name__}: {error}") from error

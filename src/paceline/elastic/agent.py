@@ -14,14 +14,14 @@ from contextlib import ExitStack, closing, suppress
 from types import FrameType
 
 from paceline.core.errors import LaunchError, RunDirectoryError
-from paceline.core.process_group import RenderedProcesses
-from paceline.core.signals import STOP_SIGNALS, signals_handled
-from paceline.elastic.consensus.controller import Cluster
-from paceline.elastic.consensus.discovery import meet
-from paceline.elastic.consensus.transport import Mesh
-from paceline.elastic.control import ControlSocket, Requests
-from paceline.elastic.controller import say
-from paceline.elastic.node import Node
+from paceline.core.process_group import RenderedProcessGroup
+from paceline.core.signals import STOP_SIGNALS, handle_signals
+from paceline.elastic.consensus.controller import AgentController
+from paceline.elastic.consensus.discovery import discover
+from paceline.elastic.consensus.transport import PeerNetwork
+from paceline.elastic.control import ControlApi, ControlSocket
+from paceline.elastic.controller import print_status
+from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunLock
 
 _LONGEST_S = 60.0
@@ -29,20 +29,20 @@ _RETRY_S = 0.5
 
 
 class Agent:
-    """A job whose workers are replaced when they die; see :class:`LocalJob`.
+    """A job whose workers are replaced when they die; see :class:`ProcessGroup`.
 
     Args:
         rendered: one process, the zygote; the last word of its spec's command is the job's file.
     """
 
-    def __init__(self, rendered: RenderedProcesses) -> None:
+    def __init__(self, rendered: RenderedProcessGroup) -> None:
         spec = rendered.spec
         assert spec.directory is not None
         if shutil.which(spec.python) is None:
             raise LaunchError(f"{spec.python} is no program that can be run.")
         self._signals: list[int] = []  # not handled yet
-        self._node: Node | None = None
-        self._mesh: Mesh | None = None
+        self._node: NodeWorkers | None = None
+        self._mesh: PeerNetwork | None = None
         self._directory = spec.directory
         self._control: ControlSocket | None = None
         self._retry_at = 0.0  # to take what whoever leads holds, by the monotonic clock
@@ -55,18 +55,18 @@ class Agent:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._stack.callback(os.close, self._wake)
             self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-            meeting, lease = (None, None) if alone else meet(spec, spec.directory)
+            meeting, lease = (None, None) if alone else discover(spec, spec.directory)
             if meeting is not None:
                 self._stack.callback(meeting.listener.close)
             # Not before: looking for the secret that machines share can be interrupted as it is.
-            self._stack.enter_context(signals_handled(STOP_SIGNALS, self._on_signal))
-            founds = meeting is None or meeting.founds
+            self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
+            founds = meeting is None or meeting.is_first
             self._lock = self._stack.enter_context(closing(RunLock(spec.directory)))
             if founds:
                 self._lock.take()
                 for old in spec.directory.logs.glob("rank-*.error.json"):
                     old.unlink(missing_ok=True)
-            self._node = Node(
+            self._node = NodeWorkers(
                 rendered.processes[0],
                 spec.command[-1],
                 spec.directory,
@@ -76,19 +76,19 @@ class Agent:
                 inherited=(self._lock.fileno(),),
                 interface="" if meeting is None else meeting.interface,
             )
-            self._cluster = Cluster(spec, spec.directory, self._node, meeting)
-            self._node.reports = self._cluster
-            self._requests = Requests(spec, spec.directory, self._cluster, self._node)
+            self._controller = AgentController(spec, spec.directory, self._node, meeting)
+            self._node.reports = self._controller
+            self._requests = ControlApi(spec, spec.directory, self._controller, self._node)
             if meeting is not None:
-                self._mesh = Mesh(
+                self._mesh = PeerNetwork(
                     self._selector,
                     meeting.listener,
                     meeting.token,
                     meeting.hello,
-                    self._cluster,
+                    self._controller,
                     spec.heartbeat_s,
                 )
-            self._cluster.begin(self._mesh, lease)
+            self._controller.begin(self._mesh, lease)
             if founds:
                 self._control = ControlSocket(self._directory, self._selector, self._requests)
         except BaseException as error:
@@ -106,9 +106,9 @@ class Agent:
         """Watch the job to its end; print one message if it failed; return its exit code."""
         assert self._node is not None
         try:
-            while not self._cluster.over:
+            while not self._controller.over:
                 self._turn(self._node)
-            code = self._cluster.conclude()
+            code = self._controller.conclude()
         finally:
             self._end()
         return code
@@ -118,15 +118,15 @@ class Agent:
         self._signals.append(0)
         os.eventfd_write(self._wake, 1)
 
-    def _turn(self, node: Node) -> None:
+    def _turn(self, node: NodeWorkers) -> None:
         """What has happened, then what has not happened in time."""
         now = time.monotonic()
-        due = min(now + _LONGEST_S, node.deadline, self._cluster.deadline)
+        due = min(now + _LONGEST_S, node.deadline, self._controller.deadline)
         for key, _ in self._selector.select(max(0.0, due - now)):
             key.data()
         now = time.monotonic()
         node.expire(now)
-        self._cluster.expire(now)
+        self._controller.expire(now)
         self._take_office(now)
 
     def _take_office(self, now: float) -> None:
@@ -135,7 +135,7 @@ class Agent:
         The last processes of the machine that led before may hold the lock, and the disk may be full: neither
         is a reason to give up the workers.
         """
-        if self._cluster.leader is None:
+        if self._controller.leader is None:
             if self._control is not None:
                 self._control.close()
                 self._control = None
@@ -152,7 +152,7 @@ class Agent:
                 self._control = ControlSocket(self._directory, self._selector, self._requests)
             except (OSError, RunDirectoryError) as error:
                 if not self._said_why:
-                    say(f"other commands cannot reach this run yet: {error}")
+                    print_status(f"other commands cannot reach this run yet: {error}")
                 self._said_why = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -165,9 +165,9 @@ class Agent:
         while self._signals:
             number = self._signals.pop(0)
             if number:
-                self._cluster.signalled(number)
+                self._controller.signalled(number)
             else:
-                self._cluster.cancel()
+                self._controller.cancel()
 
     def _end(self) -> None:
         """Leave nothing behind, whatever happened."""

@@ -19,10 +19,10 @@ from typing import Any, Protocol, Self
 
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import write_atomically
-from paceline.core.process_group import LocalSpec
-from paceline.elastic.consensus.controller import Cluster
-from paceline.elastic.controller import Leader
-from paceline.elastic.node import Node
+from paceline.core.process_group import ProcessGroupSpec
+from paceline.elastic.consensus.controller import AgentController
+from paceline.elastic.controller import JobController
+from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunDirectory
 
 # --- How other commands talk to the agent of a run at work: a Unix socket that only its own user can reach
@@ -55,7 +55,7 @@ class WorkerStatus:
     """
 
     rank: int | None
-    slot: int
+    local_index: int
     node: str
     pid: int | None
     step: int
@@ -63,7 +63,7 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """A job, as its agent knows it.
 
     Attributes:
@@ -96,10 +96,10 @@ class Status:
         return cls(**{**document, "workers": workers})
 
 
-class Controlled(Protocol):
+class ControlHandler(Protocol):
     """What can be asked for."""
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """Where the job stands."""
 
     def scale(self, nproc: int) -> None:
@@ -129,9 +129,7 @@ class ControlSocket:
         controlled: answers requests.
     """
 
-    def __init__(
-        self, directory: RunDirectory, selector: selectors.BaseSelector, controlled: Controlled
-    ) -> None:
+    def __init__(self, directory: RunDirectory, selector: selectors.BaseSelector, controlled: ControlHandler) -> None:
         self._selector = selector
         self._controlled = controlled
         self._clients: set[socket.socket] = set()
@@ -242,7 +240,7 @@ class AgentConnection:
     ) -> None:
         self._socket.close()
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """Where the job stands.
 
         Raises:
@@ -250,7 +248,7 @@ class AgentConnection:
         """
         return self._ask({"status": {}})
 
-    def scale(self, **wanted: int) -> Status:
+    def scale(self, **wanted: int) -> RunStatus:
         """Ask for other numbers: ``nproc`` or ``nodes``; return at once, with the new target.
 
         Raises:
@@ -259,7 +257,7 @@ class AgentConnection:
         """
         return self._ask({"scale": wanted})
 
-    def gather(self) -> Status:
+    def gather(self) -> RunStatus:
         """Have training wait, after the step, until all that there should be take part.
 
         Raises:
@@ -267,7 +265,7 @@ class AgentConnection:
         """
         return self._ask({"gather": {}})
 
-    def _ask(self, request: Mapping[str, Any]) -> Status:
+    def _ask(self, request: Mapping[str, Any]) -> RunStatus:
         try:
             self._socket.send(json.dumps(request).encode(), socket.MSG_NOSIGNAL)
             content = self._socket.recv(_LONGEST)
@@ -280,7 +278,7 @@ class AgentConnection:
         answer = json.loads(content)
         if "error" in answer:
             raise ConfigError(answer["error"])
-        return Status.from_json(answer)
+        return RunStatus.from_json(answer)
 
 
 class AgentGone(PacelineError):
@@ -323,7 +321,7 @@ def _user_of(connection: socket.socket) -> int:
 # --- What other commands ask of a run at work: answered by the agent that leads. No torch ---
 
 
-class Requests:
+class ControlApi:
     """Answers them; see :class:`~paceline.elastic.control.Controlled`.
 
     Args:
@@ -333,10 +331,12 @@ class Requests:
         node: this machine's workers.
     """
 
-    def __init__(self, spec: LocalSpec, directory: RunDirectory, cluster: Cluster, node: Node) -> None:
-        self._spec, self._directory, self._cluster, self._node = spec, directory, cluster, node
+    def __init__(
+        self, spec: ProcessGroupSpec, directory: RunDirectory, cluster: AgentController, node: NodeWorkers
+    ) -> None:
+        self._spec, self._directory, self._controller, self._node = spec, directory, cluster, node
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """Where the job stands.
 
         Raises:
@@ -347,17 +347,17 @@ class Requests:
         members = coordinator.members()
         others = [worker for worker in coordinator.workers if worker not in members]
         steps = {worker: beats[worker].step if worker in beats else -1 for worker in (*members, *others)}
-        return Status(
-            generation=-1 if coordinator.view is None else coordinator.generation,
+        return RunStatus(
+            generation=-1 if coordinator.group is None else coordinator.generation,
             target=coordinator.target,
-            whole=leader.chronicle.is_whole(coordinator.view),
-            stopping=leader.ending.is_sure,
-            recoveries=leader.judgement.recoveries,
+            whole=leader.recovery_log.is_whole(coordinator.group),
+            stopping=leader.shutdown.is_final,
+            recoveries=leader.failure_policy.recoveries,
             step=max((steps[worker] for worker in members), default=-1),
             workers=tuple(
                 WorkerStatus(
                     rank=members.index(worker) if worker in members else None,
-                    slot=coordinator.slot(worker),
+                    local_index=coordinator.local_index(worker),
                     node=coordinator.node(worker),
                     pid=self._node.pid_of(worker),
                     step=step,
@@ -374,17 +374,17 @@ class Requests:
             ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
-        leader.ending.refuse_changes()
+        leader.shutdown.refuse_changes()
         if nproc < 1:
             raise ConfigError(f"--nproc must be at least 1, but is {nproc}.")
-        leader.learn_shards()
+        leader.learn_microbatches()
         coordinator = leader.coordinator
-        machines, most = len(coordinator.nodes), coordinator.most
+        machines, most = len(coordinator.nodes), coordinator.max_workers
         if nproc * machines > most:
             raise ConfigError(
-                f"{nproc * machines} processes cannot share {most} shards: each needs at least one. "
+                f"{nproc * machines} processes cannot share {most} micro-batches: each needs at least one. "
                 f"Use --nproc {most // machines} or fewer. "
-                "A run's number of shards is fixed when it is created."
+                "A run's number of micro-batches is fixed when it is created."
             )
         leader.resize(
             dict.fromkeys(coordinator.nodes, nproc),
@@ -399,18 +399,16 @@ class Requests:
             ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
-        there = [name for name in self._cluster.roster.nodes if name in leader.nodes]
+        there = [name for name in self._controller.node_set.nodes if name in leader.nodes]
         if nodes > len(there):
             raise ConfigError(
                 f"the run is on {len(there)} machine(s). Another one joins it, up to --nodes MIN:MAX, when "
                 f"this is given there: paceline join {self._directory.path}"
             )
         if nodes < self._spec.least_nodes:
-            raise ConfigError(
-                f"--nodes must be at least {self._spec.least_nodes}, as the run was started so."
-            )
+            raise ConfigError(f"--nodes must be at least {self._spec.least_nodes}, as the run was started so.")
         # The leading one stays: somebody has to see the others off.
-        leaving = [name for name in reversed(there) if name != self._cluster.name][: len(there) - nodes]
+        leaving = [name for name in reversed(there) if name != self._controller.name][: len(there) - nodes]
         leader.retire(leaving)
 
     def gather(self) -> None:
@@ -421,7 +419,7 @@ class Requests:
         """
         self._leader().gather()
 
-    def _leader(self) -> Leader:
-        if self._cluster.leader is None:
+    def _leader(self) -> JobController:
+        if self._controller.leader is None:
             raise ConfigError("another machine's agent leads the run by now; ask again there.")
-        return self._cluster.leader
+        return self._controller.leader

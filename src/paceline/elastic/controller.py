@@ -12,51 +12,51 @@ from contextlib import suppress
 from typing import Protocol
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.process_group import LocalSpec
-from paceline.core.signals import ECHO_S, StopRequests, passed_on
+from paceline.core.process_group import ProcessGroupSpec
+from paceline.core.signals import ECHO_S, StopRequests, forwarded_signal
 from paceline.elastic.coordinator import (
     Action,
-    AskToReform,
-    Break,
+    BreakGroup,
     Coordinator,
-    Form,
-    Retire,
-    Seat,
+    FormGroup,
+    RequestReform,
     Start,
-    View,
+    StopWorker,
+    WorkerGroup,
+    WorkerSlot,
 )
-from paceline.elastic.failure_policy import Budget, Judgement, how_it_ended
-from paceline.elastic.hang import Ask, Hang, HangWatch
-from paceline.elastic.node import Ended, Node, Order, Orders, Said
+from paceline.elastic.failure_policy import FailurePolicy, RestartBudget, describe_end
+from paceline.elastic.hang import Ask, Hang, HangDetector
+from paceline.elastic.node import Ended, NodeCommands, NodeWorkers, Order, Said
 from paceline.elastic.worker_channel import (
-    Beat,
-    Broken,
+    Assignment,
+    ExitRequest,
+    GroupBroken,
     Joined,
-    Leave,
-    Place,
-    Reform,
-    Report,
-    Standing,
-    Waits,
+    Ready,
+    ReformRequest,
+    ReportRequest,
+    StallSnapshot,
+    WorkerHeartbeat,
 )
 from paceline.runs.directory import RunDirectory
 
 # --- What is told of a job: what ended each view, who was lost, and how long it took to go on. No torch ---
 
 
-def record(directory: RunDirectory, kind: str, **fields: object) -> None:
+def append_event(directory: RunDirectory, kind: str, **fields: object) -> None:
     """Note an event; a full disk is no reason to give up the workers."""
     with suppress(OSError):
         directory.append_event(kind, **fields)
 
 
-def say(sentence: str) -> None:
+def print_status(sentence: str) -> None:
     """Tell the user something; stderr may be a file on a full disk too."""
     with suppress(OSError):
         print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
 
-class Chronicle:
+class RecoveryLog:
     """Of the views that one leader forms.
 
     Args:
@@ -74,7 +74,7 @@ class Chronicle:
 
     def record(self, kind: str, **fields: object) -> None:
         """Note an event."""
-        record(self._directory, kind, **fields)
+        append_event(self._directory, kind, **fields)
 
     def lost(self, since: float | None = None) -> None:
         """The view is hit, or left; by the monotonic clock, since when, if not now."""
@@ -97,7 +97,7 @@ class Chronicle:
         """Whether the members of this view were asked to leave it."""
         return self._asked_to_reform == generation
 
-    def formed(self, view: View, slots: Sequence[int], nodes: Sequence[str], step: int) -> None:
+    def formed(self, view: WorkerGroup, slots: Sequence[int], nodes: Sequence[str], step: int) -> None:
         """A view is formed.
 
         Args:
@@ -112,7 +112,7 @@ class Chronicle:
                 generation=view.generation,
                 members=list(slots),
                 world_size=len(view.members),
-                computing=view.computing,
+                computing=view.active,
                 nodes=len(set(nodes)),
                 why=self._why,
                 recovery=self._hit or self._asked_to_reform != view.generation - 1,
@@ -122,14 +122,14 @@ class Chronicle:
         self._joined.clear()
         self._why, self._hit = "", False
 
-    def joined(self, view: View, worker: int, step: int) -> None:
+    def joined(self, view: WorkerGroup, worker: int, step: int) -> None:
         """A member of the current view holds its state."""
         self._joined.add(worker)
         if self.is_whole(view) and view.generation > self._first:
             self.record("joined", generation=view.generation, step=step, seconds=self._since_loss())
             self._lost_at = None
 
-    def is_whole(self, view: View | None) -> bool:
+    def is_whole(self, view: WorkerGroup | None) -> bool:
         """Whether all members of the current view hold its state."""
         return view is not None and self._joined >= set(view.members)
 
@@ -140,7 +140,7 @@ class Chronicle:
 # --- The nodes of a job, as their leader gives them orders. No torch ---
 
 
-class Workforce:
+class WorkerPool:
     """All workers of a job, on whichever node they are.
 
     Args:
@@ -152,10 +152,10 @@ class Workforce:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self.nodes: dict[str, Orders] = {}
+        self.nodes: dict[str, NodeCommands] = {}
         self._took_part: set[str] = set()  # nodes with workers that were in a view
 
-    def joins(self, name: str, node: Orders, seats: Iterable[Seat]) -> None:
+    def joins(self, name: str, node: NodeCommands, seats: Iterable[WorkerSlot]) -> None:
         """A node has come, with the workers that it has."""
         self.nodes[name] = node
         if any(seat.status != "starting" for seat in seats):
@@ -171,13 +171,13 @@ class Workforce:
         """Start a worker."""
         self.nodes[node].start(worker, slot)
 
-    def tell(self, workers: Iterable[int], order: Order) -> None:
+    def send(self, workers: Iterable[int], order: Order) -> None:
         """Tell workers something; those that have ended may be among them."""
         for worker in workers:
             if worker in self._coordinator.workers:
-                self._node_of(worker).tell(worker, order)
+                self._node_of(worker).send(worker, order)
 
-    def place(self, view: View, address: str, port: int) -> None:
+    def place(self, view: WorkerGroup, address: str, port: int) -> None:
         """Tell the members of a view to form it.
 
         Args:
@@ -190,20 +190,20 @@ class Workforce:
         there: Counter[str] = Counter(nodes)
         so_far: Counter[str] = Counter()
         for rank, (worker, node) in enumerate(zip(view.members, nodes, strict=True)):
-            place = Place(
+            place = Assignment(
                 generation=view.generation,
                 rank=rank,
                 world_size=len(view.members),
                 local_rank=so_far[node],
                 local_world_size=there[node],
-                computing=view.computing,
+                active=view.active,
                 address=address,
                 port=port,
             )
             so_far[node] += 1
-            self.nodes[node].tell(worker, place)
+            self.nodes[node].send(worker, place)
 
-    def nodes_of(self, view: View) -> list[str]:
+    def nodes_of(self, view: WorkerGroup) -> list[str]:
         """Where the members of a new view are, by rank."""
         return [self._coordinator.node(worker) for worker in view.members]
 
@@ -223,7 +223,7 @@ class Workforce:
         for node in self.nodes.values():
             node.kill_all(why)
 
-    def _node_of(self, worker: int) -> Orders:
+    def _node_of(self, worker: int) -> NodeCommands:
         return self.nodes[self._coordinator.node(worker)]
 
 
@@ -233,22 +233,22 @@ class Workforce:
 _WITH_PEERS = "ended with its peers"
 
 
-class Restart:
+class RestartAllPolicy:
     """Ends the members of a view together, and tells which ends are but one fault.
 
     Args:
         workforce: all workers.
     """
 
-    def __init__(self, workforce: Workforce) -> None:
-        self._workforce = workforce
+    def __init__(self, workforce: WorkerPool) -> None:
+        self._pool = workforce
         self._generation = -1  # whose members are being killed, to be started again
         self._counted = -1  # whose fault was counted
 
     def end(self, generation: int, members: Iterable[int]) -> None:
         """Kill these members of a view: none of them may survive into the next one."""
         self._generation = generation
-        self._workforce.kill(members, _WITH_PEERS)
+        self._pool.kill(members, _WITH_PEERS)
 
     def shares_fault(self, end: Ended, generation: int) -> bool:
         """Whether a worker ended because another one of the current view was lost."""
@@ -265,7 +265,7 @@ class Restart:
 # --- How a job is brought to its end before the work is done. No torch ---
 
 
-class Ending:
+class Shutdown:
     """Begins when somebody asks for it, or when the job has failed.
 
     Args:
@@ -279,18 +279,18 @@ class Ending:
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
-    def __init__(self, spec: LocalSpec, workforce: Workforce, coordinator: Coordinator) -> None:
-        self._spec, self._workforce, self._coordinator = spec, workforce, coordinator
+    def __init__(self, spec: ProcessGroupSpec, workforce: WorkerPool, coordinator: Coordinator) -> None:
+        self._spec, self._pool, self._coordinator = spec, workforce, coordinator
         # Ctrl-C may reach the agents of all machines.
         self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)
-        self.asked: int | None = None
+        self.requested: int | None = None
         self.begun = False
         self.deadline = math.inf
 
     @property
-    def is_sure(self) -> bool:
+    def is_final(self) -> bool:
         """Whether nobody is started any more: the workers were told to stop, or have begun to finish."""
-        return self.begun or not self._coordinator.hiring
+        return self.begun or not self._coordinator.may_spawn
 
     def refuse_changes(self) -> None:
         """Refuse to let anybody join or leave a run that ends, or whose recovery does not allow it.
@@ -298,7 +298,7 @@ class Ending:
         Raises:
             ConfigError: says which.
         """
-        if self.is_sure:
+        if self.is_final:
             raise ConfigError("the run is ending, so nobody joins or leaves it any more.")
         if self._spec.recover != "inplace":
             raise ConfigError("with --recover restart nobody joins or leaves a run that is at work.")
@@ -307,14 +307,14 @@ class Ending:
         """A signal asks the job to stop; Ctrl-C beside another, at once."""
         match self._requests.hear(number):
             case "first":
-                self.asked = number
-                self._stop(passed_on(number))
+                self.requested = number
+                self._stop(forwarded_signal(number))
             case "end":
                 self.kill_all()
 
     def cancel(self) -> None:
         """Have the job stop, within the grace period."""
-        self.asked = self.asked or signal.SIGTERM
+        self.requested = self.requested or signal.SIGTERM
         self.within_grace()
 
     def within_grace(self) -> None:
@@ -331,14 +331,14 @@ class Ending:
     def kill_all(self) -> None:
         """Kill all workers; nobody is started any more."""
         self.begun = True
-        self._coordinator.hiring = False
-        self._workforce.kill_all("was told to end")
+        self._coordinator.may_spawn = False
+        self._pool.kill_all("was told to end")
 
     def _stop(self, number: int) -> None:
         """Have all workers finish their step, save, and end; nobody is started any more."""
         self.begun = True
-        self._coordinator.hiring = False
-        self._workforce.stop(number)
+        self._coordinator.may_spawn = False
+        self._pool.stop(number)
 
 
 # --- The leading agent's part: it decides for the workers of all nodes, and judges how the job ends ---
@@ -347,7 +347,7 @@ class Ending:
 # actions become orders to the nodes, and what the nodes report becomes its events.
 
 
-class Roster(Protocol):
+class Quorum(Protocol):
     """What the agents have agreed on."""
 
     def may_form(self, nodes: frozenset[str]) -> bool:
@@ -356,11 +356,11 @@ class Roster(Protocol):
     def formed(self, nodes: frozenset[str]) -> None:
         """It is."""
 
-    def send_home(self, node: str, why: str) -> None:
+    def reject(self, node: str, why: str) -> None:
         """Do without a node; this is told there."""
 
 
-class Leader:
+class JobController:
     """Leads the workers of a job.
 
     Args:
@@ -382,63 +382,63 @@ class Leader:
 
     def __init__(
         self,
-        spec: LocalSpec,
+        spec: ProcessGroupSpec,
         directory: RunDirectory,
         coordinator: Coordinator,
-        roster: Roster,
-        here: Node,
+        roster: Quorum,
+        here: NodeWorkers,
         address: str,
         *,
         follows: bool = False,
     ) -> None:
-        self._spec, self._directory, self._roster = spec, directory, roster
+        self._spec, self._directory, self._quorum = spec, directory, roster
         self._here, self._address = here, address
-        self._workforce = Workforce(coordinator)
-        self.ending = Ending(spec, self._workforce, coordinator)
-        self.chronicle = Chronicle(directory, first=-1 if follows else coordinator.generation + 1)
+        self._pool = WorkerPool(coordinator)
+        self.shutdown = Shutdown(spec, self._pool, coordinator)
+        self.recovery_log = RecoveryLog(directory, first=-1 if follows else coordinator.generation + 1)
         self.coordinator = coordinator
-        self.judgement = Judgement(directory, Budget(spec.max_restarts, first=-1 if follows else None))
-        self.beats: dict[int, Beat] = {}
-        self._hangs = HangWatch(directory)
-        self._restart = Restart(self._workforce)
+        self.failure_policy = FailurePolicy(directory, RestartBudget(spec.max_restarts, first=-1 if follows else None))
+        self.beats: dict[int, WorkerHeartbeat] = {}
+        self._hangs = HangDetector(directory)
+        self._restart = RestartAllPolicy(self._pool)
         self._culprit_is_to_come = False  # the job ends, and whose fault it is nobody has said yet
         coordinator.hold()
 
     # Nodes.
 
-    def node_joins(self, name: str, node: Orders, nproc: int, seats: Mapping[int, Seat]) -> None:
+    def node_joins(self, name: str, node: NodeCommands, nproc: int, seats: Mapping[int, WorkerSlot]) -> None:
         """A node has come, with the workers that it has."""
-        self._workforce.joins(name, node, seats.values())
-        self.learn_shards()
-        if self.ending.begun:
+        self._pool.joins(name, node, seats.values())
+        self.learn_microbatches()
+        if self.shutdown.begun:
             node.stop(signal.SIGTERM)
         self._do(self.coordinator.node_joins(name, nproc, seats))
 
     def node_lost(self, name: str, why: str) -> None:
         """A node is gone, and all its workers with it."""
-        if name not in self._workforce.nodes:
+        if name not in self._pool.nodes:
             return
-        self.chronicle.hit()
-        self.chronicle.lost()
-        self.chronicle.record("node lost", node=name, why=why)
+        self.recovery_log.hit()
+        self.recovery_log.lost()
+        self.recovery_log.record("node lost", node=name, why=why)
         actions = self.coordinator.node_lost(name)
-        del self._workforce.nodes[name]
+        del self._pool.nodes[name]
         self._do(actions)
 
     @property
     def nodes(self) -> frozenset[str]:
         """All that have come."""
-        return frozenset(self._workforce.nodes)
+        return frozenset(self._pool.nodes)
 
-    def learn_shards(self) -> None:
+    def learn_microbatches(self) -> None:
         """So many can compute; before the run is created, whoever begins it checks that they are not more."""
         with suppress(RunDirectoryError, KeyError, TypeError, ValueError):
             if self._directory.exists():
-                self.coordinator.most = int(self._directory.read_manifest()["config"]["shards"])
+                self.coordinator.max_workers = int(self._directory.read_manifest()["config"]["microbatches"])
 
     def settle(self) -> None:
         """Form the next view, where one is due and the agents have agreed on its nodes."""
-        if self._roster.may_form(self.coordinator.nodes_next):
+        if self._quorum.may_form(self.coordinator.nodes_next):
             actions = self.coordinator.release()
             self.coordinator.hold()
             self._do(actions)
@@ -446,7 +446,7 @@ class Leader:
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        return min(self.ending.deadline, self._hangs.deadline)
+        return min(self.shutdown.deadline, self._hangs.deadline)
 
     @property
     def over(self) -> bool:
@@ -455,41 +455,41 @@ class Leader:
 
     def expire(self, now: float) -> None:
         """Kill who has not ended within the time given, and who holds the others up."""
-        self.ending.expire(now)
-        match self._hangs.turn():
+        self.shutdown.expire(now)
+        match self._hangs.poll():
             case Ask(workers):
-                self._workforce.tell(workers, Report())
+                self._pool.send(workers, ReportRequest())
             case Hang() as hang:
                 self._on_hang(hang)
 
     def _on_hang(self, hang: Hang) -> None:
         if not hang.culprits:
-            self.judgement.verdict = hang.sentence  # it would happen again
-            self.ending.kill_all()
+            self.failure_policy.reason = hang.sentence  # it would happen again
+            self.shutdown.kill_all()
             return
-        say(hang.sentence)
+        print_status(hang.sentence)
         for worker, why in hang.culprits.items():
-            self._workforce.kill((worker,), why)
+            self._pool.kill((worker,), why)
 
     def conclude(self) -> int:
         """Print one message if the job failed; return its exit code."""
-        return self.judgement.conclude(self.ending.asked)
+        return self.failure_policy.conclude(self.shutdown.requested)
 
     # What the nodes report.
 
     def said(self, worker: int, message: Said) -> None:
         """A worker sent something."""
         match message:
-            case Beat(step, overdue=overdue):
-                self.judgement.budget.stands_at(step)
+            case WorkerHeartbeat(step, overdue=overdue):
+                self.failure_policy.budget.stands_at(step)
                 self.beats[worker] = message
                 self._hangs.beats(worker, overdue=overdue)
-            case Standing():
+            case StallSnapshot():
                 self._hangs.answers(worker, message)
-            case Waits(_, why):
+            case Ready(_, why):
                 if worker in self.coordinator.members():
-                    self.chronicle.lost()
-                self.chronicle.left(why)
+                    self.recovery_log.lost()
+                self.recovery_log.left(why)
                 if self._spec.recover == "restart" and self._has_lost_a_peer(worker):
                     # It must not be a survivor of the next view; its end breaks this one for the others too.
                     self._restart.end(self.coordinator.generation, (worker,))
@@ -497,42 +497,42 @@ class Leader:
                 self._do(self.coordinator.waits(worker))
                 self.settle()
             case Joined(generation):
-                view = self.coordinator.view
+                view = self.coordinator.group
                 if view is not None and view.generation == generation:
-                    self.chronicle.joined(view, worker, self._step_of(worker))
+                    self.recovery_log.joined(view, worker, self._step_of(worker))
 
     def _has_lost_a_peer(self, worker: int) -> bool:
         """Whether a worker has left the current view though nobody asked it to."""
-        left_unasked = not self.chronicle.was_asked_to_reform(self.coordinator.generation)
-        return self.coordinator.hiring and worker in self.coordinator.members() and left_unasked
+        left_unasked = not self.recovery_log.was_asked_to_reform(self.coordinator.generation)
+        return self.coordinator.may_spawn and worker in self.coordinator.members() and left_unasked
 
     def ended(self, end: Ended) -> None:
         """A worker's process has ended."""
         self.beats.pop(end.worker, None)
         if end.retired and end.code == 0:
-            self.chronicle.record("retired", slot=end.slot, pid=end.pid, step=end.step)
+            self.recovery_log.record("retired", slot=end.local_index, pid=end.pid, step=end.step)
             self._do(self.coordinator.exited(end.worker))
         else:
             self._judge(end)
         self.settle()
 
     def _judge(self, end: Ended) -> None:
-        newcomer = self._workforce.is_of_newcomer(end.worker)
-        match self.judgement.of(end, stopping=self.ending.begun, newcomer=newcomer):
+        newcomer = self._pool.is_of_newcomer(end.worker)
+        match self.failure_policy.classify(end, stopping=self.shutdown.begun, newcomer=newcomer):
             case "done":
                 self._hangs.finishes(end.worker)
                 self._do(self.coordinator.done(end.worker))
                 if not self.coordinator.members():
                     # Only spares are left, and nothing is left for them to do.
-                    self.ending.kill_all()
+                    self.shutdown.kill_all()
                 return
             case "unfit":
-                self._roster.send_home(self.coordinator.node(end.worker), self.judgement.why_unfit(end))
+                self._quorum.reject(self.coordinator.node(end.worker), self.failure_policy.rejection_message(end))
                 return
             case "fault":
                 self._fault(end)
-            case "fatal" if not self.ending.begun:
-                self.ending.within_grace()
+            case "fatal" if not self.shutdown.begun:
+                self.shutdown.within_grace()
         self._do(self.coordinator.exited(end.worker))
 
     def _fault(self, end: Ended) -> None:
@@ -544,16 +544,16 @@ class Leader:
         if shared and again:
             return
         if not shared:
-            self.chronicle.hit()
+            self.recovery_log.hit()
             if end.worker in self.coordinator.members():
                 # A silent member was lost when it was last heard, not when its node lost patience.
-                self.chronicle.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
-            self.chronicle.record("fault", slot=end.slot, pid=end.pid, how=how_it_ended(end), step=end.step)
-        view, hiring = self.coordinator.view, self.coordinator.hiring
-        if not self.judgement.may_go_on(end, view, hiring=hiring, again=again, shared=shared):
+                self.recovery_log.lost(time.monotonic() - (end.silent_s if end.killed else 0.0))
+            self.recovery_log.record("fault", slot=end.local_index, pid=end.pid, how=describe_end(end), step=end.step)
+        view, hiring = self.coordinator.group, self.coordinator.may_spawn
+        if not self.failure_policy.may_go_on(end, view, hiring=hiring, again=again, shared=shared):
             self._culprit_is_to_come = shared
-            if not self.ending.begun:
-                self.ending.within_grace()
+            if not self.shutdown.begun:
+                self.shutdown.within_grace()
 
     def _step_of(self, worker: int) -> int:
         return self.beats[worker].step if worker in self.beats else -1
@@ -566,8 +566,8 @@ class Leader:
         Raises:
             ConfigError: the job is ending, or they cannot.
         """
-        self.ending.refuse_changes()
-        self.chronicle.record("scale", **event, step=self.judgement.budget.step)
+        self.shutdown.refuse_changes()
+        self.recovery_log.record("scale", **event, step=self.failure_policy.budget.step)
         for name, nproc in wanted.items():
             self._do(self.coordinator.resize(name, nproc))
         self.settle()
@@ -582,7 +582,7 @@ class Leader:
 
     def gather(self) -> None:
         """Train on only once all that there should be take part."""
-        self.chronicle.record("gather", step=self.judgement.budget.step)
+        self.recovery_log.record("gather", step=self.failure_policy.budget.step)
         self._do(self.coordinator.gather())
         self.settle()
 
@@ -592,34 +592,34 @@ class Leader:
         for action in actions:
             match action:
                 case Start(worker, node, slot):
-                    self._workforce.start(worker, node, slot)
-                case Form(view):
+                    self._pool.start(worker, node, slot)
+                case FormGroup(view):
                     self._form(view)
-                case AskToReform(view):
-                    self.chronicle.asked_to_reform(view.generation)
-                    self._workforce.tell(view.members, Reform(view.generation))
-                case Break(generation, members):
+                case RequestReform(view):
+                    self.recovery_log.asked_to_reform(view.generation)
+                    self._pool.send(view.members, ReformRequest(view.generation))
+                case BreakGroup(generation, members):
                     self._break(generation, members)
-                case Retire(worker):
-                    self._workforce.tell((worker,), Leave())
+                case StopWorker(worker):
+                    self._pool.send((worker,), ExitRequest())
 
     def _break(self, generation: int, members: tuple[int, ...]) -> None:
-        self.chronicle.lost()
+        self.recovery_log.lost()
         self._hangs.forget()
         # Those who wait in the store for one who is gone are freed by its end.
         self._here.close_store(generation)
         if self._spec.recover == "inplace":
-            self._workforce.tell(members, Broken(generation))
+            self._pool.send(members, GroupBroken(generation))
         elif not self._culprit_is_to_come:
             self._restart.end(generation, members)
 
-    def _form(self, view: View) -> None:
-        nodes = self._workforce.nodes_of(view)
-        slots = [self.coordinator.slot(worker) for worker in view.members]
+    def _form(self, view: WorkerGroup) -> None:
+        nodes = self._pool.nodes_of(view)
+        slots = [self.coordinator.local_index(worker) for worker in view.members]
         step = max(self._step_of(worker) for worker in view.members)
-        self._roster.formed(frozenset(nodes))
+        self._quorum.formed(frozenset(nodes))
         self._here.close_store(view.generation - 1)
-        self.chronicle.formed(view, slots, nodes, step)
+        self.recovery_log.formed(view, slots, nodes, step)
         self._hangs.forms(view, nodes)
         port = self._here.open_store(view.generation, self._address)
-        self._workforce.place(view, self._address, port)
+        self._pool.place(view, self._address, port)

@@ -14,18 +14,18 @@ Status = Literal["starting", "waiting", "member"]
 
 
 @dataclass(frozen=True)
-class View:
+class WorkerGroup:
     """One generation of the group.
 
     Attributes:
         generation: rises by one with every view.
         members: worker ids; the position is the rank.
-        computing: how many of them, from rank 0 on, compute shards; the others are spares.
+        computing: how many of them, from rank 0 on, compute micro-batches; the others are spares.
     """
 
     generation: int
     members: tuple[int, ...]
-    computing: int
+    active: int
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class Start:
 
     worker: int
     node: str
-    slot: int
+    local_index: int
 
 
 @dataclass(frozen=True)
-class Form:
+class FormGroup:
     """Tell these members to form this view."""
 
-    view: View
+    group: WorkerGroup
 
 
 @dataclass(frozen=True)
-class AskToReform:
+class RequestReform:
     """Tell the view's members to leave it together, after a step."""
 
-    view: View
+    group: WorkerGroup
 
 
 @dataclass(frozen=True)
-class Break:
+class BreakGroup:
     """Tell these members that the view is broken, should they not feel it by themselves."""
 
     generation: int
@@ -60,20 +60,20 @@ class Break:
 
 
 @dataclass(frozen=True)
-class Retire:
+class StopWorker:
     """Tell a worker to end: it is not needed any more."""
 
     worker: int
 
 
-Action = Start | Form | AskToReform | Break | Retire
+Action = Start | FormGroup | RequestReform | BreakGroup | StopWorker
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerSlot:
     """Where a worker is on its node, and what it does."""
 
-    slot: int
+    local_index: int
     status: Status
 
 
@@ -99,7 +99,7 @@ class Seat:
 @dataclass
 class _Worker:
     node: str
-    slot: int
+    local_index: int
     status: Status = "starting"
     retiring: bool = False  # not needed; may still be taken back
     told: bool = False  # ... but not once it was told
@@ -111,7 +111,7 @@ class Coordinator:
 
     Attributes:
         nodes: how many workers each node shall have for computing, in the order in which they came.
-        most: how many may compute (the number of shards); who is more waits.
+        most: how many may compute (the number of micro-batches); who is more waits.
         generation: the last view's.
         spares: how many workers there shall be besides, who hold the state and compute only when needed.
         first: the first view waits for so many nodes.
@@ -123,22 +123,22 @@ class Coordinator:
     """
 
     nodes: dict[str, int]
-    most: int
+    max_workers: int
     generation: int
     spares: int = 0
-    first: int = 1
-    least: int = 1
-    view: View | None = None
-    held: bool = False
-    hiring: bool = True
-    gathering: bool = False
+    initial_nodes: int = 1
+    min_nodes: int = 1
+    group: WorkerGroup | None = None
+    frozen: bool = False
+    may_spawn: bool = True
+    wait_for_all: bool = False
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _done: set[int] = field(default_factory=set)  # those who ended in good order
     _vacant: int = 0  # places for computing on nodes that were lost: spares fill them
     _next_worker: int = 0
     _asked: int = -1  # the generation whose members were asked to re-form
     _broken: int = -1  # the generation whose members were told that it is broken
-    _void: int = -1  # the generation that is broken whoever lives: its leader is gone
+    _invalid_view: int = -1  # the generation that is broken whoever lives: its leader is gone
 
     def begin(self) -> list[Action]:
         """Start the first workers."""
@@ -152,14 +152,14 @@ class Coordinator:
             places: for computing, on all nodes that there were.
         """
         self._vacant = places
-        self._next_worker, self.first = first_worker, self.least
-        self.view, self._void = View(self.generation, (), 0), self.generation
+        self._next_worker, self.initial_nodes = first_worker, self.min_nodes
+        self.group, self._invalid_view = WorkerGroup(self.generation, (), 0), self.generation
 
-    def saw(self, generation: int) -> None:
+    def observe_view(self, generation: int) -> None:
         """Another leader has formed this view; later ones get higher numbers."""
         if generation > self.generation:
-            if self.view is not None and self._void == self.view.generation:
-                self.view, self._void = View(generation, self.view.members, 0), generation
+            if self.group is not None and self._invalid_view == self.group.generation:
+                self.group, self._invalid_view = WorkerGroup(generation, self.group.members, 0), generation
             self.generation = generation
 
     def waits(self, worker: int) -> list[Action]:
@@ -177,10 +177,10 @@ class Coordinator:
         """A worker's process has ended in good order; from now on nobody is started."""
         self._workers.pop(worker, None)
         self._done.add(worker)
-        self.hiring = False
+        self.may_spawn = False
         return self._decide()
 
-    def node_joins(self, node: str, nproc: int, seats: Mapping[int, Seat] | None = None) -> list[Action]:
+    def node_joins(self, node: str, nproc: int, seats: Mapping[int, WorkerSlot] | None = None) -> list[Action]:
         """A node has come.
 
         Args:
@@ -191,9 +191,9 @@ class Coordinator:
         self.nodes[node] = nproc
         self._vacant = max(0, self._vacant - nproc)
         for worker, seat in (seats or {}).items():
-            self._workers[worker] = _Worker(node, seat.slot, seat.status)
-            if seat.status == "member" and self.view is not None and self._void == self.view.generation:
-                self.view = View(self.generation, (*self.view.members, worker), 0)
+            self._workers[worker] = _Worker(node, seat.local_index, seat.status)
+            if seat.status == "member" and self.group is not None and self._invalid_view == self.group.generation:
+                self.group = WorkerGroup(self.generation, (*self.group.members, worker), 0)
                 self._broken = min(self._broken, self.generation - 1)
         return self._decide()
 
@@ -204,7 +204,7 @@ class Coordinator:
 
     def gather(self) -> list[Action]:
         """Have the next view wait for all; where some are missing in a healthy one, it is left for that."""
-        self.gathering = len(self.members()) < self._full
+        self.wait_for_all = len(self.members()) < self._full
         return self._decide()
 
     def node_lost(self, node: str) -> list[Action]:
@@ -215,11 +215,11 @@ class Coordinator:
 
     def hold(self) -> None:
         """Form no view until :meth:`release`."""
-        self.held = True
+        self.frozen = True
 
     def release(self) -> list[Action]:
         """Form views again."""
-        self.held = False
+        self.frozen = False
         return self._decide()
 
     @property
@@ -230,16 +230,16 @@ class Coordinator:
     @property
     def _full(self) -> int:
         """How many a view has when nobody is missing."""
-        return min(self.target, self.most + self.spares)
+        return min(self.target, self.max_workers + self.spares)
 
     @property
     def workers(self) -> tuple[int, ...]:
         """All that live, by slot."""
-        return tuple(sorted(self._workers, key=lambda worker: self._workers[worker].slot))
+        return tuple(sorted(self._workers, key=lambda worker: self._workers[worker].local_index))
 
-    def slot(self, worker: int) -> int:
+    def local_index(self, worker: int) -> int:
         """A worker's slot."""
-        return self._workers[worker].slot
+        return self._workers[worker].local_index
 
     def node(self, worker: int) -> str:
         """The node that a worker runs on."""
@@ -261,21 +261,21 @@ class Coordinator:
 
     def members(self) -> tuple[int, ...]:
         """The living members of the current view, by rank."""
-        return () if self.view is None else tuple(w for w in self.view.members if w in self._workers)
+        return () if self.group is None else tuple(w for w in self.group.members if w in self._workers)
 
     def _decide(self) -> list[Action]:
         actions: list[Action] = self._staff()
         members = self.members()
-        if self.view is not None and not self._is_broken(members):
+        if self.group is not None and not self._is_broken(members):
             self._ask_for_change(members, actions)
             return actions
         acting = [w for w in members if self._workers[w].status == "member"]
         if acting:
-            if self.view is not None and self._broken < self.view.generation:
-                self._broken = self.view.generation
-                actions.append(Break(self.view.generation, tuple(acting)))
+            if self.group is not None and self._broken < self.group.generation:
+                self._broken = self.group.generation
+                actions.append(BreakGroup(self.group.generation, tuple(acting)))
             return actions
-        if not self.held and len(self.nodes) >= (self.first if self.view is None else self.least):
+        if not self.frozen and len(self.nodes) >= (self.initial_nodes if self.group is None else self.min_nodes):
             self._form(members, actions)
         return actions
 
@@ -289,8 +289,8 @@ class Coordinator:
         members = self.members()
         for node, wanted in self._wanted().items():
             here = [w for w in self.workers if self.node(w) == node and not self._workers[w].told]
-            for _ in range(wanted - len(here) if self.hiring else 0):
-                taken = {worker.slot for worker in self._workers.values()}
+            for _ in range(wanted - len(here) if self.may_spawn else 0):
+                taken = {worker.local_index for worker in self._workers.values()}
                 slot = next(slot for slot in itertools.count() if slot not in taken)
                 self._workers[self._next_worker] = _Worker(node, slot)
                 actions.append(Start(self._next_worker, node, slot))
@@ -304,9 +304,9 @@ class Coordinator:
                     actions.append(self._retire(worker))
         return actions
 
-    def _retire(self, worker: int) -> Retire:
+    def _retire(self, worker: int) -> StopWorker:
         self._workers[worker].told = True
-        return Retire(worker)
+        return StopWorker(worker)
 
     def _wanted(self) -> dict[str, int]:
         """How many workers each node shall have; spares are dealt out from the last node on."""
@@ -317,27 +317,27 @@ class Coordinator:
         return wanted
 
     def _is_broken(self, members: tuple[int, ...]) -> bool:
-        assert self.view is not None
-        if self._void == self.view.generation:
+        assert self.group is not None
+        if self._invalid_view == self.group.generation:
             return True
-        lost = [w for w in self.view.members if w not in members and w not in self._done]
+        lost = [w for w in self.group.members if w not in members and w not in self._done]
         return bool(lost) or any(self._workers[w].status == "waiting" for w in members)
 
     def _ask_for_change(self, members: tuple[int, ...], actions: list[Action]) -> None:
         """A healthy view changes only for who waits to join it and who is to leave it."""
-        assert self.view is not None
+        assert self.group is not None
         joining = [w for w in self._able(("waiting",)) if w not in members]
-        room = self.most + self.spares - len(members)
+        room = self.max_workers + self.spares - len(members)
         leaving = any(self._workers[w].retiring for w in members)
-        changes = (joining and room > 0) or leaving or self.gathering
-        if self._asked < self.view.generation and changes:
-            self._asked = self.view.generation
-            actions.append(AskToReform(self.view))
+        changes = (joining and room > 0) or leaving or self.wait_for_all
+        if self._asked < self.group.generation and changes:
+            self._asked = self.group.generation
+            actions.append(RequestReform(self.group))
 
     def _form(self, survivors: tuple[int, ...], actions: list[Action]) -> None:
         """Form the next view of all that wait, if there is anything to wait for no longer."""
         waiting = self._able(("waiting",))
-        for_all = self.gathering or not survivors
+        for_all = self.wait_for_all or not survivors
         if for_all and len(waiting) < min(self._full, len(self._workers)):
             return
         for worker in survivors:
@@ -346,19 +346,19 @@ class Coordinator:
         chosen = self._next_members(("waiting",))
         if not chosen:
             return
-        self.gathering = False
+        self.wait_for_all = False
         self.generation += 1
-        computing = max(1, min(len(chosen), sum(self.nodes.values()) + self._vacant, self.most))
-        self.view = View(self.generation, chosen, computing)
+        computing = max(1, min(len(chosen), sum(self.nodes.values()) + self._vacant, self.max_workers))
+        self.group = WorkerGroup(self.generation, chosen, computing)
         for worker in chosen:
             self._workers[worker].status = "member"
-        actions.append(Form(self.view))
+        actions.append(FormGroup(self.group))
 
     def _next_members(self, statuses: tuple[Status, ...]) -> tuple[int, ...]:
         """Survivors of the current view first, in their order, then who else; as many as there may be."""
         able, survivors = self._able(statuses), self.members()
         order = [w for w in survivors if w in able] + [w for w in able if w not in survivors]
-        return tuple(order[: self.most + self.spares])
+        return tuple(order[: self.max_workers + self.spares])
 
     def _able(self, statuses: tuple[Status, ...]) -> list[int]:
         workers = self._workers

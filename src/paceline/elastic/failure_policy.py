@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import (
     CheckpointError,
-    CorruptionError,
-    IrreproducibleStepError,
+    NondeterminismError,
     NonFiniteLossError,
     RunDirectoryError,
+    SilentDataCorruptionError,
 )
 from paceline.core.signals import WORKER_STOP_SIGNALS
 from paceline.data.ledger import read_ledger
 from paceline.data.order import with_saved_sizes
-from paceline.elastic.coordinator import View
+from paceline.elastic.coordinator import WorkerGroup
 from paceline.elastic.node import Ended
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import STOPPED, Exit, Failure, conclude, describe
+from paceline.runs.failures import STOPPED, FailureRecord, ProcessExit, describe, report_job_failure
 
 if TYPE_CHECKING:
-    from paceline.data.order import DataOrder
+    from paceline.data.order import DeterministicSampler
 
 
 # --- What to say of a step that fails again and again: which, on which samples, with which error. No torch
 
 
-def describe_repetition(
+def describe_crash_loop(
     directory: RunDirectory,
     *,
     steps: int,
     replacements: int,
     how: str,
-    failure: Failure | None,
+    failure: FailureRecord | None,
     rank: int | None,
     ranks: int,
 ) -> str:
@@ -67,15 +67,15 @@ def _samples(directory: RunDirectory, steps: int, rank: int, ranks: int) -> str:
     """What a rank computes in the step after so many, as far as the run's files tell."""
     try:
         config = directory.read_manifest()["config"]
-        order = with_saved_sizes(read_ledger(directory.ledger).order, directory.sample_sizes)
+        order = with_saved_sizes(read_ledger(directory.ledger).order, directory.sample_lengths)
         return of_rank(config, order, steps, rank, ranks)
     except (RunDirectoryError, KeyError, TypeError, ValueError, IndexError):
         # What is said in passing must not hide why the job ends.
         return ""
 
 
-def of_rank(config: Mapping[str, Any], order: DataOrder | None, steps: int, rank: int, ranks: int) -> str:
-    """The shards and samples of a rank in the step after so many; "" where it has none.
+def of_rank(config: Mapping[str, Any], order: DeterministicSampler | None, steps: int, rank: int, ranks: int) -> str:
+    """The micro-batches and samples of a rank in the step after so many; "" where it has none.
 
     Args:
         config: the run's options.
@@ -84,34 +84,38 @@ def of_rank(config: Mapping[str, Any], order: DataOrder | None, steps: int, rank
         rank: who computes.
         ranks: among how many, evenly.
     """
-    shards = ReductionPlan(int(config["shards"]), ranks).shards_of(rank)
-    named = f"shard {shards[0]}" if len(shards) == 1 else f"shards {shards[0]} to {shards[-1]}"
+    microbatches = ReductionPlan(int(config["microbatches"]), ranks).microbatches_of(rank)
+    named = (
+        f"micro-batch {microbatches[0]}"
+        if len(microbatches) == 1
+        else f"micro-batches {microbatches[0]} to {microbatches[-1]}"
+    )
     if order is None:
         return f"{named} of the stream, after about {steps * int(config['global_batch_size'])} samples in all"
     epoch, step = divmod(steps, order.steps_per_epoch)
-    bounds = order.shard_bounds(step)[shards.start : shards.stop]
+    bounds = order.microbatch_bounds(step)[microbatches.start : microbatches.stop]
     return f"{named}: {order.describe(epoch, bounds[0][0], bounds[-1][1])}" if bounds else ""
 
 
 # --- What the end of a worker means for its run, and how often it may be made good. Pure ---
 
 
-Meaning = Literal["done", "asked", "fatal", "fault"]
+ExitClass = Literal["done", "asked", "fatal", "fault"]
 """done: it ended in good order; asked: it died of a signal that the agent passed on; fatal: it would
 happen again; fault: a replacement goes on from where the run stands."""
 
-_FATAL = tuple(kind.__name__ for kind in (NonFiniteLossError, CheckpointError, IrreproducibleStepError))
+_FATAL = tuple(kind.__name__ for kind in (NonFiniteLossError, CheckpointError, NondeterminismError))
 
 
-def meaning(
+def classify_exit(
     code: int,
-    failure: Failure | None,
+    failure: FailureRecord | None,
     *,
     finished: bool,
     stopping: bool,
     progressed: bool,
     distrusted: bool = False,
-) -> Meaning:
+) -> ExitClass:
     """What a worker's end means.
 
     Args:
@@ -138,9 +142,9 @@ def meaning(
     return "fault" if failure.victim or progressed else "fatal"
 
 
-def is_corruption(failure: Failure | None) -> bool:
+def is_corruption(failure: FailureRecord | None) -> bool:
     """Whether a worker ended because the others found that it computes wrongly."""
-    return failure is not None and failure.type == CorruptionError.__name__
+    return failure is not None and failure.type == SilentDataCorruptionError.__name__
 
 
 def describe_code(code: int) -> str:
@@ -151,7 +155,7 @@ def describe_code(code: int) -> str:
 
 
 @dataclass
-class Budget:
+class RestartBudget:
     """Replacements that are left; progress refills it.
 
     Attributes:
@@ -191,7 +195,7 @@ class Budget:
 # --- What the ends of workers come to: faults that are made good, or the end of the job. No torch ---
 
 
-class Judgement:
+class FailurePolicy:
     """Of one job.
 
     Args:
@@ -204,15 +208,15 @@ class Judgement:
         verdict: why the job is ended; "" where it is not.
     """
 
-    def __init__(self, directory: RunDirectory, budget: Budget) -> None:
+    def __init__(self, directory: RunDirectory, budget: RestartBudget) -> None:
         self._directory, self.budget = directory, budget
         self.recoveries = 0
-        self.verdict = ""
-        self._exits: list[Exit] = []  # those that decide the job's exit code
-        self._lost: list[Exit] = []  # faults after which nobody was started
+        self.reason = ""
+        self._exits: list[ProcessExit] = []  # those that decide the job's exit code
+        self._lost: list[ProcessExit] = []  # faults after which nobody was started
         self._distrusted: set[int] = set()  # slots whose worker was found to compute wrongly
 
-    def of(self, end: Ended, *, stopping: bool, newcomer: bool) -> Meaning | Literal["unfit"]:
+    def classify(self, end: Ended, *, stopping: bool, newcomer: bool) -> ExitClass | Literal["unfit"]:
         """What an end means; of a fault, :meth:`may_go_on` is to be asked too.
 
         Args:
@@ -223,35 +227,35 @@ class Judgement:
         Returns:
             "unfit" where a newcomer failed by itself: the job goes on without its machine.
         """
-        what = meaning(
+        what = classify_exit(
             end.code,
             end.failure,
             finished=self._directory.result.is_file(),
             stopping=stopping,
             progressed=self.budget.progressed,
-            distrusted=end.slot in self._distrusted,
+            distrusted=end.local_index in self._distrusted,
         )
         if is_corruption(end.failure):
-            self._distrusted.add(end.slot)
+            self._distrusted.add(end.local_index)
         by_itself = not end.killed and end.failure is not None and not end.failure.victim
         if what != "done" and newcomer and by_itself and not stopping:
             return "unfit"
         if what == "fault" and stopping and end.killed:
             what = "asked"
         if what == "done":
-            self._exits.append(Exit(end.slot, max(end.code, 0), time.time()))
+            self._exits.append(ProcessExit(end.local_index, max(end.code, 0), time.time()))
         elif what != "fault":
-            self._exits.append(Exit(end.slot, end.code, time.time(), stopped=what == "asked"))
+            self._exits.append(ProcessExit(end.local_index, end.code, time.time(), stopped=what == "asked"))
         return what
 
-    def why_unfit(self, end: Ended) -> str:
+    def rejection_message(self, end: Ended) -> str:
         """What to tell a newcomer's machine."""
         assert end.failure is not None
         what_failed = describe(end.failure, self._directory)
         return f"this machine cannot take part in the run, and the others go on:\n  {what_failed}"
 
     def may_go_on(
-        self, end: Ended, view: View | None, *, hiring: bool, again: bool = False, shared: bool = False
+        self, end: Ended, view: WorkerGroup | None, *, hiring: bool, again: bool = False, shared: bool = False
     ) -> bool:
         """Whether the job goes on after a fault; else :attr:`verdict` says why not.
 
@@ -268,21 +272,21 @@ class Judgement:
         else:
             self.recoveries += 1
             if not hiring:
-                self._lost.append(Exit(end.slot, end.code, time.time()))
+                self._lost.append(ProcessExit(end.local_index, end.code, time.time()))
                 return True
             if end.retired or self.budget.spend():
                 return True
         if not shared:
-            self._exits.append(Exit(end.slot, end.code, time.time()))
+            self._exits.append(ProcessExit(end.local_index, end.code, time.time()))
         members = () if view is None else view.members
-        self.verdict = describe_repetition(
+        self.reason = describe_crash_loop(
             self._directory,
             steps=self.budget.step,
             replacements=self.budget.most,
-            how=how_it_ended(end),
+            how=describe_end(end),
             failure=end.failure,
             rank=members.index(end.worker) if end.worker in members else None,
-            ranks=len(members) if view is None or view.computing is None else view.computing,
+            ranks=len(members) if view is None or view.active is None else view.active,
         )
         return False
 
@@ -292,9 +296,9 @@ class Judgement:
         Args:
             asked: the signal that asked it to stop.
         """
-        return conclude(self._directory, self._exits or self._lost, asked, self.verdict)
+        return report_job_failure(self._directory, self._exits or self._lost, asked, self.reason)
 
 
-def how_it_ended(end: Ended) -> str:
+def describe_end(end: Ended) -> str:
     """A fault in words."""
     return end.killed or describe_code(end.code)

@@ -51,7 +51,7 @@ class Exited:
 Report = Forked | NotForked | Exited
 
 
-class Zygote:
+class ForkServer:
     """A subprocess that forks workers; see :mod:`paceline.elastic.forkserver`.
 
     Args:
@@ -120,7 +120,7 @@ class Zygote:
 class StoreHost:
     """A process that serves one store a generation; see :mod:`paceline.elastic.store_host`."""
 
-    def __init__(self, zygote: Zygote) -> None:
+    def __init__(self, zygote: ForkServer) -> None:
         self._pidfd: int | None = None
         self._owed = 0  # commands that were not answered yet
         self._patience_ends = math.inf

@@ -42,7 +42,7 @@ _LONGEST = 65536
 Child = Callable[[], int]
 
 
-class Zygote:
+class ForkServerProcess:
     """Serves one agent, with one thread and no state but its children."""
 
     def __init__(self, requests: socket.socket) -> None:
@@ -173,7 +173,7 @@ def main(descriptor: int) -> int:
     # What is here now stays; a child that collects garbage need not copy it.
     gc.collect()
     gc.freeze()
-    child = Zygote(socket.socket(fileno=descriptor)).serve()
+    child = ForkServerProcess(socket.socket(fileno=descriptor)).serve()
     return 0 if child is None else child()
 
 

@@ -17,10 +17,10 @@ from typing import Any, Self
 
 from paceline.core.errors import HangError, PeerLostError
 from paceline.core.files import write_atomically
-from paceline.core.stack_dump import describe_silence, offer_stacks, stacks_of
-from paceline.elastic.coordinator import View
-from paceline.elastic.worker_channel import Standing, standing_of
-from paceline.parallel.progress import Activity
+from paceline.core.stack_dump import describe_unresponsive, install_dump_handler, stacks_of
+from paceline.elastic.coordinator import WorkerGroup
+from paceline.elastic.worker_channel import StallSnapshot, take_stall_snapshot
+from paceline.parallel.progress import ProgressTracker
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import exit_code_of, record_failure
 
@@ -33,7 +33,7 @@ from paceline.runs.failures import exit_code_of, record_failure
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoResponse:
     """A rank that does not answer.
 
     Attributes:
@@ -48,7 +48,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Finished:
+class ExitedRank:
     """A rank whose process has ended in good order.
 
     Attributes:
@@ -59,7 +59,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Who is to blame.
 
     Attributes:
@@ -85,11 +85,11 @@ class Verdict:
         return not self.reasons
 
 
-Told = Standing | Silence | Finished
+Told = StallSnapshot | NoResponse | ExitedRank
 """What is known of a rank."""
 
 
-def verdict(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) -> Verdict:
+def diagnose(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) -> HangVerdict:
     """Who keeps whom waiting.
 
     Args:
@@ -100,15 +100,15 @@ def verdict(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) -> 
         The verdict. It is certain where each culprit is silent, or is overdue and has not moved for half
         of the time that it has been at its stage.
     """
-    standings = sorted((r for r in reports if isinstance(r, Standing)), key=lambda s: s.rank)
-    silences = sorted((r for r in reports if isinstance(r, Silence)), key=lambda s: s.rank)
+    standings = sorted((r for r in reports if isinstance(r, StallSnapshot)), key=lambda s: s.rank)
+    silences = sorted((r for r in reports if isinstance(r, NoResponse)), key=lambda s: s.rank)
     names = _Names(nodes or {})
-    inside = [s for s in standings if s.entered > s.left]
+    inside = [s for s in standings if s.collective_seq > s.left]
     # Who waits in a collective of the user's own waits too, and nobody else may know of it.
-    in_users = [s for s in standings if s.entered == s.left and s.collective]
-    at_work = [s for s in standings if s.entered == s.left and not s.collective]
-    last = max((s.entered for s in inside), default=0)
-    behind = [s for s in at_work if s.entered < last or not inside]
+    in_users = [s for s in standings if s.collective_seq == s.left and s.collective]
+    at_work = [s for s in standings if s.collective_seq == s.left and not s.collective]
+    last = max((s.collective_seq for s in inside), default=0)
+    behind = [s for s in at_work if s.collective_seq < last or not inside]
     waiting = [*inside, *in_users]
     victims = tuple(sorted(s.rank for s in waiting))
     if silences or behind:
@@ -116,20 +116,20 @@ def verdict(reports: Sequence[Told], nodes: Mapping[int, str] | None = None) -> 
         reasons |= {s.rank: _reason(s, inside) for s in behind}
         clauses = [f"{names((rank,))} {reason}" for rank, reason in reasons.items()]
         clauses += _of_victims(names, inside, in_users, told=bool(behind and inside))
-        return Verdict(reasons, victims, "; ".join(clauses), all(map(_is_stuck, behind)))
+        return HangVerdict(reasons, victims, "; ".join(clauses), all(map(_is_stuck, behind)))
     ahead = [s for s in at_work if s not in behind]
-    finished = sorted(r.rank for r in reports if isinstance(r, Finished))
+    finished = sorted(r.rank for r in reports if isinstance(r, ExitedRank))
     sentence = _of_deadlock(names, inside, in_users, ahead, finished)
-    return Verdict({}, victims, sentence, all(map(_is_stuck, standings)))
+    return HangVerdict({}, victims, sentence, all(map(_is_stuck, standings)))
 
 
-def _is_stuck(standing: Standing) -> bool:
+def _is_stuck(standing: StallSnapshot) -> bool:
     return standing.overdue and standing.still_s >= standing.stage_s / 2
 
 
-def _reason(culprit: Standing, inside: Sequence[Standing]) -> str:
+def _reason(culprit: StallSnapshot, inside: Sequence[StallSnapshot]) -> str:
     """What it has not done, and where it is."""
-    awaited = next((s for s in inside if s.entered == culprit.entered + 1), None)
+    awaited = next((s for s in inside if s.collective_seq == culprit.collective_seq + 1), None)
     what = (
         f"has not entered {_exchange(awaited)}"
         if awaited is not None
@@ -138,7 +138,7 @@ def _reason(culprit: Standing, inside: Sequence[Standing]) -> str:
     return f"{what}: {_place(culprit)}"
 
 
-def _place(standing: Standing) -> str:
+def _place(standing: StallSnapshot) -> str:
     if standing.helper:
         return f"it waits for its {standing.helper}"
     text = f"it is in {standing.where}" if standing.where else f"it is at {standing.phase}"
@@ -146,7 +146,7 @@ def _place(standing: Standing) -> str:
 
 
 def _of_victims(
-    names: _Names, inside: Sequence[Standing], in_users: Sequence[Standing], told: bool
+    names: _Names, inside: Sequence[StallSnapshot], in_users: Sequence[StallSnapshot], told: bool
 ) -> list[str]:
     """Who waits; ``told``: the exchange was named already."""
     clauses = []
@@ -160,9 +160,9 @@ def _of_victims(
 
 def _of_deadlock(
     names: _Names,
-    inside: Sequence[Standing],
-    in_users: Sequence[Standing],
-    ahead: Sequence[Standing],
+    inside: Sequence[StallSnapshot],
+    in_users: Sequence[StallSnapshot],
+    ahead: Sequence[StallSnapshot],
     finished: Sequence[int],
 ) -> str:
     clauses = [f"{names(ranks)} {_are(ranks)} in {where}" for where, ranks in _by_exchange(inside).items()]
@@ -177,7 +177,7 @@ def _of_deadlock(
     )
 
 
-def _by_exchange(inside: Sequence[Standing]) -> dict[str, tuple[int, ...]]:
+def _by_exchange(inside: Sequence[StallSnapshot]) -> dict[str, tuple[int, ...]]:
     ranks: dict[str, tuple[int, ...]] = {}
     for standing in inside:
         name = _exchange(standing)
@@ -185,11 +185,11 @@ def _by_exchange(inside: Sequence[Standing]) -> dict[str, tuple[int, ...]]:
     return ranks
 
 
-def _exchange(standing: Standing) -> str:
-    return f"{standing.exchange} {standing.entered} of {_stage(standing)}"
+def _exchange(standing: StallSnapshot) -> str:
+    return f"{standing.exchange} {standing.collective_seq} of {_stage(standing)}"
 
 
-def _stage(standing: Standing) -> str:
+def _stage(standing: StallSnapshot) -> str:
     if standing.stage in ("step", "first step"):
         return f"step {standing.step + 1}"
     if standing.stage in ("evaluation", "checkpoint"):
@@ -228,10 +228,10 @@ class _Names:
 # --- What a run's directory keeps of a hang: an event, and where each rank was ---
 
 
-def record_hang(directory: RunDirectory, verdict: Verdict, reports: Sequence[Told]) -> Path:
+def record_hang(directory: RunDirectory, verdict: HangVerdict, reports: Sequence[Told]) -> Path:
     """Add an event, and write ``hangs/TIME/rank-N.txt``; return that folder, whether or not that worked."""
     folder = directory.hangs / time.strftime("%Y%m%d-%H%M%S")
-    step = max((r.step for r in reports if isinstance(r, Standing)), default=-1)
+    step = max((r.step for r in reports if isinstance(r, StallSnapshot)), default=-1)
     # A full disk is no reason to let the ranks hang.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -249,21 +249,21 @@ def record_hang(directory: RunDirectory, verdict: Verdict, reports: Sequence[Tol
     return folder
 
 
-def record_slow(directory: RunDirectory, verdict: Verdict) -> None:
+def record_slow(directory: RunDirectory, verdict: HangVerdict) -> None:
     """Add an event: these ranks hold the others up, but they do move."""
     with suppress(OSError):
         directory.append_event("slow", ranks=list(verdict.culprits), sentence=verdict.sentence)
 
 
 def _page(report: Told) -> str:
-    if isinstance(report, Finished):
+    if isinstance(report, ExitedRank):
         return f"rank {report.rank} has finished\n"
-    if isinstance(report, Silence):
+    if isinstance(report, NoResponse):
         return f"rank {report.rank} {report.why or 'does not answer'}\n\n{report.stacks}"
-    position = "inside" if report.entered > report.left else "after"
+    position = "inside" if report.collective_seq > report.left else "after"
     return (
         f"rank {report.rank}: {report.step} steps done, at {report.stage} for {report.stage_s:.1f} s, "
-        f"the last {report.still_s:.1f} s of it in {report.phase}; {position} exchange {report.entered}"
+        f"the last {report.still_s:.1f} s of it in {report.phase}; {position} exchange {report.collective_seq}"
         f"{f' ({report.exchange})' if report.exchange else ''}\n"
         f"where: {report.where}\ninside: {report.inside}\n\n{report.stacks}"
     )
@@ -302,7 +302,7 @@ class Hang:
     culprits: dict[int, str]
 
 
-class HangWatch:
+class HangDetector:
     """Watches over the members of one view after another.
 
     Args:
@@ -311,10 +311,10 @@ class HangWatch:
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
-        self._view: View | None = None
+        self._view: WorkerGroup | None = None
         self._nodes: dict[int, str] = {}  # by rank
         self._finished: set[int] = set()
-        self._answers: dict[int, Standing] | None = None  # by worker, while they are asked
+        self._answers: dict[int, StallSnapshot] | None = None  # by worker, while they are asked
         self._due = math.inf
         self._patient_until = -math.inf
         self._next_slow = -math.inf
@@ -324,7 +324,7 @@ class HangWatch:
         """When :meth:`turn` is due, by the monotonic clock."""
         return self._due
 
-    def forms(self, view: View, nodes: Sequence[str]) -> None:
+    def forms(self, view: WorkerGroup, nodes: Sequence[str]) -> None:
         """From now on this is the view; ``nodes`` are its members'."""
         self.forget()
         self._view, self._nodes = view, dict(enumerate(nodes))
@@ -343,7 +343,7 @@ class HangWatch:
         if overdue and self._answers is None and self._view is not None and worker in self._view.members:
             self._due = min(self._due, max(time.monotonic(), self._patient_until))
 
-    def answers(self, worker: int, standing: Standing) -> None:
+    def answers(self, worker: int, standing: StallSnapshot) -> None:
         """A worker has told where it stands."""
         if self._answers is None or self._view is None or standing.generation != self._view.generation:
             return
@@ -351,7 +351,7 @@ class HangWatch:
         if self._answers.keys() >= set(self._view.members) - self._finished:
             self._due = time.monotonic()
 
-    def turn(self) -> Ask | Hang | None:
+    def poll(self) -> Ask | Hang | None:
         """What is to be done, once the deadline is reached."""
         now = time.monotonic()
         if self._view is None or now < self._due:
@@ -362,10 +362,10 @@ class HangWatch:
         members, answers = self._view.members, self._answers
         self._answers, self._due, self._patient_until = None, math.inf, now + _PAUSE_S
         reports = [
-            answers.get(worker) or (Finished(rank) if worker in self._finished else Silence(rank))
+            answers.get(worker) or (ExitedRank(rank) if worker in self._finished else NoResponse(rank))
             for rank, worker in enumerate(members)
         ]
-        found = verdict(reports, self._nodes)
+        found = diagnose(reports, self._nodes)
         if not found.certain:
             self._is_slow(found, now)
             return None
@@ -376,7 +376,7 @@ class HangWatch:
             {members[rank]: reason for rank, reason in found.reasons.items()},
         )
 
-    def _is_slow(self, found: Verdict, now: float) -> None:
+    def _is_slow(self, found: HangVerdict, now: float) -> None:
         if found.culprits and now >= self._next_slow:
             self._next_slow = now + _SLOW_EVERY_S
             record_slow(self._directory, found)
@@ -416,7 +416,7 @@ class Watchdog:
 
     def __init__(
         self,
-        activity: Activity,
+        activity: ProgressTracker,
         directory: RunDirectory,
         *,
         rank: int,
@@ -437,7 +437,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="paceline-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        offer_stacks()
+        install_dump_handler()
         if self._rank == 0:
             for old in self._directory.logs.glob("hang-*"):
                 old.unlink(missing_ok=True)
@@ -456,7 +456,7 @@ class Watchdog:
     def _file(self, rank: int) -> Path:
         return self._directory.logs / f"rank-{rank}.standing.json"
 
-    def _note(self, standing: Standing | None) -> None:
+    def _note(self, standing: StallSnapshot | None) -> None:
         content = None if standing is None else asdict(standing)
         document = _Note(self._generation, os.getpid(), time.time(), content)
         # Where the disk is full, this rank is told by its process alone.
@@ -477,28 +477,28 @@ class Watchdog:
                 with suppress(OSError):
                     self._asked.touch()
             asked_at = asked_at or time.time()
-            self._note(standing_of(self._activity, self._generation, self._rank))
+            self._note(take_stall_snapshot(self._activity, self._generation, self._rank))
             if overdue:
                 self._judge(asked_at)
 
     def _judge(self, asked_at: float) -> None:
         """Judge, if it is this rank's turn and all have answered that will."""
         notes = {rank: self._read(rank) for rank in range(self._world_size)}
-        reports: list[Standing | Silence] = []
+        reports: list[StallSnapshot | NoResponse] = []
         unseen = []
         for rank, note in notes.items():
             if note is None:
                 unseen.append(rank)
             elif note.standing is not None and note.time >= asked_at - _GLANCE_S:
-                reports.append(Standing(**note.standing))
+                reports.append(StallSnapshot(**note.standing))
             elif time.time() < asked_at + _ANSWER_S:
                 return
             else:
                 pid = note.pid if self._one_host else None
-                reports.append(Silence(rank, describe_silence(pid), stacks_of(pid) if pid else ""))
-        if self._rank != min(r.rank for r in reports if isinstance(r, Standing) and r.overdue):
+                reports.append(NoResponse(rank, describe_unresponsive(pid), stacks_of(pid) if pid else ""))
+        if self._rank != min(r.rank for r in reports if isinstance(r, StallSnapshot) and r.overdue):
             return
-        found = verdict(reports)
+        found = diagnose(reports)
         if not found.certain:
             if found.culprits and time.monotonic() >= self._next_slow:
                 self._next_slow = time.monotonic() + _SLOW_EVERY_S

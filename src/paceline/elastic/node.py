@@ -17,31 +17,31 @@ from typing import Protocol
 
 from paceline.core.errors import LaunchError
 from paceline.core.process_group import RenderedProcess
-from paceline.core.stack_dump import describe_silence
-from paceline.elastic.coordinator import Seat, Status
-from paceline.elastic.forking import STORE_HOST, Exited, Forked, NotForked, Zygote
-from paceline.elastic.rendezvous_store import Stores
+from paceline.core.stack_dump import describe_unresponsive
+from paceline.elastic.coordinator import Status, WorkerSlot
+from paceline.elastic.forking import STORE_HOST, Exited, Forked, ForkServer, NotForked
+from paceline.elastic.rendezvous_store import RendezvousStores
 from paceline.elastic.worker_channel import (
-    Beat,
-    Broken,
+    Assignment,
     ChannelError,
+    ExitRequest,
+    GroupBroken,
     Joined,
-    Leave,
-    Place,
-    Reform,
-    Report,
-    Standing,
-    Waits,
+    Ready,
+    ReformRequest,
+    ReportRequest,
+    StallSnapshot,
+    WorkerHeartbeat,
     channel_pair,
 )
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import Failure, read_failure
+from paceline.runs.failures import FailureRecord, read_failure
 
 # --- What a leader orders of nodes, and what they report to it. No torch ---
 
 
-Order = Place | Reform | Broken | Report | Leave
-Said = Beat | Waits | Joined | Standing
+Order = Assignment | ReformRequest | GroupBroken | ReportRequest | ExitRequest
+Said = WorkerHeartbeat | Ready | Joined | StallSnapshot
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class Ended:
     """
 
     worker: int
-    slot: int
+    local_index: int
     pid: int | None
     code: int
     killed: str
     silent_s: float
     step: int
     retired: bool
-    failure: Failure | None
+    failure: FailureRecord | None
 
 
-class Reports(Protocol):
+class NodeEvents(Protocol):
     """Who hears what becomes of workers."""
 
     def said(self, worker: int, message: Said) -> None:
@@ -77,13 +77,13 @@ class Reports(Protocol):
         """A worker's process has ended; nothing of it acts any more."""
 
 
-class Orders(Protocol):
+class NodeCommands(Protocol):
     """A node, as its leader sees it: this machine's, or another's behind a link."""
 
     def start(self, number: int, slot: int) -> None:
         """Start a worker."""
 
-    def tell(self, number: int, order: Order) -> None:
+    def send(self, number: int, order: Order) -> None:
         """Tell a worker something."""
 
     def kill(self, number: int, why: str) -> None:
@@ -102,7 +102,7 @@ class Orders(Protocol):
 _START_S = 60.0  # who imports a task or builds a dataset may hold the interpreter's lock for long
 
 
-class Worker:
+class WorkerProcess:
     """One worker, from the request to fork it until it has been seen to end.
 
     Attributes:
@@ -119,7 +119,7 @@ class Worker:
     """
 
     def __init__(self, number: int, slot: int, log: Path | None) -> None:
-        self.number, self.slot = number, slot
+        self.number, self.local_index = number, slot
         self.pid: int | None = None
         self.pidfd: int | None = None
         self.step = -1
@@ -179,19 +179,19 @@ class Worker:
             self._owes, self._limit_s = "answer", heartbeat_s if self.status == "member" else _START_S
             self._by = time.monotonic() + self._limit_s
 
-    def enters(self, generation: int, heartbeat_s: float) -> None:
+    def enter_group(self, generation: int, heartbeat_s: float) -> None:
         """It is in a view: from now on others wait for it."""
         self.status, self.generation = "member", generation
         self._leave_by = math.inf
         self._be_patient(heartbeat_s)
 
-    def left(self) -> None:
+    def leave_group(self) -> None:
         """It is in no view any more: it may wait, or end without a further beat."""
         self.status = "waiting"
         self._leave_by = math.inf
         self._be_patient(_START_S)
 
-    def owes_leave(self, limit_s: float) -> None:
+    def expect_leave(self, limit_s: float) -> None:
         """Its view is broken, and it is still in it."""
         self._leave_by = time.monotonic() + limit_s
 
@@ -223,10 +223,10 @@ class Worker:
 
 _REPORT_S = 1.0  # how long the zygote may take to report an end that its pidfd shows already
 _LEAVE_S = 60.0  # how long a member may take to leave a broken view: a step's computation, at most
-_ZYGOTES = 1  # how many may end one after another without having forked anything
+_FORKSERVERS = 1  # how many may end one after another without having forked anything
 
 
-class Node:
+class NodeWorkers:
     """The workers of one machine.
 
     Args:
@@ -243,7 +243,7 @@ class Node:
         reports: who hears what happens; set it before anything is ordered.
     """
 
-    reports: Reports
+    reports: NodeEvents
 
     def __init__(
         self,
@@ -260,11 +260,11 @@ class Node:
         self._rendered, self._job, self._directory, self._selector = zygote, job, directory, selector
         self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
         self._interface = interface
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._stop = 0  # the signal that all were sent, and that later ones are sent too
-        self._stores = Stores(selector)
-        self._barren = 0  # zygotes that ended without having forked anything
-        self._start_zygote()
+        self._stores = RendezvousStores(selector)
+        self._failed_forkservers = 0  # zygotes that ended without having forked anything
+        self._start_forkserver()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -272,9 +272,9 @@ class Node:
         return tuple(w.pid for w in self._workers.values() if w.pid is not None)
 
     @property
-    def seats(self) -> dict[int, tuple[int, Seat]]:
+    def seats(self) -> dict[int, tuple[int, WorkerSlot]]:
         """All workers by number: the generation that each was in last, and what it does now."""
-        return {w.number: (w.generation, Seat(w.slot, w.status)) for w in self._workers.values()}
+        return {w.number: (w.generation, WorkerSlot(w.local_index, w.status)) for w in self._workers.values()}
 
     def pid_of(self, number: int) -> int | None:
         """A worker's process; None where it is not ours, or not there yet."""
@@ -286,23 +286,23 @@ class Node:
         """Start a worker."""
         self._directory.error_of(slot).unlink(missing_ok=True)
         log = self._directory.log_of(slot) if slot > 0 else None
-        worker = self._workers[number] = Worker(number, slot, log)
+        worker = self._workers[number] = WorkerProcess(number, slot, log)
         self._watch(worker, partial(self._on_message, worker))
-        self._zygote.fork(number, slot, self._job, worker.descriptors)
+        self._forkserver.fork(number, slot, self._job, worker.descriptors)
 
-    def tell(self, number: int, order: Order) -> None:
+    def send(self, number: int, order: Order) -> None:
         """Tell a worker something; one that has ended is not told."""
         worker = self._workers.get(number)
         if worker is None:
             return
         match order:
-            case Place(generation, world_size=world_size, local_world_size=local_world_size):
-                worker.enters(generation, self._heartbeat_s)
+            case Assignment(generation, world_size=world_size, local_world_size=local_world_size):
+                worker.enter_group(generation, self._heartbeat_s)
                 if world_size > local_world_size:
                     order = replace(order, interface=self._interface)
-            case Broken():
-                worker.owes_leave(_LEAVE_S)
-            case Leave():
+            case GroupBroken():
+                worker.expect_leave(_LEAVE_S)
+            case ExitRequest():
                 worker.retired = True
         worker.channel.send(order)
 
@@ -324,7 +324,7 @@ class Node:
 
     def open_store(self, generation: int, address: str) -> int:
         """Serve a store for a generation at this address of ours; return its port."""
-        return self._stores.open(generation, address, self._zygote)
+        return self._stores.open(generation, address, self._forkserver)
 
     def close_store(self, generation: int) -> None:
         """Serve it no longer: who waits in it for one who is gone is freed."""
@@ -344,7 +344,7 @@ class Node:
                 self._ended(worker, -signal.SIGKILL)  # the zygote does not say how
             else:
                 silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
-                why = describe_silence(worker.pid) if silent else ""
+                why = describe_unresponsive(worker.pid) if silent else ""
                 self._kill(worker, f"{worker.failing}: it {why}" if why else worker.failing)
         self._stores.expire(now)
 
@@ -353,16 +353,16 @@ class Node:
         for worker in list(self._workers.values()):
             worker.signal(signal.SIGKILL)
         self._stores.end()
-        self._zygote.end()
+        self._forkserver.end()
         for worker in list(self._workers.values()):
             worker.wait_gone(_REPORT_S * 5)
             worker.close()
         self._workers.clear()
 
-    def _watch(self, file: int | Zygote | Worker, handler: Callable[[], None]) -> None:
+    def _watch(self, file: int | ForkServer | WorkerProcess, handler: Callable[[], None]) -> None:
         self._selector.register(file, selectors.EVENT_READ, handler)
 
-    def _kill(self, worker: Worker, why: str) -> None:
+    def _kill(self, worker: WorkerProcess, why: str) -> None:
         worker.killed = worker.killed or why
         if worker.pid is None:
             self._ended(worker, -signal.SIGKILL)
@@ -372,16 +372,16 @@ class Node:
 
     # The zygote.
 
-    def _start_zygote(self) -> None:
-        self._zygote = Zygote(self._rendered, self._inherited)
-        self._watch(self._zygote, partial(self._on_report, self._zygote))
+    def _start_forkserver(self) -> None:
+        self._forkserver = ForkServer(self._rendered, self._inherited)
+        self._watch(self._forkserver, partial(self._on_report, self._forkserver))
 
-    def _on_report(self, zygote: Zygote) -> None:
+    def _on_report(self, zygote: ForkServer) -> None:
         match zygote.report():
             case None:
-                self._zygote_ended(zygote)
+                self._forkserver_ended(zygote)
             case Forked(number, pid, pidfd):
-                self._barren = 0
+                self._failed_forkservers = 0
                 if number != STORE_HOST:
                     self._forked(number, pid, pidfd)
                 else:
@@ -394,19 +394,19 @@ class Node:
                 for worker in [w for w in self._workers.values() if w.pid == pid]:
                     self._ended(worker, code)
 
-    def _zygote_ended(self, zygote: Zygote) -> None:
+    def _forkserver_ended(self, zygote: ForkServer) -> None:
         self._selector.unregister(zygote)
         code = zygote.end()
-        self._barren += 1
-        if self._barren > _ZYGOTES:
+        self._failed_forkservers += 1
+        if self._failed_forkservers > _FORKSERVERS:
             raise LaunchError(
                 f"the process that forks workers ended with status {code}, twice; what it printed is above. "
                 "Use --recover none to start workers without it."
             )
-        self._start_zygote()
+        self._start_forkserver()
         for worker in list(self._workers.values()):
             if worker.pid is None:
-                self._zygote.fork(worker.number, worker.slot, self._job, worker.descriptors)
+                self._forkserver.fork(worker.number, worker.local_index, self._job, worker.descriptors)
             elif worker.ending:
                 self._ended(worker, -signal.SIGKILL)
 
@@ -424,7 +424,7 @@ class Node:
         if self._stop:
             worker.signal(self._stop)
 
-    def _on_end(self, worker: Worker) -> None:
+    def _on_end(self, worker: WorkerProcess) -> None:
         """A pidfd says that its process has ended; how, the zygote says, if it lives."""
         if worker.number not in self._workers:
             return
@@ -433,7 +433,7 @@ class Node:
         worker.ending = True
         worker.expect("be reported", _REPORT_S)
 
-    def _on_message(self, worker: Worker) -> None:
+    def _on_message(self, worker: WorkerProcess) -> None:
         while worker.number in self._workers:
             try:
                 message = worker.channel.receive()
@@ -450,18 +450,18 @@ class Node:
                 return
             worker.heard(self._heartbeat_s)
             match message:
-                case Beat(step):
+                case WorkerHeartbeat(step):
                     worker.step = step
-                case Waits():
-                    worker.left()
-                case Joined() | Standing():
+                case Ready():
+                    worker.leave_group()
+                case Joined() | StallSnapshot():
                     pass
                 case _:
                     self._kill(worker, f"sent a message that is the agent's: {message}")
                     return
             self.reports.said(worker.number, message)
 
-    def _ended(self, worker: Worker, code: int) -> None:
+    def _ended(self, worker: WorkerProcess, code: int) -> None:
         del self._workers[worker.number]
         for file in (worker.channel.fileno(), worker.pidfd):
             if file is not None:
@@ -471,13 +471,13 @@ class Node:
         self.reports.ended(
             Ended(
                 worker=worker.number,
-                slot=worker.slot,
+                local_index=worker.local_index,
                 pid=worker.pid,
                 code=code,
                 killed=worker.killed,
                 silent_s=round(time.monotonic() - worker.heard_at, 4),
                 step=worker.step,
                 retired=worker.retired,
-                failure=read_failure(self._directory.error_of(worker.slot)),
+                failure=read_failure(self._directory.error_of(worker.local_index)),
             )
         )

@@ -7,10 +7,10 @@ import os
 import selectors
 from functools import partial
 
-from paceline.elastic.forking import StoreHost, Zygote
+from paceline.elastic.forking import ForkServer, StoreHost
 
 
-class Stores:
+class RendezvousStores:
     """Of one machine.
 
     Args:
@@ -21,7 +21,7 @@ class Stores:
         self._selector = selector
         self._host: StoreHost | None = None
 
-    def open(self, generation: int, address: str, zygote: Zygote) -> int:
+    def open(self, generation: int, address: str, zygote: ForkServer) -> int:
         """Serve a store at this address of ours, by a host that ``zygote`` forks if there is none.
 
         Returns:

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 from paceline.core.errors import PacelineError
 from paceline.core.stack_dump import (
     all_stacks,
-    describe_silence,
+    describe_unresponsive,
     frames_of,
+    locate_user_frame,
     parse_frames,
     stacks_of,
-    whereabouts,
 )
-from paceline.parallel.progress import Activity
+from paceline.parallel.progress import ProgressTracker
 
 # --- What an agent and its workers tell each other: one JSON object a packet, over a socket pair. No torch
 #
@@ -33,7 +33,7 @@ _LONGEST = 262144  # bytes; a message is a few hundred, but for one with stacks
 
 
 @dataclass(frozen=True)
-class Waits:
+class Ready:
     """Worker to agent: it is in no view, and asks for one.
 
     Attributes:
@@ -47,7 +47,7 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class Beat:
+class WorkerHeartbeat:
     """Worker to agent, ``BEATS`` times within a heartbeat's limit: it lives, and stands here.
 
     Attributes:
@@ -65,7 +65,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StallSnapshot:
     """Worker to agent, when asked: what it does at this moment.
 
     Attributes:
@@ -88,7 +88,7 @@ class Standing:
     stage: str
     phase: str
     exchange: str
-    entered: int
+    collective_seq: int
     left: int
     stage_s: float
     overdue: bool
@@ -109,13 +109,13 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """Agent to worker: the view to form, and its place there.
 
     Attributes:
         local_rank: its position among the members on its machine.
         local_world_size: how many those are.
-        computing: how many members, from rank 0 on, compute shards; the others are spares.
+        computing: how many members, from rank 0 on, compute micro-batches; the others are spares.
         address: of the view's store.
         port: of the view's store.
         interface: the network interface that the members meet over; "" for loopback.
@@ -127,14 +127,14 @@ class Place:
     world_size: int
     local_rank: int
     local_world_size: int
-    computing: int
+    active: int
     address: str
     port: int
     interface: str = ""
 
 
 @dataclass(frozen=True)
-class Reform:
+class ReformRequest:
     """Agent to worker: leave this view, together with all others and after a step."""
 
     kind: ClassVar[str] = "reform"
@@ -142,7 +142,7 @@ class Reform:
 
 
 @dataclass(frozen=True)
-class Broken:
+class GroupBroken:
     """Agent to worker: this view is broken, so give up what waits for its members."""
 
     kind: ClassVar[str] = "break"
@@ -150,20 +150,30 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportRequest:
     """Agent to worker: tell what you do at this moment."""
 
     kind: ClassVar[str] = "report"
 
 
 @dataclass(frozen=True)
-class Leave:
+class ExitRequest:
     """Agent to worker: it is not needed any more, and ends with exit code 0."""
 
     kind: ClassVar[str] = "retire"
 
 
-Message = Waits | Beat | Standing | Joined | Place | Reform | Broken | Report | Leave
+Message = (
+    Ready
+    | WorkerHeartbeat
+    | StallSnapshot
+    | Joined
+    | Assignment
+    | ReformRequest
+    | GroupBroken
+    | ReportRequest
+    | ExitRequest
+)
 
 BEATS = 4
 
@@ -171,7 +181,18 @@ BEATS = 4
 _TYPES: dict[Any, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
 _KINDS: dict[str, type[Any]] = {
-    kind.kind: kind for kind in (Waits, Beat, Standing, Joined, Place, Reform, Broken, Report, Leave)
+    kind.kind: kind
+    for kind in (
+        Ready,
+        WorkerHeartbeat,
+        StallSnapshot,
+        Joined,
+        Assignment,
+        ReformRequest,
+        GroupBroken,
+        ReportRequest,
+        ExitRequest,
+    )
 }
 
 
@@ -179,20 +200,20 @@ class ChannelError(PacelineError):
     """What came through a channel is no message: the two sides are different versions."""
 
 
-def channel_pair() -> tuple[Channel, Channel]:
+def channel_pair() -> tuple[WorkerChannel, WorkerChannel]:
     """The two ends of a new channel; neither survives an ``exec``."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(one), Channel(other)
+    return WorkerChannel(one), WorkerChannel(other)
 
 
-class Channel:
+class WorkerChannel:
     """One end. :meth:`send` may be called from any thread, :meth:`receive` from one."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     @classmethod
-    def of(cls, descriptor: int) -> Channel:
+    def of(cls, descriptor: int) -> WorkerChannel:
         """Take over an inherited descriptor."""
         return cls(socket.socket(fileno=descriptor))
 
@@ -276,23 +297,23 @@ def decode(content: bytes) -> Message:
 _LONGEST_STACKS = 24_000  # characters; a packet holds six times as many bytes
 
 
-def standing_of(activity: Activity, generation: int, rank: int) -> Standing:
+def take_stall_snapshot(activity: ProgressTracker, generation: int, rank: int) -> StallSnapshot:
     """Where this process stands."""
-    place = whereabouts(frames_of(activity.thread))
+    place = locate_user_frame(frames_of(activity.thread))
     stacks = all_stacks(first=activity.thread)
     helper = ""
     if activity.phase in ("data", "evaluation"):
-        helper, theirs = _helper_at_work(activity)
+        helper, theirs = _active_helper(activity)
         stacks += theirs
     now = monotonic()
-    return Standing(
+    return StallSnapshot(
         generation=generation,
         rank=rank,
         step=activity.step,
         stage=activity.stage,
         phase=activity.phase,
         exchange=activity.exchange,
-        entered=activity.entered,
+        collective_seq=activity.collective_seq,
         left=activity.left,
         stage_s=round(now - activity.since, 3),
         overdue=activity.overdue,
@@ -305,16 +326,16 @@ def standing_of(activity: Activity, generation: int, rank: int) -> Standing:
     )
 
 
-def _helper_at_work(activity: Activity) -> tuple[str, str]:
+def _active_helper(activity: ProgressTracker) -> tuple[str, str]:
     """Where the first helper is that is in the user's code, or cannot tell; and all helpers' stacks."""
     found, texts = "", []
     for pid in activity.helpers():
         stacks = stacks_of(pid)
-        place = whereabouts(parse_frames(stacks))
+        place = locate_user_frame(parse_frames(stacks))
         if place.is_users:
             at = f"which is in {place.where}"
         else:
-            at = "" if stacks else f"which {describe_silence(pid) or 'has ended'}"
+            at = "" if stacks else f"which {describe_unresponsive(pid) or 'has ended'}"
         found = found or (f"data worker {pid}, {at}" if at else "")
         texts.append(f"\nData worker {pid}:\n{stacks}")
     return found, "".join(texts)
@@ -339,7 +360,7 @@ class Retired(PacelineError):
     exit_code = 0
 
 
-class Pulse:
+class HeartbeatState:
     """Where this worker stands; the trainer writes it, the beats tell it to the agent."""
 
     def __init__(self) -> None:
@@ -348,7 +369,7 @@ class Pulse:
         self.phase = "starting"
 
 
-class Member:
+class AgentClient:
     """This worker, as the agent knows it.
 
     Args:
@@ -363,14 +384,14 @@ class Member:
     """
 
     def __init__(
-        self, channel: Channel, heartbeat_s: float = 2.0, orphaned: Callable[[], None] = _end_process
+        self, channel: WorkerChannel, heartbeat_s: float = 2.0, orphaned: Callable[[], None] = _end_process
     ) -> None:
-        self.pulse = Pulse()
-        self.activity = Activity()
+        self.pulse = HeartbeatState()
+        self.progress_tracker = ProgressTracker()
         self._beat_s = heartbeat_s / BEATS
         self._channel = channel
         self._news = threading.Condition()
-        self._place: Place | None = None
+        self._place: Assignment | None = None
         self._to_reform = -1
         self._broken = -1
         self._when_broken: tuple[int, Callable[[], None]] = (-1, lambda: None)
@@ -380,7 +401,7 @@ class Member:
         for serve in (self._listen, self._beat):
             threading.Thread(target=serve, name=f"paceline-membership{serve.__name__}", daemon=True).start()
 
-    def next_view(self, left: int, why: str, give_up: Callable[[], bool] = lambda: False) -> Place | None:
+    def next_group(self, left: int, why: str, give_up: Callable[[], bool] = lambda: False) -> Assignment | None:
         """Ask for the view after generation ``left``, -1 for the first, and wait for it.
 
         Args:
@@ -392,9 +413,9 @@ class Member:
             Retired: the agent has no place for this worker.
         """
         self.pulse.phase = "waiting for a view"
-        self.activity.wait()
+        self.progress_tracker.wait()
         self.beat()
-        self._channel.send(Waits(left, why))
+        self._channel.send(Ready(left, why))
         with self._news:
             while self._place is None or self._place.generation <= left:
                 if self._retired:
@@ -403,13 +424,13 @@ class Member:
                     return None
                 self._news.wait(_GLANCE_S)  # not for ever: signals are handled between two waits
             self.pulse.phase = "joining"
-            self.activity.join()
+            self.progress_tracker.join()
             return self._place
 
     def beat(self) -> None:
         """Tell the agent where this worker stands, without waiting for the next beat."""
         pulse = self.pulse
-        self._channel.send(Beat(pulse.step, pulse.version, pulse.phase, self.activity.overdue))
+        self._channel.send(WorkerHeartbeat(pulse.step, pulse.version, pulse.phase, self.progress_tracker.overdue))
 
     def leave(self) -> None:
         """Tell the agent that this process is about to end: its interpreter may take seconds, in silence."""
@@ -438,14 +459,14 @@ class Member:
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
-            if isinstance(message, Report):
+            if isinstance(message, ReportRequest):
                 self._report()
                 continue
             with self._news:
                 self._take(message)
                 self._news.notify_all()
                 generation, when_broken = self._when_broken
-            if isinstance(message, Broken) and message.generation >= generation:
+            if isinstance(message, GroupBroken) and message.generation >= generation:
                 when_broken()
         self._agent_gone.set()
         self._orphaned()
@@ -453,17 +474,17 @@ class Member:
     def _report(self) -> None:
         place = self._place
         if place is not None:
-            self._channel.send(standing_of(self.activity, place.generation, place.rank))
+            self._channel.send(take_stall_snapshot(self.progress_tracker, place.generation, place.rank))
 
     def _take(self, message: Message) -> None:
         match message:
-            case Place():
+            case Assignment():
                 self._place = message
-            case Reform(generation):
+            case ReformRequest(generation):
                 self._to_reform = max(self._to_reform, generation)
-            case Broken(generation):
+            case GroupBroken(generation):
                 self._broken = max(self._broken, generation)
-            case Leave():
+            case ExitRequest():
                 self._retired = True
 
     def _beat(self) -> None:

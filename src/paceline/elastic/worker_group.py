@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from paceline.core.errors import PeerLostError
 from paceline.core.sockets import loopback_interface
-from paceline.elastic.worker_channel import Member, Place
-from paceline.parallel.world import World, collect_at_exit, lost_peers_reported
+from paceline.elastic.worker_channel import AgentClient, Assignment
+from paceline.parallel.world import World, collect_at_exit, translate_peer_errors
 from paceline.runs.checkpoint_state import flatten, unflatten
 
 # --- A process group's own connections, and how to cut them ---
@@ -30,7 +30,7 @@ from paceline.runs.checkpoint_state import flatten, unflatten
 # peer still sends can reach a buffer.
 
 
-class Connections:
+class GroupSockets:
     """The sockets that were opened to peers between construction and :meth:`opened`."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Connections:
             if self._cut:
                 self._shut_down()
 
-    def cut(self) -> None:
+    def shutdown(self) -> None:
         """End them, from any thread; whoever waits for a peer is freed with a lost connection."""
         with self._lock:
             self._cut = True
@@ -98,7 +98,7 @@ def _is_connected(fd: int) -> bool:
 # rank that holds it. Only tensors and JSON are sent.
 
 
-class Agreement(NamedTuple):
+class StateSource(NamedTuple):
     """What the members of a view found out about their states.
 
     Attributes:
@@ -112,7 +112,7 @@ class Agreement(NamedTuple):
     behind: tuple[int, ...]
 
 
-def agree(world: World, *, valid: bool, version: int) -> Agreement:
+def elect_source(world: World, *, valid: bool, version: int) -> StateSource:
     """Compare the states of all ranks.
 
     Args:
@@ -123,15 +123,15 @@ def agree(world: World, *, valid: bool, version: int) -> Agreement:
     Raises:
         PeerLostError: a rank is gone.
     """
-    versions: list[int] = world.all_gather_json(version if valid else -1)
+    versions: list[int] = world.all_gather_object(version if valid else -1)
     highest = max(versions)
     if highest < 0:
-        return Agreement(None, -1, ())
+        return StateSource(None, -1, ())
     behind = tuple(rank for rank, held in enumerate(versions) if held != highest)
-    return Agreement(versions.index(highest), highest, behind)
+    return StateSource(versions.index(highest), highest, behind)
 
 
-def hand_over(world: World, agreement: Agreement, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def transfer_state(world: World, agreement: StateSource, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Copy the source's state to the ranks that lack it.
 
     Args:
@@ -155,23 +155,23 @@ def hand_over(world: World, agreement: Agreement, state: Mapping[str, Any] | Non
         tensors, skeleton = flatten(state)
         shapes = {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
         content = {"skeleton": skeleton, "tensors": shapes}
-    content = world.broadcast_json(content, source)
-    world.activity.enter("hand-over")
+    content = world.broadcast_object(content, source)
+    world.progress_tracker.begin_collective("hand-over")
     if world.rank == source:
-        with lost_peers_reported():
+        with translate_peer_errors():
             _send(world, list(tensors.values()), behind)
     if world.rank not in behind:
-        world.activity.leave()
+        world.progress_tracker.end_collective()
         return None
     received = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
         for name, (dtype, shape) in content["tensors"].items()
     }
-    with lost_peers_reported():
+    with translate_peer_errors():
         for tensor in received.values():
             if tensor.numel():
                 dist.recv(_bytes(tensor), src=source, group=world.group)
-    world.activity.leave()
+    world.progress_tracker.end_collective()
     return dict(unflatten(received, content["skeleton"]))
 
 
@@ -203,7 +203,7 @@ _COLLECTIVE_S = 1800.0
 
 
 @contextmanager
-def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator[World]:
+def open_process_group(place: Assignment, member: AgentClient, *, device: torch.device) -> Iterator[World]:
     """Form a view with its other members, and leave it at exit.
 
     Leave it without an exception under way: its frames would keep the group and its connections open,
@@ -227,19 +227,19 @@ def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator
         backend="nccl" if on_gpu else "gloo",
         generation=place.generation,
         one_host=place.local_world_size == place.world_size,
-        abandoned=partial(member.broken, place.generation),
-        computing=place.computing,
-        activity=member.activity,
+        is_broken=partial(member.broken, place.generation),
+        active=place.active,
+        progress_tracker=member.progress_tracker,
     )
     _tell_user_code(place)
     if place.world_size == 1:
         yield world
         return
     collect_at_exit()
-    connections = Connections()
+    connections = GroupSockets()
     try:
         try:
-            member.when_broken(place.generation, connections.cut)
+            member.when_broken(place.generation, connections.shutdown)
             _form(place, "cpu:gloo,cuda:nccl" if on_gpu else "gloo")
             connections.opened()
         except RuntimeError as error:
@@ -247,13 +247,13 @@ def open_view(place: Place, member: Member, *, device: torch.device) -> Iterator
             raise PeerLostError(f"a view could not be formed: {str(error).splitlines()[0]}") from error
         yield world
     finally:
-        world.ending.close()
+        world.cleanup.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         connections.closed()
 
 
-def _tell_user_code(place: Place) -> None:
+def _tell_user_code(place: Assignment) -> None:
     """Set the variables that other launchers set, for a task that logs its rank."""
     os.environ.update(
         RANK=str(place.rank),
@@ -263,7 +263,7 @@ def _tell_user_code(place: Place) -> None:
     )
 
 
-def _form(place: Place, backend: str) -> None:
+def _form(place: Assignment, backend: str) -> None:
     handshake = timedelta(seconds=_HANDSHAKE_S)
     # The plain probe finds at once that a store is closed, because its view is void already.
     try:

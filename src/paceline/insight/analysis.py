@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from paceline.core.config import config_from_mapping, non_defaults, to_flags
 from paceline.core.errors import RunDirectoryError, UserError
 from paceline.core.files import read_json_lines
-from paceline.core.inference import Inference
+from paceline.core.inference import InferenceSignature
 from paceline.core.option_sets import select
 from paceline.core.stats import Estimate, Floats
 from paceline.data.samples import MicroBatch
-from paceline.insight.classification import Classification, classify
-from paceline.insight.evaluation_recorder import Observer, Predictions
+from paceline.insight.classification import ClassificationResult, classify
+from paceline.insight.evaluation_recorder import EvaluationRecorder, Predictions
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
-from paceline.training.loaded_model import Trained, evaluator_of, open_trained
+from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
 
 # --- What a run's directory says of it, read by somebody who trusts none of it ---
 
@@ -37,7 +37,7 @@ _ELSEWHERE = select(lambda its: its.scope in ("place", "task"))
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A number at a step."""
 
     step: int
@@ -68,22 +68,22 @@ class Record:
     state: str
 
     @cached_property
-    def loss(self) -> list[Point]:
+    def loss(self) -> list[CurvePoint]:
         """The training loss."""
         return _points(self.train, "loss")
 
     @cached_property
-    def learning_rate(self) -> list[Point]:
+    def learning_rate(self) -> list[CurvePoint]:
         """The first parameter group's."""
         return _points(self.train, "lr")
 
     @cached_property
-    def throughput(self) -> list[Point]:
+    def throughput(self) -> list[CurvePoint]:
         """Samples a second."""
         return _points(self.train, "samples_per_s")
 
     @cached_property
-    def memory(self) -> list[Point]:
+    def memory(self) -> list[CurvePoint]:
         """MiB of the rank that takes the most."""
         found = []
         for record in self.train:
@@ -91,10 +91,10 @@ class Record:
             taken = [_finite(rank.get("memory_mib")) for rank in ranks] if isinstance(ranks, list) else []
             step = record.get("step")
             if isinstance(step, int) and (known := [mib for mib in taken if mib is not None]):
-                found.append(Point(step, max(known)))
+                found.append(CurvePoint(step, max(known)))
         return found
 
-    def metric(self, split: str, name: str) -> list[Point]:
+    def metric(self, split: str, name: str) -> list[CurvePoint]:
         """A metric of a split, over the run."""
         inside = [
             {"step": record.get("step"), "value": record["metrics"].get(name)}
@@ -186,9 +186,9 @@ def _state(directory: RunDirectory, result: Mapping[str, Any] | None, read: Time
     return last if last in ("stopped", "failed") else "not finished"
 
 
-def _points(records: Any, name: str) -> list[Point]:
+def _points(records: Any, name: str) -> list[CurvePoint]:
     return [
-        Point(record["step"], value)
+        CurvePoint(record["step"], value)
         for record in records
         if isinstance(record.get("step"), int) and (value := _finite(record.get(name))) is not None
     ]
@@ -241,7 +241,7 @@ class Architecture:
     bytes: int
 
 
-class Watch:
+class LayerShapes:
     """Notes the layers' outputs during their first forward."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -256,9 +256,7 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While it is entered, forwards are noted."""
-        handles = [
-            module.register_forward_hook(partial(self._computed, name)) for name, module in self._layers
-        ]
+        handles = [module.register_forward_hook(partial(self._computed, name)) for name, module in self._layers]
         try:
             yield
         finally:
@@ -339,7 +337,7 @@ class Analysis:
         is_best: whether that is the best model so far.
         metrics: by name, with intervals.
         recorded: what the run itself recorded for this split and model, by name; empty where it did not.
-        changed_pins: in what this process differs from the run's, where bits depend on it.
+        changed_numerics: in what this process differs from the run's, where bits depend on it.
         per_sample: the metrics that have a value for each sample, (N,), by name.
         predictions: None where the model is no classifier.
         classification: of the predictions.
@@ -354,24 +352,24 @@ class Analysis:
     is_best: bool
     metrics: Mapping[str, Estimate]
     recorded: Mapping[str, float | None]
-    changed_pins: tuple[str, ...]
+    changed_numerics: tuple[str, ...]
     per_sample: Mapping[str, Floats]
     predictions: Predictions | None
-    classification: Classification | None
+    classification: ClassificationResult | None
     architecture: Architecture
     data: Data
     device: str
 
     @property
     def main_metric(self) -> str:
-        """The name of the metric that ``--best`` watches, else of the first."""
-        best = str(self.record.manifest["config"].get("best") or "").partition(":")[0]
+        """The name of the metric that ``--best-metric`` watches, else of the first."""
+        best = str(self.record.manifest["config"].get("best_metric") or "").partition(":")[0]
         return best if best in self.metrics else next(iter(self.metrics))
 
     @property
     def more_is_better(self) -> bool:
         """Whether the main metric is to be high; where nothing says so, a loss or an error is to be low."""
-        name, _, mode = str(self.record.manifest["config"].get("best") or "").partition(":")
+        name, _, mode = str(self.record.manifest["config"].get("best_metric") or "").partition(":")
         if name == self.main_metric and mode in ("min", "max"):
             return mode == "max"
         low = ("loss", "error", "perplexity", "bits", "mse", "mae", "rmse")
@@ -399,15 +397,15 @@ def analyse(
     """
     record = read_record(directory)
     with (
-        open_trained(directory, checkpoint) as trained,
-        closing(evaluator_of(trained, split)) as evaluator,
+        load_trained_model(directory, checkpoint) as trained,
+        closing(make_evaluator(trained, split)) as evaluator,
     ):
         with torch.no_grad():
-            inference = trained.run.task.build_inference(trained.module)
+            inference = trained.run.task.inference_signature(trained.module)
         if inference is not None:
             inference.module.eval()
-        observer = Observer(trained.run.task, inference)
-        watch = Watch(trained.module)
+        observer = EvaluationRecorder(trained.run.task, inference)
+        watch = LayerShapes(trained.module)
         done = 0
 
         def observe(microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
@@ -426,7 +424,7 @@ def analyse(
             is_best=trained.is_best,
             metrics={name: observer.estimates.estimate(name, value) for name, value in measured.items()},
             recorded=_recorded(record, trained, split),
-            changed_pins=tuple(trained.changed_pins),
+            changed_numerics=tuple(trained.changed_numerics),
             per_sample=observer.estimates.per_sample(),
             predictions=predictions,
             classification=None if predictions is None else classify(predictions),
@@ -436,14 +434,14 @@ def analyse(
         )
 
 
-def _recorded(record: Record, trained: Trained, split: str) -> Mapping[str, float | None]:
+def _recorded(record: Record, trained: LoadedModel, split: str) -> Mapping[str, float | None]:
     """A result's metrics are those of the best model, or of the last where nothing was validated."""
     best = (record.result or {}).get("best_step")
     of_step = (record.result or {}).get("steps") if best is None else best
     return record.recorded_metrics.get(split, {}) if of_step == trained.info.step else {}
 
 
-def _data(record: Record, samples: int, sha256: str, inference: Inference | None) -> Data:
+def _data(record: Record, samples: int, sha256: str, inference: InferenceSignature | None) -> Data:
     recorded = record.manifest.get("data", {})
     inputs = {}
     if inference is not None:

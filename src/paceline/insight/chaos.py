@@ -24,7 +24,7 @@ from paceline.core.files import WriteFaults
 from paceline.core.options import parse_nodes, parse_nproc
 from paceline.data.audit import AuditReport, audit
 from paceline.elastic.control import AgentConnection
-from paceline.insight.fault_injection import Conductor, Fault, Injection, Kind, check_kinds, plan_faults
+from paceline.insight.fault_injection import Fault, FaultInjector, Injection, Kind, check_kinds, plan_faults
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 
@@ -149,9 +149,7 @@ class ChaosReport:
         return {"ok": self.ok, "problems": list(self.problems), "same_model": self.same_model, **document}
 
 
-def kind_reports(
-    planned: Sequence[Kind], injected: Sequence[tuple[Kind, float | None]]
-) -> tuple[KindReport, ...]:
+def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float | None]]) -> tuple[KindReport, ...]:
     """One row a kind.
 
     Args:
@@ -201,16 +199,13 @@ def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float,
     # A view counts from when the one before was lost.
     worlds = [(begins.get(world.seconds, world.seconds), world.world_size) for world in chaos.worlds]
     available = sum(
-        (following[0] - begin) * min(size, processors)
-        for (begin, size), following in pairwise([*worlds, (end, 0)])
+        (following[0] - begin) * min(size, processors) for (begin, size), following in pairwise([*worlds, (end, 0)])
     )
     sizes = {world.seconds: world.world_size for world in chaos.worlds}
     available -= sum(
-        i.seconds * min(sizes.get(i.end, nproc), processors)
-        for i in chaos.interruptions
-        if i.cause == "gathering"
+        i.seconds * min(sizes.get(i.end, nproc), processors) for i in chaos.interruptions if i.cause == "gathering"
     )
-    return Capacity(clean.goodput.at_work_s, available / min(nproc, processors), faults)
+    return Capacity(clean.goodput.active_s, available / min(nproc, processors), faults)
 
 
 def lost_and_duplicated(report: AuditReport) -> tuple[int, int]:
@@ -233,7 +228,7 @@ class ChaosRequest:
     """What to do.
 
     Attributes:
-        options: of both runs, as ``paceline train`` takes them; ``recover`` and ``run`` are not for the user.
+        options: of both runs, as ``paceline train`` takes them; ``recover`` and ``run_dir`` are not for the user.
         root: a new folder for both runs' directories, ``clean`` and ``chaos``.
         faults: how many.
         kinds: which.
@@ -265,12 +260,8 @@ def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport
         code = _wait(process)
     result = clean.read_result() if code == 0 else None
     if result is None:
-        raise LaunchError(
-            f"the undisturbed run failed with exit code {code}.{_tail(clean)}", exit_code=code or 1
-        )
-    plan = plan_faults(
-        request.kinds, faults=request.faults, seed=config.seed, nproc=nproc, steps=result["steps"]
-    )
+        raise LaunchError(f"the undisturbed run failed with exit code {code}.{_tail(clean)}", exit_code=code or 1)
+    plan = plan_faults(request.kinds, faults=request.faults, seed=config.seed, nproc=nproc, steps=result["steps"])
     took = f"{result['steps']} steps in {result['seconds']:.1f} s"
     tell(f"{took}; now with {len(plan)} faults, in {disturbed.path}")
     injected, code = _disturb(disturbed, chaos_options, plan, result["steps"], tell)
@@ -281,21 +272,17 @@ def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str
     """The run's configuration, and the options of the undisturbed and of the disturbed run."""
     given = dict(request.options)
     if given.get("recover", "inplace") != "inplace":
-        raise ConfigError(
-            f"--recover {given['recover']}: a run under faults recovers in place. Leave the option out."
-        )
+        raise ConfigError(f"--recover {given['recover']}: a run under faults recovers in place. Leave the option out.")
     if request.faults < 1:
         raise ConfigError(f"--faults must be at least 1, but is {request.faults}.")
     defaults: dict[str, Any] = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,)}
     config = config_from_mapping(defaults | given, "the command line")
     check_kinds(request.kinds, _nproc(config))
     if parse_nodes(config.nodes) != (1, 1):
-        raise ConfigError(
-            f"--nodes {config.nodes}: faults are injected on one machine. Leave the option out."
-        )
+        raise ConfigError(f"--nodes {config.nodes}: faults are injected on one machine. Leave the option out.")
     for name in ("clean", "chaos"):
         if RunDirectory(request.root / name).exists():
-            raise RunDirectoryError(f"{request.root / name} holds a run already. Choose another --run DIR.")
+            raise RunDirectoryError(f"{request.root / name} holds a run already. Choose another --run-dir DIR.")
     clean = defaults | given | {"recover": "none"}
     chaos = {"max_restarts": _RESTARTS * _nproc(config), **defaults, **given, "recover": "inplace"}
     return config, clean, chaos
@@ -320,7 +307,7 @@ def _disturb(
     with _training(directory, options, write_faults.environment) as process:
         agent = _connect(directory, process)
         with agent:
-            conductor = Conductor(
+            conductor = FaultInjector(
                 directory,
                 agent,
                 plan,
@@ -336,9 +323,7 @@ def _connect(directory: RunDirectory, process: subprocess.Popen[bytes]) -> Agent
     """Wait for the job's agent."""
     while not directory.agent.exists():
         if process.poll() is not None:
-            raise LaunchError(
-                f"the run ended before it began.{_tail(directory)}", exit_code=process.returncode or 1
-            )
+            raise LaunchError(f"the run ended before it began.{_tail(directory)}", exit_code=process.returncode or 1)
         time.sleep(_LOOK_S)
     return AgentConnection(directory)
 
@@ -408,7 +393,7 @@ def _training(
         "train",
         "--config",
         str(request),
-        "--run",
+        "--run-dir",
         str(directory.path),
     ]
     with _output(directory).open("wb") as output:

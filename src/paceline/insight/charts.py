@@ -173,9 +173,7 @@ def reliability(
         bottom.set_ylabel("share")
         bottom.set_xlabel("confidence")
         bottom.grid(visible=False)
-    rows = [
-        (each.label, f"{x:.3f}", f"{y:.3f}") for each in series for x, y in zip(each.xs, each.ys, strict=True)
-    ]
+    rows = [(each.label, f"{x:.3f}", f"{y:.3f}") for each in series for x, y in zip(each.xs, each.ys, strict=True)]
     return drawn.chart(("run", "confidence", "accuracy"), rows, _legend(series))
 
 
@@ -283,9 +281,7 @@ def _drawing(
 def _for_page(svg: str, name: str, title: str) -> str:
     """Without what belongs to a file; identifiers are the chart's own, and colours the page's."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL
-    )
+    svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
     svg = re.sub(r'(\sid=")', rf"\1{name}-", svg)
     svg = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", svg)

@@ -63,7 +63,7 @@ class Confusion:
 
 
 @dataclass(frozen=True)
-class Classification:
+class ClassificationResult:
     """A classifier on one split.
 
     Attributes:
@@ -102,7 +102,7 @@ MATRIX = 20
 """Up to so many classes, the matrix of all confusions can be read."""
 
 
-def classify(found: Predictions) -> Classification:
+def classify(found: Predictions) -> ClassificationResult:
     """All of it, of a split with at least one sample."""
     number = max(len(found.labels), int(found.actual.max()) + 1, int(found.predicted.max()) + 1)
     labels = tuple(found.labels[k] if k < len(found.labels) else str(k) for k in range(number))
@@ -118,11 +118,9 @@ def classify(found: Predictions) -> Classification:
         matrix = np.zeros((number, number), dtype=np.int64)
         matrix[actual, predicted] = counts
     wrong = [
-        Confusion(labels[a], labels[p], int(n))
-        for a, p, n in zip(actual, predicted, counts, strict=True)
-        if a != p
+        Confusion(labels[a], labels[p], int(n)) for a, p, n in zip(actual, predicted, counts, strict=True) if a != p
     ]
-    return Classification(
+    return ClassificationResult(
         accuracy=wilson(int(found.right.sum()), len(found.actual)),
         balanced_accuracy=of_counts(counts, partial(_balanced, actual, predicted)),
         macro_f1=of_counts(counts, partial(_macro_f1, actual, predicted)),

@@ -49,7 +49,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class Access:
+class DashboardAccess:
     """Decides about requests.
 
     Args:
@@ -212,9 +212,9 @@ class Views:
         with self._lock:
             followed = self._follow(run, directory)
             rows = {row["rank"]: row for row in followed.ranks if isinstance(row.get("rank"), int)}
-        detail["ranks"] = [
-            {**asdict(beat), "telemetry": rows.get(beat.rank)} for beat in read_beats(directory)
-        ] or [{"rank": rank, "telemetry": telemetry} for rank, telemetry in sorted(rows.items())]
+        detail["ranks"] = [{**asdict(beat), "telemetry": rows.get(beat.rank)} for beat in read_beats(directory)] or [
+            {"rank": rank, "telemetry": telemetry} for rank, telemetry in sorted(rows.items())
+        ]
         for name, read in (("config", _config), ("history", _history), ("checkpoints", _checkpoints)):
             try:
                 detail[name] = read(directory)
@@ -312,11 +312,11 @@ class DashboardServer:
     def __init__(
         self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
     ) -> None:
-        Access(host, port, token)  # before anything is opened
+        DashboardAccess(host, port, token)  # before anything is opened
         self._jobs = Jobs()
         pages = Pages(Index(roots), self._jobs)
         try:
-            self._server = _Server(host, port, lambda bound: Access(host, bound, token), pages)
+            self._server = _Server(host, port, lambda bound: DashboardAccess(host, bound, token), pages)
         except OSError as error:
             self._jobs.close()
             raise ConfigError(
@@ -325,9 +325,7 @@ class DashboardServer:
             ) from error
         self.port: int = self._server.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="paceline-dashboard", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, name="paceline-dashboard", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -386,7 +384,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, access: Callable[[int], Access], pages: Pages) -> None:
+    def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Pages) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
         self._places = threading.BoundedSemaphore(_MOST_CLIENTS)

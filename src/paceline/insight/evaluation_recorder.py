@@ -14,11 +14,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import TaskError
-from paceline.core.inference import Inference
+from paceline.core.inference import InferenceSignature
 from paceline.core.stats import Floats
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
-from paceline.training.evaluation import Estimates
+from paceline.training.evaluation import MetricIntervals
 
 MISTAKES = 12
 """How many of the most confident mistakes are kept, with their inputs."""
@@ -73,7 +73,7 @@ class Predictions:
         return np.asarray(self.actual == self.predicted)
 
 
-class Observer:
+class EvaluationRecorder:
     """Looks at each block of an evaluation; an instance is an ``Observe``.
 
     Attributes:
@@ -84,10 +84,10 @@ class Observer:
         inference: what its model does for others; None where that is unknown.
     """
 
-    def __init__(self, task: Task, inference: Inference | None) -> None:
+    def __init__(self, task: Task, inference: InferenceSignature | None) -> None:
         self._task = task
         self._inference = inference
-        self.estimates = Estimates()
+        self.estimates = MetricIntervals()
         self._digests: list[hashlib._Hash] = []  # of each tensor of a batch, through all blocks
         self._said: list[tuple[Any, ...]] = []
         self._worst: list[tuple[float, int, Mistake]] = []
@@ -135,7 +135,7 @@ class Observer:
             mistakes=tuple(mistake for _, _, mistake in worst),
         )
 
-    def _classify(self, inference: Inference, batch: Any) -> None:
+    def _classify(self, inference: InferenceSignature, batch: Any) -> None:
         inputs, actual = self._task.inference_batch(batch)
         if actual is None:
             return
@@ -144,7 +144,7 @@ class Observer:
         assert name is not None
         if name not in outputs:
             raise TaskError(
-                f"{type(self._task).__name__}.build_inference says that its module gives {name!r}, but it "
+                f"{type(self._task).__name__}.inference_signature says that its module gives {name!r}, but it "
                 f"gives {', '.join(outputs) or 'nothing'}."
             )
         probabilities = outputs[name].detach().double().cpu()
@@ -162,7 +162,7 @@ class Observer:
 
     def _keep_worst(
         self,
-        inference: Inference,
+        inference: InferenceSignature,
         inputs: Sequence[torch.Tensor],
         actual: torch.Tensor,
         predicted: torch.Tensor,

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import WriteFaults
-from paceline.elastic.control import AgentConnection, AgentGone, Status, WorkerStatus
+from paceline.elastic.control import AgentConnection, AgentGone, RunStatus, WorkerStatus
 from paceline.runs.directory import RunDirectory
 
 # --- What can be done to the checkpoints of a run from outside ---
@@ -30,7 +30,7 @@ def identity(checkpoint: Path) -> tuple[str, int]:
     return checkpoint.name, checkpoint.stat().st_ino
 
 
-def good_ones(directory: Path, damaged: Collection[tuple[str, int]]) -> list[Path]:
+def intact(directory: Path, damaged: Collection[tuple[str, int]]) -> list[Path]:
     """Those that nobody has damaged, the newest first."""
     found = []
     for path in checkpoints(directory):
@@ -108,9 +108,7 @@ class Fault:
     target: int | None = None
 
 
-def plan_faults(
-    kinds: Sequence[Kind], *, faults: int, seed: int, nproc: int, steps: int
-) -> tuple[Fault, ...]:
+def plan_faults(kinds: Sequence[Kind], *, faults: int, seed: int, nproc: int, steps: int) -> tuple[Fault, ...]:
     """Spread faults evenly over a run's steps, and the kinds evenly over the faults.
 
     Each run of as many faults as there are kinds has each kind once, in a shuffled order. Two things are not
@@ -162,9 +160,7 @@ def check_kinds(kinds: Sequence[Kind], nproc: int) -> None:
     if "partition" in kinds:
         raise ConfigError("--kinds partition needs several machines; these workers are all on one.")
     if ("leave" in kinds) != ("join" in kinds):
-        raise ConfigError(
-            "--kinds leave and join belong together: who has left can join, and the other way round."
-        )
+        raise ConfigError("--kinds leave and join belong together: who has left can join, and the other way round.")
     if "leave" in kinds and nproc < 2:
         raise ConfigError(f"--kinds leave needs somebody who stays: --nproc 2 or more, not {nproc}.")
 
@@ -241,7 +237,7 @@ class Injection:
 
 
 @dataclass
-class Conductor:
+class FaultInjector:
     """Takes a run through its faults.
 
     Args:
@@ -280,7 +276,7 @@ class Conductor:
                 self._throttled.close()  # type: ignore[attr-defined]
             self._settle(None)
 
-    def _look(self, status: Status) -> None:
+    def _look(self, status: RunStatus) -> None:
         if self._throttled is not None and next(self._throttled, True):
             self._throttled = None
         self._settle(status)
@@ -302,7 +298,7 @@ class Conductor:
         elif missing and self._gathered < status.generation:
             self._gather(status)
 
-    def _gather(self, status: Status) -> None:
+    def _gather(self, status: RunStatus) -> None:
         """What is due needs more workers: they are waited for, else the run may end before they are there."""
         self._gathered = status.generation
         self.agent.gather()
@@ -310,7 +306,7 @@ class Conductor:
     def _all_recovered(self) -> bool:
         return all(injection.recovered_at is not None for injection in self.injected)
 
-    def _can_come(self, fault: Fault, status: Status) -> bool:
+    def _can_come(self, fault: Fault, status: RunStatus) -> bool:
         match fault.kind:
             case "kill" | "stop" | "slow":
                 # Where others are to come back, somebody survives; alone, it is all or nothing.
@@ -318,12 +314,12 @@ class Conductor:
             case "leave" | "join":
                 return self._all_recovered()
             case "bitflip" | "truncate":
-                return len(good_ones(self.directory.checkpoints, self._damaged)) > 1
+                return len(intact(self.directory.checkpoints, self._damaged)) > 1
         return True
 
-    def _inject(self, fault: Fault, status: Status) -> None:
+    def _inject(self, fault: Fault, status: RunStatus) -> None:
         victim = status.members[fault.choice % len(status.members)]
-        who = f"rank {victim.rank} (slot {victim.slot})"
+        who = f"rank {victim.rank} (slot {victim.local_index})"
         pids: tuple[int, ...] = () if victim.pid is None else (victim.pid,)
         at = time.time()
         match fault.kind:
@@ -336,7 +332,7 @@ class Conductor:
                 who, pids = f"{status.target} to {fault.target} workers", _pids(status)
                 self.agent.scale(nproc=fault.target)
             case "bitflip" | "truncate":
-                newest = good_ones(self.directory.checkpoints, self._damaged)[0]
+                newest = intact(self.directory.checkpoints, self._damaged)[0]
                 self._damaged.add(identity(newest))
                 harm = flip_bit if fault.kind == "bitflip" else truncate
                 who, pids = harm(newest, fault.choice), _pids(status)
@@ -348,13 +344,13 @@ class Conductor:
         self.injected.append(Injection(fault, status.step, at, who, pids, status.generation))
         self.tell(f"step {status.step}: {fault.kind} {who}")
 
-    def _settle(self, status: Status | None) -> None:
+    def _settle(self, status: RunStatus | None) -> None:
         """Note which faults the run has recovered from; None: the job has ended."""
         for injection in self.injected:
             if injection.recovered_at is None:
                 injection.recovered_at = self._recovered_at(injection, status)
 
-    def _recovered_at(self, injection: Injection, status: Status | None) -> float | None:
+    def _recovered_at(self, injection: Injection, status: RunStatus | None) -> float | None:
         match injection.fault.kind:
             case "kill" | "stop" | "bitflip" | "truncate":
                 return self._next_view(injection)
@@ -391,7 +387,7 @@ class Conductor:
         return next((e["time"] for e in events[failed:] if e["event"] == "checkpoint"), None)
 
 
-def _pids(status: Status) -> tuple[int, ...]:
+def _pids(status: RunStatus) -> tuple[int, ...]:
     return tuple(member.pid for member in status.members if member.pid is not None)
 
 

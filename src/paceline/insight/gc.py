@@ -19,7 +19,7 @@ from paceline.core.errors import CheckpointError, ConfigError, PackageError, Run
 from paceline.core.files import fsync_directory
 from paceline.core.options import parse_best
 from paceline.runs import checkpoint_store
-from paceline.runs.checkpoint_store import OnRead, candidates, choose_removals, parse_name
+from paceline.runs.checkpoint_store import OnRead, choose_removals, parse_name, scan
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
@@ -38,7 +38,7 @@ Kind = Literal["run", "checkpoint", "package"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class Artifact:
     """A run or a package.
 
     Attributes:
@@ -70,7 +70,7 @@ class Item:
     kept_because: str | None = None
 
 
-def runs_in(root: Path) -> list[Item]:
+def runs_in(root: Path) -> list[Artifact]:
     """The runs directly in a folder, the newest first.
 
     Raises:
@@ -80,10 +80,10 @@ def runs_in(root: Path) -> list[Item]:
     return sorted(found, key=lambda item: (-item.time, item.name))
 
 
-def _run(directory: RunDirectory) -> Item:
+def _run(directory: RunDirectory) -> Artifact:
     path = directory.path
     if path.is_symlink():
-        return Item(
+        return Artifact(
             kind="run",
             name=path.name,
             path=path,
@@ -102,7 +102,7 @@ def _run(directory: RunDirectory) -> Item:
         because = "damaged"
     if summary.state == "damaged":
         because = "damaged"
-    elif at_work(directory):
+    elif is_active(directory):
         because = "at work"
     parent = manifest.get("parent", {})
     if not isinstance(parent, dict):
@@ -110,8 +110,8 @@ def _run(directory: RunDirectory) -> Item:
     parents = {str(parent[name]) for name in ("run", "package") if parent.get(name)}
     version = parent.get("version")
     split, metrics = _metrics_of(directory)
-    score, criterion = _score(manifest.get("config", {}).get("best"), split, metrics)
-    return Item(
+    score, criterion = _score(manifest.get("config", {}).get("best_metric"), split, metrics)
+    return Artifact(
         kind="run",
         name=path.name,
         path=path,
@@ -127,7 +127,7 @@ def _run(directory: RunDirectory) -> Item:
     )
 
 
-def at_work(directory: RunDirectory) -> bool:
+def is_active(directory: RunDirectory) -> bool:
     """Whether some process trains in it: on this machine by its lock, on others by their heartbeats."""
     if directory.is_running():
         return True
@@ -135,7 +135,7 @@ def at_work(directory: RunDirectory) -> bool:
     return any(not beat.left and abs(now - beat.time) < SILENT_S for beat in read_beats(directory))
 
 
-def packages_in(registry: Registry) -> list[Item]:
+def packages_in(registry: Registry) -> list[Artifact]:
     """The packages of a registry, the newest first.
 
     Raises:
@@ -154,7 +154,7 @@ def packages_in(registry: Registry) -> list[Item]:
     return sorted(found, key=lambda item: (-item.time, item.name))
 
 
-def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Item:
+def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Artifact:
     short = digest[:12]
     written = path.lstat().st_mtime
     because = tags.get(digest)
@@ -173,11 +173,11 @@ def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Item:
         origin = manifest.provenance
         name, group = f"{manifest.name} {short}", manifest.name
         evaluation = origin.data.get("evaluation")
-        best = evaluation.get("best") if isinstance(evaluation, dict) else None
+        best = evaluation.get("best_metric") if isinstance(evaluation, dict) else None
         score, criterion = _score(best, str(origin.data.get("compared_split", "test")), manifest.metrics)
         parents = frozenset({origin.run})
         versions = ((origin.run, origin.state_version),)
-    return Item(
+    return Artifact(
         kind="package",
         name=name,
         path=path,
@@ -208,7 +208,7 @@ def size_of(path: Path) -> int:
 
 
 def _score(best: object, split: str, metrics: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The metric that ``--best`` names, or the loss, turned so that more is better; and which that is."""
+    """The metric that ``--best-metric`` names, or the loss, turned so that more is better; and which that is."""
     try:
         name, mode = parse_best(str(best)) if best else ("loss", "min")
     except ConfigError:
@@ -277,7 +277,7 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Decision:
     """What becomes of an item.
 
     Attributes:
@@ -285,11 +285,11 @@ class Verdict:
         reason: why it stays; None where it goes.
     """
 
-    item: Item
+    item: Artifact
     reason: str | None
 
 
-def decide(items: Sequence[Item], policy: Policy, now: float | None = None) -> list[Verdict]:
+def decide(items: Sequence[Artifact], policy: Policy, now: float | None = None) -> list[Decision]:
     """What becomes of each run and package.
 
     Args:
@@ -299,7 +299,7 @@ def decide(items: Sequence[Item], policy: Policy, now: float | None = None) -> l
     """
     now = time.time() if now is None else now
     reasons: dict[Path, str] = {}
-    groups: dict[tuple[str, str], list[Item]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Artifact]] = defaultdict(list)
     for item in items:
         if item.kept_because is not None:
             reasons[item.path] = item.kept_because
@@ -307,10 +307,10 @@ def decide(items: Sequence[Item], policy: Policy, now: float | None = None) -> l
     for members in groups.values():
         _keep_of_group(members, policy, now, reasons)
     _keep_parents(items, reasons)
-    return [Verdict(item=item, reason=reasons.get(item.path)) for item in items]
+    return [Decision(item=item, reason=reasons.get(item.path)) for item in items]
 
 
-def _keep_of_group(members: Sequence[Item], policy: Policy, now: float, reasons: dict[Path, str]) -> None:
+def _keep_of_group(members: Sequence[Artifact], policy: Policy, now: float, reasons: dict[Path, str]) -> None:
     newest = sorted(members, key=lambda item: (-item.time, item.name))
     if policy.keep_last is not None:
         for item in newest[: policy.keep_last]:
@@ -320,7 +320,7 @@ def _keep_of_group(members: Sequence[Item], policy: Policy, now: float, reasons:
             if now - item.time < policy.older_than_s:
                 reasons.setdefault(item.path, "too young")
     if policy.keep_best:
-        best: dict[str, tuple[float, Item]] = {}
+        best: dict[str, tuple[float, Artifact]] = {}
         for item in newest:
             known = best.get(item.criterion)
             if item.score is not None and (known is None or item.score > known[0]):
@@ -329,9 +329,9 @@ def _keep_of_group(members: Sequence[Item], policy: Policy, now: float, reasons:
             reasons.setdefault(item.path, f"the best by {criterion}")
 
 
-def _keep_parents(items: Sequence[Item], reasons: dict[Path, str]) -> None:
+def _keep_parents(items: Sequence[Artifact], reasons: dict[Path, str]) -> None:
     """What something that stays came from stays, and what that came from."""
-    by_identity: dict[str, list[Item]] = defaultdict(list)  # a directory that was copied has the same
+    by_identity: dict[str, list[Artifact]] = defaultdict(list)  # a directory that was copied has the same
     for item in items:
         by_identity[item.identity].append(item)
     left = [item for item in items if item.path in reasons]
@@ -345,17 +345,17 @@ def _keep_parents(items: Sequence[Item], reasons: dict[Path, str]) -> None:
 
 
 def checkpoints_to_remove(
-    run: Item,
+    run: Artifact,
     policy: Policy,
-    stays: Iterable[Item],
+    stays: Iterable[Artifact],
     on_read: OnRead,
     now: float | None = None,
-) -> tuple[list[Item], list[str]]:
+) -> tuple[list[Artifact], list[str]]:
     """Which checkpoints of a run that stays may go, as ``paceline checkpoint prune`` chooses them.
 
     Args:
         run: it is not at work.
-        policy: with ``keep_last`` None, the run's own ``--keep`` counts.
+        policy: with ``keep_last`` None, the run's own ``--keep-checkpoints`` counts.
         stays: all that is kept; a checkpoint that one of these came from stays.
         on_read: told of the bytes that were verified.
         now: Unix time.
@@ -369,9 +369,9 @@ def checkpoints_to_remove(
         return [], []
     keep = policy.keep_last
     if keep is None:
-        keep = int(directory.read_complete_manifest()["config"].get("keep", 1))
+        keep = int(directory.read_complete_manifest()["config"].get("keep_checkpoints", 1))
     try:
-        number = len(candidates(directory.checkpoints))
+        number = len(scan(directory.checkpoints))
     except PermissionError:  # another user's
         return [], []
     if number <= keep:
@@ -384,7 +384,7 @@ def checkpoints_to_remove(
         young = policy.older_than_s is not None and now - written < policy.older_than_s
         if not young and parse_name(path.name)[1] not in wanted:
             found.append(
-                Item(
+                Artifact(
                     kind="checkpoint",
                     name=f"{run.name}/{path.name}",
                     path=path,
@@ -405,7 +405,7 @@ def checkpoints_to_remove(
 _DOOMED = ".gc-"
 _LEFT_BEHIND = re.compile(r"\.gc-[0-9a-f]{16}")
 
-OnItem = Callable[[Item, str | None], None]
+OnItem = Callable[[Artifact, str | None], None]
 """Is told of each item, and why it was left; None where it is gone."""
 
 
@@ -417,7 +417,7 @@ def remove_left_behind(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def remove(items: Sequence[Item], root: Path, registry: Registry, on_item: OnItem) -> None:
+def remove(items: Sequence[Artifact], root: Path, registry: Registry, on_item: OnItem) -> None:
     """Remove runs, checkpoints and packages; what has changed since it was chosen stays.
 
     Args:
@@ -444,11 +444,11 @@ def remove(items: Sequence[Item], root: Path, registry: Registry, on_item: OnIte
         on_item(item, why)
 
 
-def _remove_run(item: Item) -> None:
+def _remove_run(item: Artifact) -> None:
     directory = RunDirectory(item.path)
     if item.path.is_symlink() or not item.path.is_dir():
         raise RunDirectoryError("it is no directory any more")
-    if at_work(directory):
+    if is_active(directory):
         raise RunInUseError("it is at work")
     with directory.locked():
         if directory.events.exists() and directory.events.stat().st_mtime > item.time + 1:
@@ -458,17 +458,17 @@ def _remove_run(item: Item) -> None:
     _delete(doomed)
 
 
-def _remove_checkpoint(item: Item) -> None:
+def _remove_checkpoint(item: Artifact) -> None:
     directory = RunDirectory(item.path.parent.parent)
     if item.path.parent.is_symlink():
         raise RunDirectoryError("its folder is a link now")
-    if at_work(directory):
+    if is_active(directory):
         raise RunInUseError("its run is at work")
     with directory.locked():
         checkpoint_store.remove_checkpoints(item.path.parent, [item.path])
 
 
-def _remove_package(item: Item, registry: Registry) -> None:
+def _remove_package(item: Artifact, registry: Registry) -> None:
     with registry.unchanging():
         tags = registry.all_tags()
         for reference, tag in tags.items():

@@ -15,7 +15,7 @@ import torch
 from paceline import __version__
 from paceline.core.stats import LEVEL, RESAMPLES, Difference, Estimate, holm, mcnemar, paired
 from paceline.insight.analysis import Analysis
-from paceline.insight.classification import Classification
+from paceline.insight.classification import ClassificationResult
 from paceline.insight.evaluation_recorder import Predictions
 
 # --- Runs beside each other: whether one is better, and in what they differ ---
@@ -25,7 +25,7 @@ SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """A run beside the first one.
 
     Attributes:
@@ -52,13 +52,13 @@ class Setting:
     values: tuple[Any, ...]
 
 
-def compare(analyses: Sequence[Analysis]) -> list[Comparison]:
+def compare(analyses: Sequence[Analysis]) -> list[RunComparison]:
     """Each run but the first beside the first, by its main metric."""
     first, found = analyses[0], []
     metric = first.main_metric
     for other in analyses[1:]:
         difference, why_not = _difference(first, other, metric)
-        found.append(Comparison(other.record.name, metric, difference, None, why_not))
+        found.append(RunComparison(other.record.name, metric, difference, None, why_not))
     tested = [index for index, c in enumerate(found) if c.difference is not None]
     p_values = [d.p_value for c in found if (d := c.difference) is not None]
     for index, p_value in zip(tested, holm(p_values), strict=True):
@@ -100,7 +100,7 @@ def _difference(first: Analysis, other: Analysis, metric: str) -> tuple[Differen
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Headline:
     """The first screen.
 
     Attributes:
@@ -114,13 +114,13 @@ class Verdict:
     marks: tuple[tuple[str, str], ...]
 
 
-def verdict(analyses: Sequence[Analysis], comparisons: Sequence[Comparison]) -> Verdict:
+def headline(analyses: Sequence[Analysis], comparisons: Sequence[RunComparison]) -> Headline:
     """Of one run, what it reached; of several, who is better."""
     first = analyses[0]
     if len(analyses) == 1:
         name = first.main_metric
         estimate = first.metrics[name]
-        return Verdict(f"{number(estimate)} {name}", _measured(first, estimate), tuple(_marks(first)))
+        return Headline(f"{number(estimate)} {name}", _measured(first, estimate), tuple(_marks(first)))
     better = [c.name for c in comparisons if c.better]
     worse = [c.name for c in comparisons if c.better is False]
     # With more than two runs: each is held against the first only, and that is what is said.
@@ -134,7 +134,7 @@ def verdict(analyses: Sequence[Analysis], comparisons: Sequence[Comparison]) -> 
         told = f", and better than {_listed(worse)}" if worse else ""
         others = _listed([c.name for c in comparisons if c.difference is not None and c.better is None])
         headline = f"{first.record.name} cannot be told from {others}{told}"
-    return Verdict(headline, " ".join(map(_compared, comparisons)), ())
+    return Headline(headline, " ".join(map(_compared, comparisons)), ())
 
 
 def number(estimate: Estimate) -> str:
@@ -185,7 +185,7 @@ def _marks(analysis: Analysis) -> list[tuple[str, str]]:
     return marks
 
 
-def _compared(comparison: Comparison) -> str:
+def _compared(comparison: RunComparison) -> str:
     difference = comparison.difference
     if difference is None:
         return f"{comparison.name} cannot be compared: {comparison.why_not}."
@@ -216,7 +216,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """Runs and what follows from them.
 
     Attributes:
@@ -229,21 +229,21 @@ class Report:
     """
 
     analyses: tuple[Analysis, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[RunComparison, ...]
     differing: tuple[Setting, ...]
-    verdict: Verdict
+    headline: Headline
     created: str
     versions: dict[str, str]
 
 
-def make_report(analyses: Sequence[Analysis]) -> Report:
+def make_report(analyses: Sequence[Analysis]) -> RunReport:
     """Compare the runs and say what came out."""
     comparisons = compare(analyses)
-    return Report(
+    return RunReport(
         analyses=tuple(analyses),
         comparisons=tuple(comparisons),
         differing=tuple(differing_settings(analyses)),
-        verdict=verdict(analyses, comparisons),
+        headline=headline(analyses, comparisons),
         created=time.strftime("%Y-%m-%d %H:%M %z"),
         versions=versions_now(),
     )
@@ -258,11 +258,11 @@ def versions_now() -> dict[str, str]:
     }
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: RunReport) -> dict[str, Any]:
     """All figures of the report; curves are in each run's ``metrics.jsonl``."""
     return {
-        "verdict": report.verdict.headline,
-        "explanation": report.verdict.sentence,
+        "verdict": report.headline.headline,
+        "explanation": report.headline.sentence,
         "created": report.created,
         "versions": report.versions,
         "intervals": {"level": LEVEL, "resamples": RESAMPLES},
@@ -291,7 +291,7 @@ def _run(analysis: Analysis) -> dict[str, Any]:
         "main_metric": analysis.main_metric,
         "metrics": {name: estimate.as_json() for name, estimate in analysis.metrics.items()},
         "recorded": dict(analysis.recorded),
-        "changed_pins": list(analysis.changed_pins),
+        "changed_numerics": list(analysis.changed_numerics),
         "classification": None
         if analysis.classification is None or analysis.predictions is None
         else _classification(analysis.classification, analysis.predictions),
@@ -307,7 +307,7 @@ def _run(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _classification(found: Classification, predictions: Predictions) -> dict[str, Any]:
+def _classification(found: ClassificationResult, predictions: Predictions) -> dict[str, Any]:
     return {
         **{
             name: getattr(found, name).as_json()
@@ -342,7 +342,7 @@ def _classification(found: Classification, predictions: Predictions) -> dict[str
     }
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
+def _comparison(comparison: RunComparison) -> dict[str, Any]:
     difference = comparison.difference
     return {
         "run": comparison.name,

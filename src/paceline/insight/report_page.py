@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from paceline.core.stats import Estimate
-from paceline.insight.analysis import Analysis, Point
+from paceline.insight.analysis import Analysis, CurvePoint
 from paceline.insight.charts import (
     SERIES,
     Chart,
@@ -25,7 +25,7 @@ from paceline.insight.charts import (
     workers,
 )
 from paceline.insight.classification import BINS, ClassScore
-from paceline.insight.report import Report, interval, number, points_of, probability
+from paceline.insight.report import RunReport, interval, number, points_of, probability
 from paceline.runs.console import duration
 
 # --- A model's input as something to look at: a picture where it is one, else its numbers ---
@@ -36,14 +36,14 @@ _NUMBERS = 24
 
 
 @dataclass(frozen=True)
-class Shown:
+class Preview:
     """An input: a picture as a ``data:`` address, or text."""
 
     picture: str | None
     text: str
 
 
-def show(tensor: torch.Tensor) -> Shown:
+def show(tensor: torch.Tensor) -> Preview:
     """An input of one sample.
 
     A tensor (1, H, W) or (3, H, W), or (H, W) of bytes, is a picture. Bytes are shown as they are; of other
@@ -52,13 +52,11 @@ def show(tensor: torch.Tensor) -> Shown:
     if tensor.dim() == 2 and tensor.dtype == torch.uint8:
         tensor = tensor[None]
     if tensor.dim() == 3 and tensor.shape[0] in (1, 3) and min(tensor.shape[1:]) > 1:
-        return Shown(_png(tensor), "")
+        return Preview(_png(tensor), "")
     flat = tensor.reshape(-1)
-    shown = [
-        f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_NUMBERS].tolist()
-    ]
+    shown = [f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_NUMBERS].tolist()]
     rest = f" … ({flat.numel():,})" if flat.numel() > _NUMBERS else ""
-    return Shown(None, " ".join(shown) + rest)
+    return Preview(None, " ".join(shown) + rest)
 
 
 def _png(tensor: torch.Tensor) -> str:
@@ -85,7 +83,7 @@ _ENTRIES = 80
 _QUIET = ("checkpoint", "backup", "created")
 
 
-def render(report: Report) -> str:
+def render(report: RunReport) -> str:
     """The page.
 
     Raises:
@@ -180,7 +178,7 @@ def _training(analyses: Sequence[Analysis]) -> list[Chart]:
     return [curves(name, title, series, **options) for name, title, series, options in charts if series]
 
 
-def _series(analyses: Sequence[Analysis], points: Sequence[list[Point]]) -> list[Series]:
+def _series(analyses: Sequence[Analysis], points: Sequence[list[CurvePoint]]) -> list[Series]:
     return [
         Series(analysis.record.name, index, [p.step for p in of_run], [p.value for p in of_run])
         for index, (analysis, of_run) in enumerate(zip(analyses, points, strict=True))
@@ -201,9 +199,7 @@ def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
             continue
         bins = analysis.classification.bins
         series.append(
-            Series(
-                analysis.record.name, index, [b.confidence for b in bins], [b.accuracy.value for b in bins]
-            )
+            Series(analysis.record.name, index, [b.confidence for b in bins], [b.accuracy.value for b in bins])
         )
         if not shares:
             total = sum(b.count for b in bins)
@@ -217,7 +213,7 @@ def _history(index: int, analysis: Analysis) -> dict[str, Any]:
     told = [entry for entry in timeline.entries if entry.event not in _QUIET]
     chart = None
     if timeline.worlds:
-        end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.at_work_s, 1.0])
+        end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.active_s, 1.0])
         chart = workers(
             f"workers-{index}",
             f"Workers of {analysis.record.name}",

@@ -13,14 +13,14 @@ from paceline.data.samples import MicroBatch
 from paceline.insight.analysis import Record, read_record
 from paceline.insight.report import versions_now
 from paceline.runs.checkpoint_state import model_sha256
-from paceline.runs.checkpoint_store import candidates
+from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import Package
 from paceline.serving.equivalence import compare, problem_of
 from paceline.serving.formats import load_program, load_weights, task_of
-from paceline.serving.trained_source import PACKAGE_METRICS, Source, open_exported
-from paceline.training.loaded_model import evaluator_of, open_trained
+from paceline.serving.trained_source import PACKAGE_METRICS, TrainedSource, open_exported
+from paceline.training.loaded_model import load_trained_model, make_evaluator
 
 # --- Whether the numbers that a run recorded still hold, under what is installed now ---
 
@@ -73,7 +73,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Recheck:
+class Revalidation:
     """What was found.
 
     Attributes:
@@ -82,7 +82,7 @@ class Recheck:
         weights_hold: whether the model's hash is the recorded one; None where the run's last checkpoint is
             gone, or a package is quantized: its weights are then those that its manifest vouches for.
         then, now: versions.
-        changed_pins: in what this process differs from the run's, where bits depend on it.
+        changed_numerics: in what this process differs from the run's, where bits depend on it.
         programs: a package's.
     """
 
@@ -91,7 +91,7 @@ class Recheck:
     weights_hold: bool | None
     then: dict[str, str]
     now: dict[str, str]
-    changed_pins: tuple[str, ...]
+    changed_numerics: tuple[str, ...]
     programs: tuple[Program, ...] = ()
 
     @property
@@ -112,16 +112,16 @@ class Recheck:
             "weights_hold": self.weights_hold,
             "programs": [asdict(program) for program in self.programs],
             "versions": {"then": self.then, "now": self.now},
-            "changed_pins": list(self.changed_pins),
+            "changed_numerics": list(self.changed_numerics),
         }
 
 
-def recheck(
+def revalidate(
     directory: RunDirectory,
     *,
     tolerance: float = 0.0,
     on_progress: OnProgress = lambda split, done, total: None,
-) -> Recheck:
+) -> Revalidation:
     """Evaluate a finished run's model once more on every split whose numbers it recorded.
 
     Args:
@@ -141,34 +141,30 @@ def recheck(
             "validation nor a test split. Finish it with: paceline resume " + str(directory.path)
         )
     found = []
-    with open_trained(directory) as trained:
+    with load_trained_model(directory) as trained:
         for split, recorded in record.recorded_metrics.items():
-            with closing(evaluator_of(trained, split)) as evaluator:
+            with closing(make_evaluator(trained, split)) as evaluator:
                 done, total = 0, evaluator.num_samples
 
-                def count(
-                    microbatch: MicroBatch, _values: Any, split: str = split, total: int = total
-                ) -> None:
+                def count(microbatch: MicroBatch, _values: Any, split: str = split, total: int = total) -> None:
                     nonlocal done
                     done += microbatch.num_samples
                     on_progress(split, done, total)
 
                 now = trained.evaluate(evaluator, split, count)
-            found += [
-                compared(split, name, value, now.get(name), tolerance) for name, value in recorded.items()
-            ]
-        step, changed = trained.info.step, tuple(trained.changed_pins)
-    return Recheck(
+            found += [compare_number(split, name, value, now.get(name), tolerance) for name, value in recorded.items()]
+        step, changed = trained.info.step, tuple(trained.changed_numerics)
+    return Revalidation(
         step=step,
         numbers=tuple(found),
         weights_hold=_weights_hold(directory, record),
         then={str(name): str(value) for name, value in record.manifest.get("versions", {}).items()},
         now=versions_now(),
-        changed_pins=changed,
+        changed_numerics=changed,
     )
 
 
-def compared(split: str, name: str, then: float | None, now: float | None, tolerance: float) -> Number:
+def compare_number(split: str, name: str, then: float | None, now: float | None, tolerance: float) -> Number:
     """A recorded number beside what it is now."""
     if now is not None and now != now:  # NaN is recorded as null
         now = None
@@ -187,7 +183,7 @@ def _weights_hold(directory: RunDirectory, record: Record) -> bool | None:
     """The recorded hash is that of the last step's model, which is not averaged."""
     recorded = (record.result or {}).get("model_sha256")
     version = (record.result or {}).get("state_version")
-    for path in candidates(directory.checkpoints):
+    for path in scan(directory.checkpoints):
         if recorded is not None and path.name.endswith(f"-v{version:08d}"):
             return bool(model_sha256(load(path).state["model"]) == recorded)
     return None
@@ -196,13 +192,13 @@ def _weights_hold(directory: RunDirectory, record: Record) -> bool | None:
 # --- Whether the numbers that a package records still hold, under what is installed now ---
 
 
-def recheck_package(
+def revalidate_package(
     package: Package,
     task: str | None = None,
     *,
     tolerance: float = 0.0,
     on_progress: OnProgress = lambda split, done, total: None,
-) -> Recheck:
+) -> Revalidation:
     """Evaluate a package's weights once more as its export did, and hold its programs against them.
 
     Args:
@@ -225,16 +221,16 @@ def recheck_package(
         now = source.measure(on_progress=partial(on_progress, source.split))
         recorded = origin.data.get(PACKAGE_METRICS, manifest.metrics)
         whole = manifest.quantization is None
-        return Recheck(
+        return Revalidation(
             step=origin.step,
             numbers=tuple(
-                compared(source.split, name, value, now[name].value if name in now else None, tolerance)
+                compare_number(source.split, name, value, now[name].value if name in now else None, tolerance)
                 for name, value in sorted(recorded.items())
             ),
             weights_hold=model_sha256(source.model.state_dict()) == origin.model_sha256 if whole else None,
             then=dict(origin.versions),
             now=versions_now(),
-            changed_pins=(),
+            changed_numerics=(),
             programs=tuple(
                 _recheck_program(package, source, kind, optional=task is not None, on_progress=on_progress)
                 for kind in manifest.programs
@@ -243,7 +239,7 @@ def recheck_package(
 
 
 def _recheck_program(
-    package: Package, source: Source, kind: str, *, optional: bool, on_progress: OnProgress
+    package: Package, source: TrainedSource, kind: str, *, optional: bool, on_progress: OnProgress
 ) -> Program:
     """Run a program beside the weights; ``optional`` leaves out one that is not trusted."""
     then = package.manifest.differences.get(kind)
@@ -262,10 +258,6 @@ def _recheck_program(
         return Program(kind, recorded, None, f"it cannot be loaded: {type(error).__name__}: {error}"[:300])
     now, scale = found
     problem = problem_of(now, scale, None, None)
-    if (
-        then is not None
-        and now.largest <= then.largest
-        and (now.equal_labels or 0) >= (then.equal_labels or 0)
-    ):
+    if then is not None and now.largest <= then.largest and (now.equal_labels or 0) >= (then.equal_labels or 0):
         problem = None  # the user said at the export that it may differ so much
     return Program(kind, recorded, now.largest, problem)

@@ -19,7 +19,7 @@ from paceline.core.errors import RunDirectoryError
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import (
     FOREIGN,
-    Beat,
+    HeartbeatRecord,
     RunSummary,
     damaged,
     last_records,
@@ -40,7 +40,7 @@ _CHUNK = 4 * 2**20  # bytes read at once
 _MOST_BYTES = 64 * 2**20  # of a file that was never read: what is before is left out
 
 
-class Point(NamedTuple):
+class MetricPoint(NamedTuple):
     """One or several neighbouring records.
 
     Attributes:
@@ -60,16 +60,16 @@ class Curve:
     """At most :data:`MOST_POINTS` points; a spike stays visible as a point's ``high`` or ``low``."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.points: list[MetricPoint] = []
         self._group = 1  # records a point
 
     def add(self, step: int, value: float) -> None:
         """Add a record's value; steps do not fall."""
         last = self.points[-1] if self.points else None
         if last is None or last.records >= self._group:
-            self.points.append(Point(step, value, value, value, 1))
+            self.points.append(MetricPoint(step, value, value, value, 1))
         else:
-            self.points[-1] = _merged(last, Point(step, value, value, value, 1))
+            self.points[-1] = _merged(last, MetricPoint(step, value, value, value, 1))
         if len(self.points) > MOST_POINTS:
             halves = iter(self.points)
             self.points = [_merged(a, b) if (b := next(halves, None)) else a for a in halves]
@@ -86,10 +86,10 @@ class Curve:
         return columns
 
 
-def _merged(a: Point, b: Point) -> Point:
+def _merged(a: MetricPoint, b: MetricPoint) -> MetricPoint:
     records = a.records + b.records
     mean = (a.mean * a.records + b.mean * b.records) / records
-    return Point(b.step, mean, min(a.low, b.low), max(a.high, b.high), records)
+    return MetricPoint(b.step, mean, min(a.low, b.low), max(a.high, b.high), records)
 
 
 class Curves:
@@ -208,7 +208,7 @@ class Alert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class AlertInputs:
     """What alerts are made from.
 
     Attributes:
@@ -224,13 +224,13 @@ class Facts:
     state: str
     problem: str | None
     events: Sequence[Mapping[str, Any]]
-    beats: Sequence[Beat]
+    beats: Sequence[HeartbeatRecord]
     nonfinite: Sequence[int]
     disk: tuple[int, int] | None
     now: float
 
 
-def alerts(facts: Facts) -> list[Alert]:
+def alerts(facts: AlertInputs) -> list[Alert]:
     """What to look at, the worst first."""
     found: list[Alert] = []
     if facts.state in ("failed", "crashed", "damaged"):
@@ -239,18 +239,18 @@ def alerts(facts: Facts) -> list[Alert]:
         text = f"the loss was NaN or infinite at step {facts.nonfinite[-1]}"
         found.append(Alert(kind="loss", severity="error", text=text))
     if facts.state in ("running", "waiting"):
-        found += _at_work(facts)
+        found += _is_active(facts)
     found += _saving(facts.events)
     return sorted(found, key=lambda alert: alert.severity != "error")
 
 
-def _end(facts: Facts) -> str:
+def _end(facts: AlertInputs) -> str:
     if facts.state == "crashed":
         return "it ended without a word: killed, or its machine went down"
     return facts.problem or facts.state
 
 
-def _at_work(facts: Facts) -> list[Alert]:
+def _is_active(facts: AlertInputs) -> list[Alert]:
     found = []
     silent = [beat for beat in facts.beats if is_silent(beat, facts.now)]
     if silent:
@@ -293,7 +293,7 @@ def _saving(events: Sequence[Mapping[str, Any]]) -> list[Alert]:
     return found
 
 
-def is_silent(beat: Beat, now: float) -> bool:
+def is_silent(beat: HeartbeatRecord, now: float) -> bool:
     """Whether a rank should have told something by now."""
     return not beat.left and now - beat.time > SILENT_S
 
@@ -309,7 +309,7 @@ _Signature = tuple[object, ...]
 
 
 @dataclass
-class Known:
+class IndexedRun:
     """A run, as it was when its files last changed."""
 
     directory: RunDirectory
@@ -327,7 +327,7 @@ class Index:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(roots)
-        self._runs: dict[str, Known] = {}
+        self._runs: dict[str, IndexedRun] = {}
         self._removed: dict[str, int] = {}
         self._revision = 0
         self._epoch = secrets.token_hex(4)  # another server's revisions are no revisions of ours
@@ -386,7 +386,7 @@ class Index:
             if changed:
                 self._revision = revision
                 self._removed.pop(run, None)
-            self._runs[run] = Known(
+            self._runs[run] = IndexedRun(
                 directory, signature, row, revision if changed or known is None else known.revision
             )
         self._read_at = time.monotonic()
@@ -436,7 +436,7 @@ def _row_of(
     summary: RunSummary,
     events: Sequence[Mapping[str, Any]],
     records: Sequence[Mapping[str, Any]],
-    beats: Sequence[Beat],
+    beats: Sequence[HeartbeatRecord],
 ) -> dict[str, Any]:
     now = time.time()
     state = state_of(summary, events, beats, now)
@@ -448,15 +448,13 @@ def _row_of(
     row["world_size"] = world.get("computing", world.get("world_size", summary.world_size))
     row["state"] = state
     row["folder"] = directory.path.parent.name
-    facts = Facts(
+    facts = AlertInputs(
         state=state,
         problem=summary.problem,
         events=events,
         beats=beats,
         nonfinite=[
-            r["step"]
-            for r in records
-            if r.get("kind") == "train" and r.get("loss", 0.0) is None and "step" in r
+            r["step"] for r in records if r.get("kind") == "train" and r.get("loss", 0.0) is None and "step" in r
         ],
         disk=_disk(directory) if at_work else None,
         now=now,
@@ -470,7 +468,7 @@ def _row_of(
 
 
 def state_of(
-    summary: RunSummary, events: Sequence[Mapping[str, Any]], beats: Sequence[Beat], now: float
+    summary: RunSummary, events: Sequence[Mapping[str, Any]], beats: Sequence[HeartbeatRecord], now: float
 ) -> str:
     """The run's state in a word.
 

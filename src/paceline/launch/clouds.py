@@ -11,7 +11,15 @@ from typing import Any, ClassVar, NoReturn
 
 from paceline.core.environment import HOSTS, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import Files, JobHandle, JobSpec, Launcher, Rendered, RenderedOnlyError, option
+from paceline.launch.launcher import (
+    FileSharing,
+    JobHandle,
+    Launcher,
+    LaunchSpec,
+    RenderedJob,
+    RenderedOnlyError,
+    option,
+)
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets, to_yaml
 
@@ -30,7 +38,7 @@ RANK_VARIABLES = (
 """What a cloud tells the one process that it starts on each machine, as if it were a rank."""
 
 
-def fixed_machines(spec: JobSpec, where: str) -> None:
+def fixed_nodes(spec: LaunchSpec, where: str) -> None:
     """Refuse machines that come and go.
 
     Raises:
@@ -64,12 +72,10 @@ def copied_path(path: str, source: Path, called: str) -> str:
     here = Path(path).resolve()
     meant = here.is_file() and here.is_relative_to(source)
     advice = f"From there it is {here.relative_to(source)}." if meant else "Put it there."
-    raise ConfigError(
-        f"there is no file {path} in {called}, and the machines get a copy of that alone. {advice}"
-    )
+    raise ConfigError(f"there is no file {path} in {called}, and the machines get a copy of that alone. {advice}")
 
 
-def without_shared_directory(spec: JobSpec, where: str) -> JobSpec:
+def without_shared_directory(spec: LaunchSpec, where: str) -> LaunchSpec:
     """A task's job on several machines, which cannot survive the loss of one: it is resumed.
 
     Raises:
@@ -104,9 +110,7 @@ class AzureMLOptions:
 
     image: str | None = option("The container image.")
     compute: str | None = option("The compute cluster's name.")
-    datastore: str = option(
-        "Datastore for the run's directory. Default: workspaceblobstore.", "workspaceblobstore"
-    )
+    datastore: str = option("Datastore for the run's directory. Default: workspaceblobstore.", "workspaceblobstore")
     shm_size: str = option("Shared memory of each machine. Default: 8g.", "8g")
 
     def __post_init__(self) -> None:
@@ -119,18 +123,18 @@ class AzureML(Launcher):
     """Renders a command job; Azure starts the node's command once on each machine."""
 
     name = "azureml"
-    inners = ("torchrun", "agent", "spawn")
-    contracts = ("torch", "none")
-    files: ClassVar[Files] = "uploaded"
+    rank_launchers = ("torchrun", "agent", "spawn")
+    env_styles = ("torch", "none")
+    files: ClassVar[FileSharing] = "uploaded"
     default_run = _RUN
 
-    def render(self, spec: JobSpec, options: AzureMLOptions | None = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: AzureMLOptions | None = None) -> RenderedJob:
         """Render the job's YAML, by Azure's schema of command jobs."""
         options = options or AzureMLOptions()
         refuse_secrets(spec.env, "Let the script read it from the workspace's key vault.")
-        fixed_machines(spec, self.name)
+        fixed_nodes(spec, self.name)
         if spec.run is not None and spec.run != Path(_RUN):
-            raise ConfigError(f"--run {spec.run}: Azure mounts the run's directory. Leave out --run.")
+            raise ConfigError(f"--run-dir {spec.run}: Azure mounts the run's directory. Leave out --run-dir.")
         nodes, _ = spec.nodes
         job: dict[str, Any] = {
             "$schema": _SCHEMA,
@@ -152,13 +156,13 @@ class AzureML(Launcher):
             job["outputs"] = {"run": {"type": "uri_folder", "mode": "rw_mount", "path": path}}
         if spec.walltime_s is not None:
             job["limits"] = {"timeout": int(spec.walltime_s)}
-        return Rendered(spec=spec, options=options, files={FILE: to_yaml(job)})
+        return RenderedJob(spec=spec, options=options, files={FILE: to_yaml(job)})
 
-    def place_of(self, path: str, options: AzureMLOptions) -> str:
+    def remote_path(self, path: str, options: AzureMLOptions) -> str:
         """Where the machines find a file of this directory."""
         return copied_path(path, Path.cwd(), "this directory")
 
-    def submit(self, rendered: Rendered) -> NoReturn:
+    def submit(self, rendered: RenderedJob) -> NoReturn:
         """Say how Azure's own command submits it.
 
         Raises:
@@ -175,7 +179,7 @@ class AzureML(Launcher):
         raise ConfigError("--on azureml keeps no jobs. Look there: az ml job list.")
 
 
-def _command(spec: JobSpec) -> str:
+def _command(spec: LaunchSpec) -> str:
     """What a shell runs on each machine: Azure's word for which one it is, in Paceline's variables."""
     command = shlex.join(node_command(spec)).replace(_RUN, _OUTPUT)
     if spec.nodes[0] == 1:
@@ -196,9 +200,7 @@ class GoogleOptions:
 
     image: str | None = option("The container image.")
     machine_type: str | None = option("The machines' type, such as a2-highgpu-4g.")
-    accelerator: str | None = option(
-        "The GPUs' type, such as NVIDIA_TESLA_A100; --gpus-per-node says how many."
-    )
+    accelerator: str | None = option("The GPUs' type, such as NVIDIA_TESLA_A100; --gpus-per-node says how many.")
     service_account: str | None = option("The service account of the machines.")
     region: str | None = option("The region. Default: gcloud's.")
 
@@ -212,20 +214,18 @@ class Google(Launcher):
     """Renders a custom job: worker pool 0 is the first machine, pool 1 the others."""
 
     name = "google"
-    inners = ("torchrun", "agent", "spawn")
-    files: ClassVar[Files] = "image"
+    rank_launchers = ("torchrun", "agent", "spawn")
+    files: ClassVar[FileSharing] = "image"
 
-    def render(self, spec: JobSpec, options: GoogleOptions | None = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: GoogleOptions | None = None) -> RenderedJob:
         """Render the CustomJobSpec as YAML."""
         options = options or GoogleOptions()
         refuse_secrets(spec.env, "Let the script read it from Secret Manager.")
-        fixed_machines(spec, self.name)
+        fixed_nodes(spec, self.name)
         if bool(options.accelerator) != bool(spec.gpus_per_node):
-            raise ConfigError(
-                "--accelerator TYPE and --gpus-per-node N belong together: give both, or neither."
-            )
+            raise ConfigError("--accelerator TYPE and --gpus-per-node N belong together: give both, or neither.")
         if spec.run is not None and not spec.run.is_relative_to(_BUCKETS):
-            raise ConfigError(f"--run must be in a bucket, /gcs/BUCKET/..., but is {spec.run}.")
+            raise ConfigError(f"--run-dir must be in a bucket, /gcs/BUCKET/..., but is {spec.run}.")
         spec = without_shared_directory(spec, self.name)
         machine: dict[str, Any] = {"machineType": options.machine_type}
         if options.accelerator:
@@ -247,9 +247,9 @@ class Google(Launcher):
             job["scheduling"] = {"timeout": f"{int(spec.walltime_s)}s"}
         if options.service_account is not None:
             job["serviceAccount"] = options.service_account
-        return Rendered(spec=spec, options=options, files={FILE: to_yaml(job)})
+        return RenderedJob(spec=spec, options=options, files={FILE: to_yaml(job)})
 
-    def submit(self, rendered: Rendered) -> NoReturn:
+    def submit(self, rendered: RenderedJob) -> NoReturn:
         """Say how Google's own command submits it.
 
         Raises:

@@ -1,6 +1,6 @@
 """``--on horovod``: horovodrun starts every rank, here or on the hosts that it is given, also elastically.
 
-With the horovod contract, the default, the command is started bare: it calls ``hvd.init()``. A rank of a
+With the horovod env style, the default, the command is started bare: it calls ``hvd.init()``. A rank of a
 Paceline task, or of a script for torch, is told its place by :mod:`paceline.launch.rank` too.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.process_group import LocalJob
+from paceline.core.process_group import ProcessGroup
 from paceline.launch.launcher import (
     Command,
     Host,
     JobHandle,
-    JobSpec,
-    Rendered,
+    LaunchSpec,
+    RenderedJob,
     option,
     read_hosts,
     refuse_restarts,
@@ -35,12 +35,12 @@ from paceline.launch.mpi import (
     RenderedMpi,
     command_of_a_rank,
     host_list,
-    placed,
-    sizes,
+    place_on_hosts,
+    resolve_sizes,
     variables,
 )
 from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
-from paceline.launch.supervisor import AttachedJob, AttachedLauncher, Starter, start_commands
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, start_commands
 from paceline.runs.directory import RunDirectory
 
 _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"
@@ -60,27 +60,27 @@ class HorovodOptions:
     horovod_args: str | None = option("More options for horovodrun, such as --horovod-args='-v'.")
 
 
-class HorovodLauncher(AttachedLauncher):
+class HorovodLauncher(ForegroundLauncher):
     """Starts the ranks with horovodrun."""
 
     name = "horovod"
-    inners = ("horovod",)
-    contracts = ("horovod", "torch", "tensorflow", "none")
-    machines_given = True
+    rank_launchers = ("horovod",)
+    env_styles = ("horovod", "torch", "tensorflow", "none")
+    preallocated = True
 
-    def sizes(
+    def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: HorovodOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
         """All hosts, with as many processes as their slots."""
-        return sizes(options.hosts if options is not None else None, nodes, nproc)
+        return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
-    def render(self, spec: JobSpec, options: HorovodOptions | None = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: HorovodOptions | None = None) -> RenderedJob:
         """Render the horovodrun command."""
         options = options or HorovodOptions()
         refuse_what_is_for_clusters(spec, self.name)
         refuse_restarts(spec, self.name)
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
-        spec = placed(spec, hosts)
+        spec = place_on_hosts(spec, hosts)
         elastic = _elastic(spec, hosts, options)
         if options.controller == "mpi":
             return _rendered_mpi(spec, options)
@@ -98,9 +98,9 @@ class HorovodLauncher(AttachedLauncher):
         argv += [*elastic, *shlex.split(options.horovod_args or ""), *command_of_a_rank(spec, hosts)]
         title = f"Horovod starts {spec.world_size} ranks"
         command = Command(title=title, argv=tuple(argv), env=variables(spec))
-        return Rendered(spec=spec, options=options, commands=(command,))
+        return RenderedJob(spec=spec, options=options, commands=(command,))
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start horovodrun, or mpirun."""
         if isinstance(rendered, RenderedMpi):
             if not check_build(rendered.spec.python).controllers["MPI"]:
@@ -110,13 +110,13 @@ class HorovodLauncher(AttachedLauncher):
                 )
             return MpiLauncher().submit(rendered)
         _require_horovodrun(rendered.commands[0].argv[0])
-        return HorovodJob(start_commands(rendered, Starter(name="horovodrun")), rendered.spec)
+        return HorovodJob(start_commands(rendered, RankStarter(name="horovodrun")), rendered.spec)
 
 
-class HorovodJob(AttachedJob):
+class HorovodJob(ForegroundJob):
     """A job of horovodrun's, whose exit code is 1 however its ranks have ended."""
 
-    def __init__(self, job: LocalJob, spec: JobSpec) -> None:
+    def __init__(self, job: ProcessGroup, spec: LaunchSpec) -> None:
         super().__init__(job, spec.directory)
         self._run = None if spec.run is None else RunDirectory(spec.run)
         self._events = 0 if self._run is None else len(self._run.read_events())
@@ -131,7 +131,7 @@ class HorovodJob(AttachedJob):
         return code
 
 
-def _rendered_mpi(spec: JobSpec, options: HorovodOptions) -> RenderedMpi:
+def _rendered_mpi(spec: LaunchSpec, options: HorovodOptions) -> RenderedMpi:
     """The mpirun command that horovodrun would become, without a shell in between that is deaf to signals."""
     if options.horovod_args is not None:
         raise ConfigError(
@@ -140,7 +140,7 @@ def _rendered_mpi(spec: JobSpec, options: HorovodOptions) -> RenderedMpi:
     return MpiLauncher().render(spec, MpiOptions(hosts=options.hosts))
 
 
-def _elastic(spec: JobSpec, hosts: tuple[Host, ...], options: HorovodOptions) -> list[str]:
+def _elastic(spec: LaunchSpec, hosts: tuple[Host, ...], options: HorovodOptions) -> list[str]:
     """What horovodrun is told of a job whose processes come and go; nothing where they do not."""
     words: list[str] = []
     if options.host_discovery_script is not None:
@@ -159,19 +159,17 @@ def _elastic(spec: JobSpec, hosts: tuple[Host, ...], options: HorovodOptions) ->
         raise ConfigError("--host-discovery-script says which machines there are; leave --hosts out.")
     if options.controller != "gloo":
         raise ConfigError("--controller mpi cannot be elastic. Use --controller gloo, or leave --min-np out.")
-    if spec.contract != "horovod":
+    if spec.env_style != "horovod":
         raise ConfigError(
-            f"--contract {spec.contract} numbers the ranks once, but an elastic job numbers them anew. "
+            f"--env-style {spec.env_style} numbers the ranks once, but an elastic job numbers them anew. "
             + (
                 "A Paceline task grows and shrinks with --on spawn --nodes MIN:MAX."
                 if spec.is_task
-                else "Use --contract horovod."
+                else "Use --env-style horovod."
             )
         )
     if not (options.min_np or 1) <= spec.world_size <= (options.max_np or spec.world_size):
-        raise ConfigError(
-            f"--nproc {spec.world_size}, with which the job begins, must be from --min-np to --max-np."
-        )
+        raise ConfigError(f"--nproc {spec.world_size}, with which the job begins, must be from --min-np to --max-np.")
     return words
 
 

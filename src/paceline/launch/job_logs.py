@@ -96,7 +96,7 @@ def follow_files(paths: Sequence[Path], *, ended: Callable[[], bool] | None = No
                 yield prefixes[path] + rest
 
 
-def fold(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], str, int]]:
+def merge_rank_lines(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], str, int]]:
     """Merge what several ranks printed: yield a line's ranks, the line, and how often it came in a row.
 
     The lines of each rank keep their order. A line that other ranks print later is held back for them while
@@ -178,7 +178,7 @@ _PATIENCE_S = 600.0
 _T = TypeVar("_T")
 
 
-class Watch:
+class StatusPoller:
     """Asks after a job now and then, and bears with a system that does not answer for a while.
 
     Args:

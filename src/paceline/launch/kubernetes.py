@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.signals import interrupted_afterwards
-from paceline.launch.kubernetes_api import Cluster, KubernetesJob, Refused
+from paceline.core.signals import interrupt_at_exit
+from paceline.launch.kubernetes_api import KubernetesApiError, KubernetesCluster, KubernetesJob
 from paceline.launch.kubernetes_manifests import Manifest, manifests
-from paceline.launch.launcher import Files, JobHandle, JobSpec, Launcher, Rendered
+from paceline.launch.launcher import FileSharing, JobHandle, Launcher, LaunchSpec, RenderedJob
 from paceline.launch.options import KubernetesOptions
 from paceline.launch.rendering import to_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedKubernetes(Rendered):
+class RenderedKubernetes(RenderedJob):
     """Objects to make, in this order; the job itself comes last."""
 
     objects: tuple[Manifest, ...]
@@ -28,18 +28,18 @@ class Kubernetes(Launcher):
     """Submits to the API server of a cluster."""
 
     name = "kubernetes"
-    inners = ("torchrun", "agent", "spawn")
-    files: ClassVar[Files] = "image"
+    rank_launchers = ("torchrun", "agent", "spawn")
+    files: ClassVar[FileSharing] = "image"
     extra = "kubernetes"
 
-    def render(self, spec: JobSpec, options: KubernetesOptions | None = None) -> RenderedKubernetes:
+    def render(self, spec: LaunchSpec, options: KubernetesOptions | None = None) -> RenderedKubernetes:
         """Render the manifests, as one file that ``kubectl apply -f`` takes too."""
         options = options or KubernetesOptions()
         objects = tuple(manifests(spec, options))
         text = "---\n".join(map(to_yaml, objects))
         return RenderedKubernetes(spec=spec, options=options, files={"job.yaml": text}, objects=objects)
 
-    def common_directory(self, spec: JobSpec, options: KubernetesOptions) -> Path | None:
+    def common_directory(self, spec: LaunchSpec, options: KubernetesOptions) -> Path | None:
         """The run's, or one of the job's own in the first volume."""
         if spec.run is not None:
             return spec.run
@@ -52,17 +52,17 @@ class Kubernetes(Launcher):
             "--volume CLAIM:/PATH, the first one if there are several; or leave --preflight out."
         )
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Make the objects; the job owns the others, which go when it goes."""
         assert isinstance(rendered, RenderedKubernetes)
         options: KubernetesOptions = rendered.options
-        cluster = Cluster(options.namespace, options.context)
+        cluster = KubernetesCluster(options.namespace, options.context)
         begun: list[Manifest] = []
         made: list[Manifest] = []
         try:
             for manifest in rendered.objects:
                 begun.append(manifest)
-                with interrupted_afterwards():
+                with interrupt_at_exit():
                     made.append(_made(cluster, manifest))
             *others, job = made
             for other in others:
@@ -71,7 +71,7 @@ class Kubernetes(Launcher):
                 change = {"metadata": {"ownerReferences": [owner]}}
                 cluster.patch(other["kind"], other["metadata"]["name"], change)
         except (LaunchError, KeyboardInterrupt) as error:
-            refused = isinstance(error, Refused) and not error.lost
+            refused = isinstance(error, KubernetesApiError) and not error.lost
             uncertain = [] if refused else begun[len(made) :]
             _delete(cluster, [*uncertain, *reversed(made)], error)
             raise
@@ -90,7 +90,7 @@ class Kubernetes(Launcher):
         return KubernetesJob(reference)
 
 
-def _made(cluster: Cluster, manifest: Manifest) -> Manifest:
+def _made(cluster: KubernetesCluster, manifest: Manifest) -> Manifest:
     """The object as the server keeps it, also where the answer to its making was lost.
 
     Raises:
@@ -98,17 +98,17 @@ def _made(cluster: Cluster, manifest: Manifest) -> Manifest:
     """
     try:
         return cluster.create(manifest)
-    except Refused as error:
+    except KubernetesApiError as error:
         there = None
         if error.lost:
-            with suppress(Refused):
+            with suppress(KubernetesApiError):
                 there = cluster.get(manifest["kind"], manifest["metadata"]["name"])
         if there is None:
             raise
         return there
 
 
-def _delete(cluster: Cluster, objects: Sequence[Manifest], error: BaseException) -> None:
+def _delete(cluster: KubernetesCluster, objects: Sequence[Manifest], error: BaseException) -> None:
     """Delete what there is of a job that could not be submitted.
 
     Raises:

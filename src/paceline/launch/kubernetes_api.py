@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.job_logs import Watch
+from paceline.launch.job_logs import StatusPoller
 from paceline.launch.kubernetes_manifests import CONTAINER, Manifest
 from paceline.launch.launcher import JobHandle, JobStatus
 
@@ -38,7 +38,7 @@ _TIMEOUT_S = (5, 30)  # to connect, to answer
 _SILENCE_S = (5, 7 * 86400)  # of a log that is followed
 
 
-class Refused(LaunchError):
+class KubernetesApiError(LaunchError):
     """The API server did not do what was asked.
 
     Attributes:
@@ -53,7 +53,7 @@ class Refused(LaunchError):
         self.lost = lost or status >= 500
 
 
-class Cluster:
+class KubernetesCluster:
     """One namespace of a cluster, as a kubeconfig or the pod that this runs in describes it.
 
     Args:
@@ -118,7 +118,7 @@ class Cluster:
         """
         try:
             return self._call("get", kind, name)
-        except Refused as error:
+        except KubernetesApiError as error:
             if error.status == 404:
                 return None
             raise
@@ -139,7 +139,7 @@ class Cluster:
         """
         try:
             self._call("delete", kind, name, propagation_policy="Background")
-        except Refused as error:
+        except KubernetesApiError as error:
             if error.status != 404:
                 raise
 
@@ -177,7 +177,7 @@ class Cluster:
                     _request_timeout=_SILENCE_S if follow else _TIMEOUT_S,
                 ),
             )
-        except Refused as error:
+        except KubernetesApiError as error:
             if error.status in (400, 404):  # its container waits to be created, or it is gone
                 return
             raise
@@ -187,7 +187,7 @@ class Cluster:
                 *lines, rest = (rest + block).split(b"\n")
                 yield from (line.decode(errors="replace") for line in lines)
         except HTTPError as error:
-            raise Refused(f"the log of pod {pod} ends here: {error}.", 0) from error
+            raise KubernetesApiError(f"the log of pod {pod} ends here: {error}.", 0) from error
         if rest:
             yield rest.decode(errors="replace")
 
@@ -203,9 +203,7 @@ class Cluster:
         what = f"{verb} {kind} {name} in namespace {self.namespace}"
         return self._answer(
             what,
-            lambda: method(
-                namespace=self.namespace, _preload_content=False, _request_timeout=_TIMEOUT_S, **arguments
-            ),
+            lambda: method(namespace=self.namespace, _preload_content=False, _request_timeout=_TIMEOUT_S, **arguments),
             kind,
         )
 
@@ -227,7 +225,7 @@ class Cluster:
             response = call()
         except HTTPError as error:
             reason = getattr(error, "reason", None) or error
-            raise Refused(
+            raise KubernetesApiError(
                 f"the Kubernetes API server {self.server} cannot be reached: {reason}. Check it with "
                 "`kubectl cluster-info`; --context chooses another cluster.",
                 0,
@@ -239,7 +237,7 @@ class Cluster:
             raise self._refusal(what, kind, response.status, response.data)
         return response
 
-    def _refusal(self, what: str, kind: str, status: int, body: str | bytes) -> Refused:
+    def _refusal(self, what: str, kind: str, status: int, body: str | bytes) -> KubernetesApiError:
         """A refusal in the server's words, and what to do."""
         words = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
         details: Any = {}
@@ -254,7 +252,7 @@ class Cluster:
             409: "Give another --name.",
             422: "The manifest is what --dry-run shows.",
         }.get(status, "")
-        return Refused(
+        return KubernetesApiError(
             f"the Kubernetes API server refused to {what}: {words.strip().rstrip('.')}. {advice}".rstrip(),
             status,
         )
@@ -287,7 +285,7 @@ class KubernetesJob(JobHandle):
         cluster: where it is; default: connected to when it is first asked.
     """
 
-    def __init__(self, reference: Mapping[str, Any], cluster: Cluster | None = None) -> None:
+    def __init__(self, reference: Mapping[str, Any], cluster: KubernetesCluster | None = None) -> None:
         self._reference = dict(reference)
         self._name: str = reference["id"]
         self._kind: str = reference["kind"]
@@ -299,9 +297,9 @@ class KubernetesJob(JobHandle):
         return self._reference
 
     @property
-    def _cluster(self) -> Cluster:
+    def _cluster(self) -> KubernetesCluster:
         if self._connected is None:
-            self._connected = Cluster(self._reference["namespace"], self._reference["context"])
+            self._connected = KubernetesCluster(self._reference["namespace"], self._reference["context"])
         return self._connected
 
     def status(self) -> JobStatus:
@@ -310,9 +308,7 @@ class KubernetesJob(JobHandle):
         if job is None:
             if self._elsewhere:
                 return JobStatus(state="unknown", detail=self._elsewhere)
-            return JobStatus(
-                state="cancelled", detail=f"the cluster has no {self._kind} {self._name} any more"
-            )
+            return JobStatus(state="cancelled", detail=f"the cluster has no {self._kind} {self._name} any more")
         pods = self._pods()
         failed = sum(pod["status"].get("phase") == "Failed" for pod in pods)
         for condition in job.get("status", {}).get("conditions", []):
@@ -321,9 +317,7 @@ class KubernetesJob(JobHandle):
                 if state == "succeeded":
                     return JobStatus(state="succeeded", exit_code=0, restarts=failed)
                 detail = ": ".join(condition[key] for key in ("reason", "message") if condition.get(key))
-                return JobStatus(
-                    state="failed", detail=detail, exit_code=_exit_code(pods), restarts=max(0, failed - 1)
-                )
+                return JobStatus(state="failed", detail=detail, exit_code=_exit_code(pods), restarts=max(0, failed - 1))
         if any(pod["status"].get("phase") == "Running" for pod in pods):
             running = sum(pod["status"].get("phase") == "Running" for pod in pods)
             return JobStatus(state="running", detail=f"{running} pod(s)", restarts=failed)
@@ -382,7 +376,7 @@ class KubernetesJob(JobHandle):
         replicated[0]["template"]["spec"].update(size)
         try:
             self._cluster.patch("JobSet", self._name, {"spec": {"replicatedJobs": replicated}})
-        except Refused as error:
+        except KubernetesApiError as error:
             if error.status not in (400, 403, 422):
                 raise
             self._cluster.patch("Job", f"{self._name}-{CONTAINER}-0", {"spec": size})
@@ -403,8 +397,8 @@ class KubernetesJob(JobHandle):
         label = "batch.kubernetes.io/job-name" if self._kind == "Job" else "jobset.sigs.k8s.io/jobset-name"
         return self._cluster.pods(f"{label}={self._name}")
 
-    def _watch(self) -> Watch:
-        return Watch(self.status, (_POLL_S, _POLL_S))
+    def _watch(self) -> StatusPoller:
+        return StatusPoller(self.status, (_POLL_S, _POLL_S))
 
     def _followed(self) -> Iterator[str]:
         """The lines of all pods as they come, also of those that come later, until the job has ended."""
@@ -435,7 +429,7 @@ class KubernetesJob(JobHandle):
         try:
             for line in self._cluster.log(pod, follow=True):
                 lines.put(prefix + line)
-        except Refused as error:
+        except KubernetesApiError as error:
             lines.put(f"{prefix}paceline: {error}")
 
 

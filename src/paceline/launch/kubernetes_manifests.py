@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.environment import HOSTS, NODES
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.node import node_command
 from paceline.launch.options import KubernetesOptions, parse_claims
 from paceline.launch.rendering import refuse_secrets, to_yaml
@@ -38,7 +38,7 @@ _STOPPED = 75  # saved after SIGTERM: "run me again"
 _USAGE = 2  # the user's mistake: another pod would make it again
 
 
-def manifests(spec: JobSpec, options: KubernetesOptions) -> list[Manifest]:
+def manifests(spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
     """What the job consists of, in the order in which it has to be made; the job itself comes last.
 
     Raises:
@@ -46,9 +46,9 @@ def manifests(spec: JobSpec, options: KubernetesOptions) -> list[Manifest]:
     """
     name = _checked_name(spec, options)
     _check_run(spec, options)
-    if spec.nodes[0] < spec.nodes[1] and spec.inner == "spawn":
+    if spec.nodes[0] < spec.nodes[1] and spec.rank_launcher == "spawn":
         raise ConfigError(
-            "--nodes MIN:MAX: machines come and go with --inner torchrun and tasks, not with spawn."
+            "--nodes MIN:MAX: machines come and go with --rank-launcher torchrun and tasks, not with spawn."
         )
     refuse_secrets(spec.env, "Keep it in a Kubernetes secret, and give --secret VARIABLE=SECRET/KEY.")
     if options.kind == "trainjob":
@@ -73,7 +73,7 @@ def hosts(name: str, kind: str, nodes: int) -> list[str]:
     return [f"{pod}-{index}.{name}" for index in range(nodes)]
 
 
-def _train_job(name: str, spec: JobSpec, options: KubernetesOptions) -> list[Manifest]:
+def _train_job(name: str, spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
     """A TrainJob, and the runtime that it refers to unless the cluster has one."""
     job_set = _job_set(name, spec, options)
     [replicated] = job_set["replicatedJobs"]
@@ -105,7 +105,7 @@ def _train_job(name: str, spec: JobSpec, options: KubernetesOptions) -> list[Man
     ]
 
 
-def _job_set(name: str, spec: JobSpec, options: KubernetesOptions) -> Manifest:
+def _job_set(name: str, spec: LaunchSpec, options: KubernetesOptions) -> Manifest:
     template = {"metadata": {"labels": _labels(name, options)}, "spec": _job(name, spec, options)}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -114,7 +114,7 @@ def _job_set(name: str, spec: JobSpec, options: KubernetesOptions) -> Manifest:
     }
 
 
-def _job(name: str, spec: JobSpec, options: KubernetesOptions, subdomain: str | None = None) -> Manifest:
+def _job(name: str, spec: LaunchSpec, options: KubernetesOptions, subdomain: str | None = None) -> Manifest:
     """An indexed Job: one pod for each machine.
 
     A pod that is evicted or preempted, or ends saved, is replaced without being counted; one that fails is
@@ -149,7 +149,7 @@ def _exit_code(code: int) -> Manifest:
     return {"containerName": CONTAINER, "operator": "In", "values": [code]}
 
 
-def _pod(name: str, spec: JobSpec, options: KubernetesOptions) -> Manifest:
+def _pod(name: str, spec: LaunchSpec, options: KubernetesOptions) -> Manifest:
     container: Manifest = {"name": CONTAINER, "image": options.image, "command": _command(spec)}
     if options.workdir is not None:
         container["workingDir"] = options.workdir
@@ -192,13 +192,13 @@ def _patch(options: KubernetesOptions) -> Manifest:
     return {"manager": "paceline/launcher", "trainingRuntimeSpec": {"template": template}}
 
 
-def _command(spec: JobSpec) -> list[str]:
+def _command(spec: LaunchSpec) -> list[str]:
     words = node_command(replace(spec, master_port=_port(spec)))
     # Kubernetes replaces $(NAME) in commands by a variable; $$ is its escape.
     return [word.replace("$(", "$$(") for word in words]
 
 
-def _env(name: str, spec: JobSpec, options: KubernetesOptions) -> list[Manifest]:
+def _env(name: str, spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
     _, most = spec.nodes
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -215,7 +215,7 @@ def _env(name: str, spec: JobSpec, options: KubernetesOptions) -> list[Manifest]
     return env
 
 
-def _resources(spec: JobSpec, options: KubernetesOptions) -> Manifest:
+def _resources(spec: LaunchSpec, options: KubernetesOptions) -> Manifest:
     requests: Manifest = {}
     limits: Manifest = {}
     if spec.cpus_per_task is not None:
@@ -227,7 +227,7 @@ def _resources(spec: JobSpec, options: KubernetesOptions) -> Manifest:
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 
-def _port(spec: JobSpec) -> int:
+def _port(spec: LaunchSpec) -> int:
     return spec.master_port or RENDEZVOUS_PORT
 
 
@@ -241,7 +241,7 @@ def _object(version: str, kind: str, name: str, options: KubernetesOptions, spec
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _checked_name(spec: JobSpec, options: KubernetesOptions) -> str:
+def _checked_name(spec: LaunchSpec, options: KubernetesOptions) -> str:
     """The job's name: unique, since the cluster keeps jobs that have ended."""
     name = spec.directory.name
     longest = hosts(name, options.kind, spec.nodes[1])[-1].partition(".")[0]
@@ -254,12 +254,12 @@ def _checked_name(spec: JobSpec, options: KubernetesOptions) -> str:
     return name
 
 
-def _check_run(spec: JobSpec, options: KubernetesOptions) -> None:
+def _check_run(spec: LaunchSpec, options: KubernetesOptions) -> None:
     if spec.run is not None and not options.holds(PurePosixPath(spec.run)):
         mounted = ", ".join(options.claims().values())
         raise ConfigError(
-            f"--run {spec.run} is in no volume of the pods, and would be lost with them. Give --volume "
-            f"CLAIM:/PATH, and a --run below that path{f'; now mounted: {mounted}' if mounted else ''}."
+            f"--run-dir {spec.run} is in no volume of the pods, and would be lost with them. Give --volume "
+            f"CLAIM:/PATH, and a --run-dir below that path{f'; now mounted: {mounted}' if mounted else ''}."
         )
 
 
@@ -335,9 +335,7 @@ class InferenceService:
                 "letter, has lower-case letters, digits and dashes, and at most 63 characters. Give --name."
             )
         if not _NAME.fullmatch(self.namespace):
-            raise ConfigError(
-                f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}."
-            )
+            raise ConfigError(f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}.")
         if not _SECRET_NAME.fullmatch(self.token_secret):
             raise ConfigError(
                 f"--token-secret must be SECRET/KEY, such as serving/token, but is {self.token_secret!r}. "

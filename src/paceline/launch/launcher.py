@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
 from paceline.launch.registry import LAUNCHERS, options_type
-from paceline.launch.registry import Contract as Contract
-from paceline.launch.registry import Inner as Inner
+from paceline.launch.registry import EnvStyle as EnvStyle
+from paceline.launch.registry import RankLauncher as RankLauncher
 from paceline.launch.registry import option as option
 
 # --- Lists of machines as people and MPI write them: ``a:2,b:2``, or a file ---
@@ -92,7 +92,7 @@ def _host(text: str, where: str) -> Host:
     return host
 
 
-def machines_of(
+def nodes_of(
     hosts: tuple[Host, ...], nodes: tuple[int, int], nproc: tuple[int, ...] | None
 ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
     """How many machines, and the processes on each, of a list of hosts beside ``--nodes`` and ``--nproc``.
@@ -120,8 +120,7 @@ def machines_of(
         assert nproc is not None
         given = ",".join(map(str, nproc))
         raise ConfigError(
-            f"{flag('nproc')} {given} contradicts --hosts, which says {','.join(map(str, said))}. "
-            "Give one of them."
+            f"{flag('nproc')} {given} contradicts --hosts, which says {','.join(map(str, said))}. Give one of them."
         )
     if len(counts) > 1 and least < most:
         raise ConfigError(f"--nodes {least}:{most} needs the same number of processes on every host.")
@@ -138,10 +137,10 @@ def machines_of(
 # :mod:`paceline.launch.rank`; what happens on a machine from there on is the same under all launchers.
 
 
-ONCE_A_RANK: tuple[Inner, ...] = ("srun", "mpi", "horovod")
+ONCE_A_RANK: tuple[RankLauncher, ...] = ("srun", "mpi", "horovod")
 """These start each rank themselves; under the others one command is started on each machine."""
 
-Files = Literal["shared", "image", "uploaded"]
+FileSharing = Literal["shared", "image", "uploaded"]
 """What a job's machines see of this one's files: all, only what an image has, or a copy of a directory."""
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
@@ -149,7 +148,7 @@ ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpec:
+class LaunchSpec:
     """What is to run, on how many machines, and what each process is told.
 
     Attributes:
@@ -163,10 +162,10 @@ class JobSpec:
         cpus_per_task: CPUs of each process, to ask the cluster for.
         walltime_s: how long the job may take.
         env: variables for every process.
-        threads: OMP_NUM_THREADS of every process; default: what the inner launcher does.
-        inner: what starts the ranks.
-        contract: which variables tell a process its place.
-        roles: with the tensorflow contract: what each rank is, such as ``("chief", "worker", "ps")``.
+        threads: OMP_NUM_THREADS of every process; default: what the rank launcher does.
+        rank_launcher: what starts the ranks.
+        env_style: which variables tell a process its place.
+        roles: with the tensorflow env style: what each rank is, such as ``("chief", "worker", "ps")``.
         is_task: the command is ``paceline train``, which the agent may start.
         run: the run's directory, of a task.
         max_restarts: how often torchrun may start its workers again.
@@ -188,8 +187,8 @@ class JobSpec:
     walltime_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None
-    inner: Inner = "torchrun"
-    contract: Contract = "torch"
+    rank_launcher: RankLauncher = "torchrun"
+    env_style: EnvStyle = "torch"
     roles: tuple[str, ...] = ()
     is_task: bool = False
     run: Path | None = None
@@ -226,7 +225,7 @@ class JobSpec:
     @property
     def starts_each_rank(self) -> bool:
         """Whether the command is started once for each rank, not once on each machine."""
-        return self.inner in ONCE_A_RANK
+        return self.rank_launcher in ONCE_A_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +251,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendered:
+class RenderedJob:
     """What :meth:`Launcher.submit` would do.
 
     Attributes:
@@ -262,7 +261,7 @@ class Rendered:
         commands: to run here, one after another or all at once, as the launcher does.
     """
 
-    spec: JobSpec
+    spec: LaunchSpec
     options: Any = None
     files: Mapping[str, str] = field(default_factory=dict)
     commands: tuple[Command, ...] = ()
@@ -334,9 +333,7 @@ class JobHandle(ABC):
             ConfigError: it cannot be, or the job cannot have so many.
             LaunchError: the system refused it.
         """
-        raise ConfigError(
-            "this job's system cannot change its machines. Paceline's agents can: paceline scale RUN."
-        )
+        raise ConfigError("this job's system cannot change its machines. Paceline's agents can: paceline scale RUN.")
 
 
 class Launcher(ABC):
@@ -351,17 +348,17 @@ class Launcher(ABC):
         files: what its machines see of this one's files. Where they do not share them, a run's directory is
             a path there, and what is rendered is kept here, beside the job's record.
         default_run: a task's run directory there, where the system has a place for it.
-        machines_given: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
+        preallocated: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
         extra: the extra of Paceline that submitting needs, such as "ray".
     """
 
     name: ClassVar[str]
-    inners: ClassVar[tuple[Inner, ...]]
-    contracts: ClassVar[tuple[Contract, ...]] = ("torch", "tensorflow", "none")
+    rank_launchers: ClassVar[tuple[RankLauncher, ...]]
+    env_styles: ClassVar[tuple[EnvStyle, ...]] = ("torch", "tensorflow", "none")
     attached: bool = False
-    files: ClassVar[Files] = "shared"
+    files: ClassVar[FileSharing] = "shared"
     default_run: ClassVar[str | None] = None
-    machines_given: ClassVar[bool] = False
+    preallocated: ClassVar[bool] = False
     extra: ClassVar[str | None] = None
 
     @property
@@ -370,7 +367,7 @@ class Launcher(ABC):
         return options_type(self.name)
 
     @abstractmethod
-    def render(self, spec: JobSpec, options: Any = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: Any = None) -> RenderedJob:
         """Say what would run; starts, writes and contacts nothing.
 
         Args:
@@ -381,7 +378,7 @@ class Launcher(ABC):
             ConfigError: this launcher cannot run the job; the message says which option is in the way.
         """
 
-    def sizes(
+    def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: Any
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
         """The machines, and the processes on each, where the launcher's own options say so too.
@@ -391,7 +388,7 @@ class Launcher(ABC):
         """
         return nodes, nproc
 
-    def place_of(self, path: str, options: Any) -> str:
+    def remote_path(self, path: str, options: Any) -> str:
         """Where the machines find a script, a program or a task's file, from where the job runs.
 
         Args:
@@ -405,7 +402,7 @@ class Launcher(ABC):
             raise ConfigError(f"there is no file {path} in {Path.cwd()}.")
         return path
 
-    def common_directory(self, spec: JobSpec, options: Any) -> Path | None:
+    def common_directory(self, spec: LaunchSpec, options: Any) -> Path | None:
         """Where a job's machines leave each other what is said before it; None: the only one needs none.
 
         Raises:
@@ -421,7 +418,7 @@ class Launcher(ABC):
         )
 
     @abstractmethod
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start it.
 
         Raises:
@@ -439,12 +436,12 @@ def get_launcher(name: str) -> Launcher:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    launcher = made_launcher(name, LAUNCHERS)
+    launcher = make_launcher(name, LAUNCHERS)
     assert isinstance(launcher, Launcher)
     return launcher
 
 
-def made_launcher(name: str, places: Mapping[str, str]) -> object:
+def make_launcher(name: str, places: Mapping[str, str]) -> object:
     """A launcher of the class that ``places`` says, as ``module:Class``, for its name.
 
     Raises:
@@ -465,7 +462,7 @@ def job_name(text: str) -> str:
 # --- Options that a launcher could only pass over in silence: refused, with what to do instead ---
 
 
-def refuse_what_is_for_clusters(spec: JobSpec, name: str) -> None:
+def refuse_what_is_for_clusters(spec: LaunchSpec, name: str) -> None:
     """Refuse what a launcher has nobody to ask for.
 
     Raises:
@@ -479,7 +476,7 @@ def refuse_what_is_for_clusters(spec: JobSpec, name: str) -> None:
             )
 
 
-def refuse_walltime(spec: JobSpec, name: str) -> None:
+def refuse_walltime(spec: LaunchSpec, name: str) -> None:
     """Refuse a limit that nobody would keep; a task keeps its own.
 
     Raises:
@@ -492,15 +489,15 @@ def refuse_walltime(spec: JobSpec, name: str) -> None:
         )
 
 
-def refuse_restarts(spec: JobSpec, name: str) -> None:
+def refuse_restarts(spec: LaunchSpec, name: str) -> None:
     """Refuse restarts where nothing starts a script's ranks again.
 
     Raises:
         ConfigError: they are asked for.
     """
-    if spec.max_restarts and spec.inner != "torchrun" and not spec.is_task:
-        by = f"--on {name}" if name == spec.inner else f"--on {name} --inner {spec.inner}"
+    if spec.max_restarts and spec.rank_launcher != "torchrun" and not spec.is_task:
+        by = f"--on {name}" if name == spec.rank_launcher else f"--on {name} --rank-launcher {spec.rank_launcher}"
         raise ConfigError(
             f"--max-restarts does not work with {by}, which ends the job when a rank dies. Leave it out, and "
-            "give the command again; or let torchrun start the ranks (--inner torchrun, here --on torchrun)."
+            "give the command again; or let torchrun start the ranks (--rank-launcher torchrun, here --on torchrun)."
         )

@@ -7,12 +7,12 @@ from typing import Any
 
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import LocalSpec, RenderedProcesses, check_node_rank
+from paceline.core.process_group import ProcessGroupSpec, RenderedProcessGroup, check_node_rank
 from paceline.launch.launcher import (
     Command,
     JobHandle,
-    JobSpec,
-    Rendered,
+    LaunchSpec,
+    RenderedJob,
     refuse_restarts,
     refuse_walltime,
     refuse_what_is_for_clusters,
@@ -21,22 +21,22 @@ from paceline.launch.local_processes import free_master_port, get_local_launcher
 from paceline.launch.node import interface_variables, split_python
 from paceline.launch.options import MeetingOptions, TorchrunOptions
 from paceline.launch.rank_env import expand_placeholders, has_placeholders
-from paceline.launch.supervisor import AttachedJob, AttachedLauncher
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedHere(Rendered):
+class RenderedLocal(RenderedJob):
     """Processes of this machine."""
 
-    processes: RenderedProcesses
+    processes: RenderedProcessGroup
 
 
-class _Here(AttachedLauncher):
+class _LocalAdapter(ForegroundLauncher):
     """Starts processes on this machine."""
 
-    machines_given = True
+    preallocated = True
 
-    def render(self, spec: JobSpec, options: MeetingOptions | None = None) -> RenderedHere:
+    def render(self, spec: LaunchSpec, options: MeetingOptions | None = None) -> RenderedLocal:
         """Render the processes."""
         options = options or MeetingOptions()
         refuse_what_is_for_clusters(spec, self.name)
@@ -44,21 +44,20 @@ class _Here(AttachedLauncher):
         refuse_restarts(spec, self.name)
         processes = get_local_launcher(self.name).render(self._local(spec, options))
         commands = tuple(Command(title=p.title, argv=p.argv, env=p.env) for p in processes.processes)
-        return RenderedHere(spec=spec, options=options, commands=commands, processes=processes)
+        return RenderedLocal(spec=spec, options=options, commands=commands, processes=processes)
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start them."""
-        assert isinstance(rendered, RenderedHere)
+        assert isinstance(rendered, RenderedLocal)
         job = get_local_launcher(self.name).submit(rendered.processes)
-        return AttachedJob(job, rendered.spec.directory)
+        return ForegroundJob(job, rendered.spec.directory)
 
-    def _local(self, spec: JobSpec, options: MeetingOptions) -> LocalSpec:
+    def _local(self, spec: LaunchSpec, options: MeetingOptions) -> ProcessGroupSpec:
         least, most = spec.nodes
         endpoint, node_rank = options.rdzv_endpoint, options.node_rank
         if most > least and self.name != "torchrun":
             raise ConfigError(
-                f"--nodes {least}:{most}: the number of machines is fixed here. Give one number, or use "
-                "--on torchrun."
+                f"--nodes {least}:{most}: the number of machines is fixed here. Give one number, or use --on torchrun."
             )
         if most > 1 and endpoint is None:
             raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
@@ -68,12 +67,12 @@ class _Here(AttachedLauncher):
         host, port = parse_endpoint(endpoint, "--rdzv-endpoint") if endpoint else ("127.0.0.1", 0)
         master_port = spec.master_port
         if endpoint is None and has_placeholders(spec.command):
-            master_port = port = spec.master_port or free_master_port(spec.contract, spec.nproc[0])
+            master_port = port = spec.master_port or free_master_port(spec.env_style, spec.nproc[0])
         command = expand_placeholders(
             spec.command, master_addr=host, master_port=port, node_rank=node_rank or 0, nodes=least
         )
         python, arguments = split_python(command)
-        return LocalSpec(
+        return ProcessGroupSpec(
             command=arguments,
             python=python,
             nproc=spec.processes_on(node_rank or 0),
@@ -89,32 +88,32 @@ class _Here(AttachedLauncher):
             env={**interface_variables(spec.interface), **spec.env},
             recover="restart" if spec.max_restarts and self.name == "torchrun" else "none",
             max_restarts=spec.max_restarts,
-            contract=spec.contract,
+            env_style=spec.env_style,
             roles=spec.roles,
         )
 
 
-class InProcess(_Here):
+class InProcess(_LocalAdapter):
     """One process: this one."""
 
     name = "inprocess"
-    inners = ("spawn",)
-    contracts = ("none",)
+    rank_launchers = ("spawn",)
+    env_styles = ("none",)
 
 
-class Spawn(_Here):
+class Spawn(_LocalAdapter):
     """Plain processes."""
 
     name = "spawn"
-    inners = ("spawn",)
+    rank_launchers = ("spawn",)
 
 
-class Torchrun(_Here):
+class Torchrun(_LocalAdapter):
     """torchrun's agent."""
 
     name = "torchrun"
-    inners = ("torchrun",)
-    contracts = ("torch",)
+    rank_launchers = ("torchrun",)
+    env_styles = ("torch",)
 
 
 def _of_torchrun(options: MeetingOptions) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, variables_set
+from paceline.core.environment import JOB_ID, LISTEN_FD, Environment, parse_endpoint, patch_environ
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.process_group import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
-from paceline.launch.launcher import Contract, made_launcher
-from paceline.launch.rank_env import contract_variables
-from paceline.launch.supervisor import Starter, SupervisedJob
+from paceline.core.process_group import ProcessGroup, ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
+from paceline.launch.launcher import EnvStyle, make_launcher
+from paceline.launch.rank_env import env_style_variables
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
 
@@ -36,7 +36,7 @@ class LocalLauncher(ABC):
     """Starts the processes of a job."""
 
     @abstractmethod
-    def render(self, spec: LocalSpec) -> RenderedProcesses:
+    def render(self, spec: ProcessGroupSpec) -> RenderedProcessGroup:
         """Say what would run; starts and writes nothing.
 
         Raises:
@@ -44,7 +44,7 @@ class LocalLauncher(ABC):
         """
 
     @abstractmethod
-    def submit(self, rendered: RenderedProcesses) -> LocalJob:
+    def submit(self, rendered: RenderedProcessGroup) -> ProcessGroup:
         """Start it.
 
         Raises:
@@ -66,7 +66,7 @@ def get_local_launcher(name: str) -> LocalLauncher:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    launcher = made_launcher(name, _LAUNCHERS)
+    launcher = make_launcher(name, _LAUNCHERS)
     assert isinstance(launcher, LocalLauncher)
     return launcher
 
@@ -90,12 +90,11 @@ def bound_loopback_socket(port: int = 0) -> socket.socket:
 class InProcessLauncher(LocalLauncher):
     """Runs the worker in this process."""
 
-    def render(self, spec: LocalSpec) -> RenderedProcesses:
+    def render(self, spec: ProcessGroupSpec) -> RenderedProcessGroup:
         """Render the plain command."""
         if spec.nproc > 1 or spec.nodes > 1:
             raise ConfigError(
-                f"--on inprocess runs one process, but {spec.nproc * spec.nodes} were asked for. "
-                "Use --on spawn."
+                f"--on inprocess runs one process, but {spec.nproc * spec.nodes} were asked for. Use --on spawn."
             )
         if not spec.python or spec.command == ("-m",):
             raise ConfigError(
@@ -107,9 +106,9 @@ class InProcessLauncher(LocalLauncher):
             env={**spec.env, **spec.thread_variables()},
             rank=0,
         )
-        return RenderedProcesses(spec=spec, processes=(process,))
+        return RenderedProcessGroup(spec=spec, processes=(process,))
 
-    def submit(self, rendered: RenderedProcesses) -> InProcessJob:
+    def submit(self, rendered: RenderedProcessGroup) -> InProcessJob:
         """Return a job that runs when it is waited for."""
         return InProcessJob(rendered)
 
@@ -117,7 +116,7 @@ class InProcessLauncher(LocalLauncher):
 class InProcessJob:
     """Runs in :meth:`wait`; signals reach the worker's own handlers."""
 
-    def __init__(self, rendered: RenderedProcesses) -> None:
+    def __init__(self, rendered: RenderedProcessGroup) -> None:
         self._process = rendered.processes[0]
         self._cancelled = False
 
@@ -136,9 +135,7 @@ class InProcessJob:
                 here = os.getcwd()
                 with self._started_with(command[1:], here), warnings.catch_warnings():
                     # A script that calls fit() has imported the worker; to run it once more is meant.
-                    warnings.filterwarnings(
-                        "ignore", ".* found in sys.modules after import of package", RuntimeWarning
-                    )
+                    warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
                     runpy.run_module(command[1], run_name="__main__", alter_sys=True)
             else:
                 beside = os.path.dirname(os.path.realpath(command[0]))
@@ -162,7 +159,7 @@ class InProcessJob:
         sys.argv = list(arguments)
         sys.path.insert(0, imports_from)
         try:
-            with variables_set(self._process.env):
+            with patch_environ(self._process.env):
                 yield
         finally:
             sys.argv = before
@@ -183,7 +180,7 @@ class TorchrunLauncher(LocalLauncher):
     are on loopback where they share a machine.
     """
 
-    def render(self, spec: LocalSpec) -> RenderedProcesses:
+    def render(self, spec: ProcessGroupSpec) -> RenderedProcessGroup:
         """Render torchrun's command."""
         module = "torch.distributed.launch" if spec.local_rank_argument else "torch.distributed.run"
         restarts = [f"--max-restarts={spec.max_restarts}"] if spec.recover == "restart" else []
@@ -202,16 +199,16 @@ class TorchrunLauncher(LocalLauncher):
             ),
             env={**spec.thread_variables(), **own_store, **spec.env},
         )
-        return RenderedProcesses(spec=spec, processes=(process,))
+        return RenderedProcessGroup(spec=spec, processes=(process,))
 
-    def submit(self, rendered: RenderedProcesses) -> SupervisedJob:
+    def submit(self, rendered: RenderedProcessGroup) -> SupervisedJob:
         """Start the agent."""
         directory = rendered.spec.directory
         verdict = None if directory is None else partial(_verdict, directory, time.time())
-        return SupervisedJob(rendered, starter=Starter(name="torchrun", verdict=verdict))
+        return SupervisedJob(rendered, starter=RankStarter(name="torchrun", verdict=verdict))
 
 
-def _meeting(spec: LocalSpec) -> list[str]:
+def _meeting(spec: ProcessGroupSpec) -> list[str]:
     """How the agents of the machines find each other."""
     most = spec.most_nodes or spec.nodes
     if most == 1:
@@ -276,9 +273,7 @@ _LOST_S = 60.0
 
 def role_serves(rank: int, roles: Sequence[str]) -> bool:
     """Whether a rank only serves others, and never ends by itself."""
-    return bool(roles) and (
-        roles[rank] == "ps" or (roles[rank] == "worker" and {"ps", "chief"} <= set(roles))
-    )
+    return bool(roles) and (roles[rank] == "ps" or (roles[rank] == "worker" and {"ps", "chief"} <= set(roles)))
 
 
 def free_ports(count: int) -> int:
@@ -294,7 +289,7 @@ def free_ports(count: int) -> int:
     raise LaunchError(f"there are no {count} free ports in a row from {_FIRST_PORT} to {_LAST_PORT}.")
 
 
-def start_tensorflow(rendered: RenderedProcesses) -> SupervisedJob:
+def start_tensorflow(rendered: RenderedProcessGroup) -> SupervisedJob:
     """Start processes that have TF_CONFIG.
 
     Raises:
@@ -336,7 +331,7 @@ def _wait_for_end(host: str, port: int, job: SupervisedJob) -> None:
         except OSError:
             pass  # a machine that does not answer may be back soon
     with suppress(OSError):  # the job has ended by itself
-        job.end_serving()
+        job.stop_servers()
 
 
 def _is_taken(port: int) -> bool:
@@ -355,13 +350,13 @@ def _is_taken(port: int) -> bool:
 class SpawnLauncher(LocalLauncher):
     """Starts ``nproc`` subprocesses here; on several machines it is run on each."""
 
-    def render(self, spec: LocalSpec) -> RenderedProcesses:
+    def render(self, spec: ProcessGroupSpec) -> RenderedProcessGroup:
         """Render one command a rank. A free port is looked up where the spec names none.
 
         Where ranks that die are recovered, there is one command only: the agent's zygote, which forks them.
         """
         if spec.recover != "none":
-            return RenderedProcesses(spec=spec, processes=(_render_zygote(spec),))
+            return RenderedProcessGroup(spec=spec, processes=(_render_forkserver(spec),))
         if spec.nodes > 1:
             if spec.node_rank is None:
                 raise ConfigError(
@@ -371,22 +366,22 @@ class SpawnLauncher(LocalLauncher):
             assert spec.rdzv_endpoint is not None
             host, port = parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")
         else:
-            host, port = "127.0.0.1", spec.master_port or free_master_port(spec.contract, spec.nproc)
-        return RenderedProcesses(
+            host, port = "127.0.0.1", spec.master_port or free_master_port(spec.env_style, spec.nproc)
+        return RenderedProcessGroup(
             spec=spec,
             processes=tuple(_render_rank(spec, i, host, port) for i in range(spec.nproc)),
         )
 
-    def submit(self, rendered: RenderedProcesses) -> LocalJob:
+    def submit(self, rendered: RenderedProcessGroup) -> ProcessGroup:
         """Start the ranks. Where another process took the port since, the job gets a new one."""
         spec = rendered.spec
         if spec.recover != "none":
             from paceline.elastic.agent import Agent
 
             return Agent(rendered)
-        if spec.contract == "tensorflow":
+        if spec.env_style == "tensorflow":
             return start_tensorflow(rendered)
-        if spec.nodes > 1 or spec.contract != "torch":
+        if spec.nodes > 1 or spec.env_style != "torch":
             return SupervisedJob(rendered)
         port = int(rendered.processes[0].env["MASTER_PORT"])
         try:
@@ -400,8 +395,7 @@ class SpawnLauncher(LocalLauncher):
             port = listener.getsockname()[1]
         with listener:
             processes = tuple(
-                replace(process, env={**process.env, "MASTER_PORT": str(port)})
-                for process in rendered.processes
+                replace(process, env={**process.env, "MASTER_PORT": str(port)}) for process in rendered.processes
             )
             # Rank 0 inherits the bound socket: nobody can take the port in between.
             inherited = {LISTEN_FD: str(listener.fileno())}
@@ -409,7 +403,7 @@ class SpawnLauncher(LocalLauncher):
             return SupervisedJob(replace(rendered, processes=processes), rank_0_fds=(listener.fileno(),))
 
 
-def _render_rank(spec: LocalSpec, local_rank: int, host: str, port: int) -> RenderedProcess:
+def _render_rank(spec: ProcessGroupSpec, local_rank: int, host: str, port: int) -> RenderedProcess:
     rank = spec.first_rank + local_rank
     place = Environment(
         source="variables",
@@ -423,17 +417,17 @@ def _render_rank(spec: LocalSpec, local_rank: int, host: str, port: int) -> Rend
         master_port=port,
     )
     env = {
-        **contract_variables(spec.contract, place, hosts=spec.hosts, counts=spec.counts, roles=spec.roles),
-        **({JOB_ID: spec.rdzv_id} if spec.nodes > 1 and spec.contract == "torch" else {}),
+        **env_style_variables(spec.env_style, place, hosts=spec.hosts, counts=spec.counts, roles=spec.roles),
+        **({JOB_ID: spec.rdzv_id} if spec.nodes > 1 and spec.env_style == "torch" else {}),
         **spec.thread_variables(),
         **spec.env,
     }
     log = spec.directory.log_of(rank) if spec.directory is not None and rank > 0 else None
-    serves = spec.contract == "tensorflow" and role_serves(rank, spec.roles)
+    serves = spec.env_style == "tensorflow" and role_serves(rank, spec.roles)
     return RenderedProcess(title=f"rank {rank}", argv=spec.argv, env=env, rank=rank, log=log, serves=serves)
 
 
-def _render_zygote(spec: LocalSpec) -> RenderedProcess:
+def _render_forkserver(spec: ProcessGroupSpec) -> RenderedProcess:
     return RenderedProcess(
         title=f"forks {spec.nproc} workers of {spec.command[-1]}, and replaces those that die",
         argv=(spec.python, "-m", "paceline.elastic.forkserver"),
@@ -441,9 +435,9 @@ def _render_zygote(spec: LocalSpec) -> RenderedProcess:
     )
 
 
-def free_master_port(contract: Contract, nproc: int) -> int:
+def free_master_port(env_style: EnvStyle, nproc: int) -> int:
     """A free port here, or the first of ``nproc`` in a row: TensorFlow's processes each listen on one."""
-    if contract == "tensorflow":
+    if env_style == "tensorflow":
         return free_ports(nproc)
     with bound_loopback_socket() as bound:
         port: int = bound.getsockname()[1]

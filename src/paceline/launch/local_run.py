@@ -13,10 +13,10 @@ from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
-from paceline.core.job import Job, default_run_path
+from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
-from paceline.core.process_group import LocalSpec, Recovery, RenderedProcesses
+from paceline.core.process_group import ProcessGroupSpec, Recovery, RenderedProcessGroup
 from paceline.core.task_loading import check_spec
 from paceline.launch.local_processes import get_local_launcher
 from paceline.runs.directory import RunDirectory
@@ -33,7 +33,9 @@ _STARTED_BY: dict[str, str] = {
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def prepare(job: Job, *, joins: bool = False) -> tuple[str, RenderedProcesses, Job, RunDirectory]:
+def prepare_local_run(
+    job: WorkerConfig, *, joins: bool = False
+) -> tuple[str, RenderedProcessGroup, WorkerConfig, RunDirectory]:
     """The launcher's name, what would run, the job with nothing left open, and the run's directory.
 
     Nothing is touched.
@@ -52,26 +54,26 @@ def prepare(job: Job, *, joins: bool = False) -> tuple[str, RenderedProcesses, J
     name = config.on if config.on != "auto" else "spawn" if several else "inprocess"
     if several_nodes and config.rdzv_endpoint is None and not joins:
         raise ConfigError("--nodes above 1 needs --rdzv-endpoint HOST:PORT, the address of machine 0.")
-    directory = RunDirectory(Path(config.run or default_run_path(config.task)))
+    directory = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
     recover = _recovery(job, name, directory)
     if recover == "none" and most_nodes > first_nodes:
         raise ConfigError(
             f"--nodes {config.nodes}: machines can only join and leave a run that recovers. "
             "Use --on spawn, and leave out --recover none."
         )
-    if recover != "none" and several_nodes and config.run is None:
+    if recover != "none" and several_nodes and config.run_dir is None:
         raise ConfigError(
-            "a run on several machines needs --run DIR, a directory that all of them share; "
+            "a run on several machines needs --run-dir DIR, a directory that all of them share; "
             "without one use --recover none."
         )
-    config = dataclasses.replace(config, run=str(directory.path), nproc=nproc)
+    config = dataclasses.replace(config, run_dir=str(directory.path), nproc=nproc)
     job = dataclasses.replace(
         job,
         config=config,
         supervised=name != "inprocess",
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
     )
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=(
             "-m",
             "paceline.training.worker",
@@ -81,7 +83,7 @@ def prepare(job: Job, *, joins: bool = False) -> tuple[str, RenderedProcesses, J
         nodes=first_nodes,
         least_nodes=first_nodes if most_nodes > first_nodes else 1,
         most_nodes=most_nodes,
-        spares=config.spares,
+        spares=config.hot_spares,
         interface=config.interface,
         token_file=None if config.token_file is None else Path(config.token_file),
         init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
@@ -99,7 +101,7 @@ def prepare(job: Job, *, joins: bool = False) -> tuple[str, RenderedProcesses, J
     return name, get_local_launcher(name).render(spec), job, directory
 
 
-def launch(job: Job, *, joins: bool = False) -> tuple[int, RunDirectory]:
+def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
     """Start a run and wait for its end; return the exit code and the run's directory.
 
     Args:
@@ -112,7 +114,7 @@ def launch(job: Job, *, joins: bool = False) -> tuple[int, RunDirectory]:
         RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
-    name, rendered, job, directory = prepare(job, joins=joins)
+    name, rendered, job, directory = prepare_local_run(job, joins=joins)
     config, spec = job.config, rendered.spec
     # Of several machines another one may be at work in the shared directory already.
     unnumbered = config.node_rank is None and (spec.most_nodes or 1) > 1 and spec.recover != "none"
@@ -140,7 +142,7 @@ def check_task(config: RunConfig) -> None:
     Raises:
         TaskError: there is no such task.
     """
-    if config.task or config.run is None or not RunDirectory(Path(config.run)).exists():
+    if config.task or config.run_dir is None or not RunDirectory(Path(config.run_dir)).exists():
         check_spec(config.task)
 
 
@@ -150,9 +152,7 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     Raises:
         ConfigError: it was asked for by name.
     """
-    if config.recover in ("auto", "none") or (
-        config.recover == "restart" and environment.source == "torchrun"
-    ):
+    if config.recover in ("auto", "none") or (config.recover == "restart" and environment.source == "torchrun"):
         return
     ways = "--recover none"
     if environment.source == "torchrun":
@@ -164,7 +164,7 @@ def require_recovery(config: RunConfig, environment: Environment) -> None:
     )
 
 
-def _recovery(job: Job, name: str, directory: RunDirectory) -> Recovery:
+def _recovery(job: WorkerConfig, name: str, directory: RunDirectory) -> Recovery:
     """What happens when a worker dies.
 
     Raises:
@@ -175,12 +175,12 @@ def _recovery(job: Job, name: str, directory: RunDirectory) -> Recovery:
         return "none"
     if directory.exists() and config.resume != "never":
         recorded = config_from_mapping(directory.read_manifest().get("config", {}), str(directory.manifest))
-        config = RunConfig(**merge_resumed_config(vars(config), job.given, recorded))
+        config = RunConfig(**merge_resumed_config(vars(config), job.explicit_options, recorded))
     survivors = [
         obstacle
         for obstacle, there in (
-            (f"--reduction {config.reduction}", config.reduction == "torch"),
-            *((obstacle, True) for obstacle in config.rigid),
+            (f"--reduction {config.reduction}", config.reduction == "ddp"),
+            *((obstacle, True) for obstacle in config.non_elastic_options),
             ("a GPU", config.device != "cpu" and _visible_gpus() > 0),
         )
         if there
@@ -221,7 +221,7 @@ def _processes_here(config: RunConfig, counts: tuple[int, ...]) -> int:
     return counts[config.node_rank]
 
 
-def _task_code(job: Job) -> str:
+def _task_code(job: WorkerConfig) -> str:
     """A digest of what the task computes: machines that differ in it must not meet."""
     spec = job.config.task
     file = Path(spec.rpartition(":")[0])
@@ -232,7 +232,7 @@ def _task_code(job: Job) -> str:
 
 def available_processes(config: RunConfig) -> int:
     """What ``--nproc auto`` means here: one process a GPU, else one a core; one alone for dp."""
-    if "dp" in config.methods:
+    if "dp" in config.strategies:
         return 1
     gpus = _visible_gpus() if config.device != "cpu" else 0
     return gpus or len(os.sched_getaffinity(0))

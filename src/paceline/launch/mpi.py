@@ -19,9 +19,9 @@ from paceline.launch.launcher import (
     Command,
     Host,
     JobHandle,
-    JobSpec,
-    Rendered,
-    machines_of,
+    LaunchSpec,
+    RenderedJob,
+    nodes_of,
     option,
     read_hosts,
     refuse_restarts,
@@ -30,12 +30,12 @@ from paceline.launch.launcher import (
 from paceline.launch.node import interface_variables
 from paceline.launch.rank import rank_command
 from paceline.launch.rank_env import has_placeholders
-from paceline.launch.supervisor import AttachedJob, AttachedLauncher, Starter, start_commands
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, start_commands
 
 # --- What mpirun and horovodrun have in common: they start every rank themselves, on a list of machines ---
 
 
-def sizes(
+def resolve_sizes(
     hosts: str | None, nodes: tuple[int, int], nproc: tuple[int, ...] | None
 ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
     """The machines and their processes, as ``--hosts`` says, where it is given.
@@ -43,10 +43,10 @@ def sizes(
     Raises:
         ConfigError: it contradicts ``--nodes`` or ``--nproc``, or names no machine.
     """
-    return (nodes, nproc) if hosts is None else machines_of(read_hosts(hosts), nodes, nproc)
+    return (nodes, nproc) if hosts is None else nodes_of(read_hosts(hosts), nodes, nproc)
 
 
-def placed(spec: JobSpec, hosts: tuple[Host, ...]) -> JobSpec:
+def place_on_hosts(spec: LaunchSpec, hosts: tuple[Host, ...]) -> LaunchSpec:
     """The job with the machines and processes of a list of hosts.
 
     Raises:
@@ -54,7 +54,7 @@ def placed(spec: JobSpec, hosts: tuple[Host, ...]) -> JobSpec:
             wanted and there is no list.
     """
     if hosts:
-        nodes, nproc = machines_of(hosts, spec.nodes, spec.nproc)
+        nodes, nproc = nodes_of(hosts, spec.nodes, spec.nproc)
         spec = replace(spec, nodes=nodes, nproc=nproc or spec.nproc)
     least, most = spec.nodes
     if least != most:
@@ -64,14 +64,14 @@ def placed(spec: JobSpec, hosts: tuple[Host, ...]) -> JobSpec:
     return spec
 
 
-def command_of_a_rank(spec: JobSpec, hosts: tuple[Host, ...] = ()) -> tuple[str, ...]:
+def command_of_a_rank(spec: LaunchSpec, hosts: tuple[Host, ...] = ()) -> tuple[str, ...]:
     """What is started for each rank: the command itself where the library tells it all that it asks.
 
     Args:
         spec: the job, with its machines.
         hosts: those machines; default: they are found at the start, or there is only this one.
     """
-    if spec.contract in ("mpi", "horovod") and not has_placeholders(spec.command):
+    if spec.env_style in ("mpi", "horovod") and not has_placeholders(spec.command):
         return spec.command
     if spec.nodes[1] == 1:
         return rank_command(spec)
@@ -80,24 +80,23 @@ def command_of_a_rank(spec: JobSpec, hosts: tuple[Host, ...] = ()) -> tuple[str,
     return rank_command(replace(spec, master_port=port), hosts[0].reached_at if hosts else None)
 
 
-def variables(spec: JobSpec) -> dict[str, str]:
+def variables(spec: LaunchSpec) -> dict[str, str]:
     """What is added to the environment of every rank."""
     threads = {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
     return {**threads, **interface_variables(spec.interface), **spec.env}
 
 
-def host_list(spec: JobSpec, hosts: Iterable[Host]) -> str:
+def host_list(spec: LaunchSpec, hosts: Iterable[Host]) -> str:
     """``a:2,b:2``: the machines with the processes that each starts."""
     return ",".join(
-        f"{host.reached_at}:{spec.processes_on(number)}"
-        for number, host in enumerate(tuple(hosts)[: spec.nodes[1]])
+        f"{host.reached_at}:{spec.processes_on(number)}" for number, host in enumerate(tuple(hosts)[: spec.nodes[1]])
     )
 
 
 # --- ``--on mpi``: mpirun starts every rank, here or on the hosts that it is given; Open MPI and MPICH ---
 #
 # A rank is told its place by MPI; :mod:`paceline.launch.rank` says the same in the variables that a script
-# reads. With the mpi contract the command is started bare: it calls ``MPI_Init`` itself.
+# reads. With the mpi env style the command is started bare: it calls ``MPI_Init`` itself.
 
 
 Mpi = Literal["openmpi", "mpich"]
@@ -123,34 +122,34 @@ class MpiOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedMpi(Rendered):
+class RenderedMpi(RenderedJob):
     """An mpirun command."""
 
     mpi: Mpi
 
 
-class MpiLauncher(AttachedLauncher):
+class MpiLauncher(ForegroundLauncher):
     """Starts the ranks with mpirun."""
 
     name = "mpi"
-    inners = ("mpi",)
-    contracts = ("torch", "tensorflow", "mpi", "none")
+    rank_launchers = ("mpi",)
+    env_styles = ("torch", "tensorflow", "mpi", "none")
     extra = "mpi"
-    machines_given = True
+    preallocated = True
 
-    def sizes(
+    def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: MpiOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
         """All hosts, with as many processes as their slots."""
-        return sizes(options.hosts if options is not None else None, nodes, nproc)
+        return resolve_sizes(options.hosts if options is not None else None, nodes, nproc)
 
-    def render(self, spec: JobSpec, options: MpiOptions | None = None) -> RenderedMpi:
+    def render(self, spec: LaunchSpec, options: MpiOptions | None = None) -> RenderedMpi:
         """Render the mpirun command."""
         options = options or MpiOptions()
         refuse_what_is_for_clusters(spec, self.name)
         refuse_restarts(spec, self.name)
         hosts = read_hosts(options.hosts) if options.hosts is not None else ()
-        spec = placed(spec, hosts)
+        spec = place_on_hosts(spec, hosts)
         mpi, program = find_mpirun(options.mpi)
         arguments = _ARGUMENTS[mpi](spec, hosts)
         env = variables(spec)
@@ -161,18 +160,18 @@ class MpiLauncher(AttachedLauncher):
         command = Command(title=title, argv=argv, env=env)
         return RenderedMpi(spec=spec, options=options, commands=(command,), mpi=mpi)
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start mpirun."""
         assert isinstance(rendered, RenderedMpi)
         program = rendered.commands[0].argv[0]
         _check_installed(program, rendered.mpi)
         # mpirun kills its ranks on SIGTERM; SIGUSR1 it passes on, and a task then saves its state.
         stop_signal = signal.SIGUSR1 if rendered.spec.is_task else None
-        job = start_commands(rendered, Starter(name=Path(program).name, stop_signal=stop_signal))
-        return AttachedJob(job, rendered.spec.directory)
+        job = start_commands(rendered, RankStarter(name=Path(program).name, stop_signal=stop_signal))
+        return ForegroundJob(job, rendered.spec.directory)
 
 
-def mpirun_in_allocation(spec: JobSpec, nodes: int, each: int) -> tuple[str, ...]:
+def mpirun_in_allocation(spec: LaunchSpec, nodes: int, each: int) -> tuple[str, ...]:
     """The mpirun command in the script of a cluster's job, where it finds the machines by itself.
 
     Args:
@@ -189,7 +188,7 @@ def mpirun_in_allocation(spec: JobSpec, nodes: int, each: int) -> tuple[str, ...
     return (program, *words, *command_of_a_rank(spec))
 
 
-def _open_mpi(spec: JobSpec, hosts: tuple[Host, ...]) -> list[str]:
+def _open_mpi(spec: LaunchSpec, hosts: tuple[Host, ...]) -> list[str]:
     # By slot: ranks are numbered machine by machine. More than there are cores may be wanted.
     words = ["-np", str(spec.world_size), "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
     if os.geteuid() == 0:
@@ -208,7 +207,7 @@ def _open_mpi(spec: JobSpec, hosts: tuple[Host, ...]) -> list[str]:
     return words
 
 
-def _mpich(spec: JobSpec, hosts: tuple[Host, ...]) -> list[str]:
+def _mpich(spec: LaunchSpec, hosts: tuple[Host, ...]) -> list[str]:
     words = ["-n", str(spec.world_size), "-bind-to", "none"]
     if hosts:
         words += ["-hosts", host_list(spec, hosts)]
@@ -220,7 +219,7 @@ def _mpich(spec: JobSpec, hosts: tuple[Host, ...]) -> list[str]:
 _ARGUMENTS = {"openmpi": _open_mpi, "mpich": _mpich}
 
 
-def _limit_s(spec: JobSpec) -> int | None:
+def _limit_s(spec: LaunchSpec) -> int | None:
     """When mpirun is to end the job; a task stops by itself, and saves its state."""
     return None if spec.is_task or spec.walltime_s is None else max(1, round(spec.walltime_s))
 

@@ -1,6 +1,6 @@
 """What a launcher starts once on each machine: ``python -m paceline.launch.node OPTIONS -- COMMAND``.
 
-It finds out which machine this is, and has the inner launcher start the ranks: Paceline's agent for its own
+It finds out which machine this is, and has the rank launcher start the ranks: Paceline's agent for its own
 tasks, torchrun, or plain processes. So a launcher needs not know how ranks are started.
 """
 
@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from paceline.core.environment import MachinePlace, detect_machine
+from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_nodes, parse_nproc
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.core.sockets import job_port
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.local_processes import free_master_port, get_local_launcher
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.rank_env import expand_placeholders, has_placeholders
@@ -38,17 +38,17 @@ _GROWS_LATER = ("kubernetes", "kubeflow")
 _NAME_TIMEOUT_S = 300.0
 
 
-def node_command(spec: JobSpec) -> tuple[str, ...]:
+def node_command(spec: LaunchSpec) -> tuple[str, ...]:
     """The command that a launcher starts on each machine of a job."""
-    if spec.inner == "ray":
+    if spec.rank_launcher == "ray":
         return ray_node_command(spec)
     least, most = spec.nodes
-    options: list[str] = ["--inner", spec.inner]
+    options: list[str] = ["--rank-launcher", spec.rank_launcher]
     if most > 1:
         options += ["--nodes", str(least) if least == most else f"{least}:{most}"]
     options += ["--nproc", ",".join(map(str, spec.nproc))]
-    if spec.contract != "torch":
-        options += ["--contract", spec.contract]
+    if spec.env_style != "torch":
+        options += ["--env-style", spec.env_style]
     if spec.roles:
         options += ["--roles", ",".join(spec.roles)]
     for name in ("threads", "interface", "master_port"):
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """Start this machine's ranks; return the exit code."""
     options = _parser().parse_args(argv)
     try:
-        return _run(options, detect_machine())
+        return _run(options, detect_node())
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
@@ -74,10 +74,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.node", description=__doc__)
-    parser.add_argument("--inner", choices=("agent", "torchrun", "spawn"), required=True)
+    parser.add_argument("--rank-launcher", choices=("agent", "torchrun", "spawn"), required=True)
     parser.add_argument("--nodes", type=parse_nodes, default=(1, 1), help="N or MIN:MAX")
     parser.add_argument("--nproc", type=parse_nproc, default=(1,), help="processes, or a list by machine")
-    parser.add_argument("--contract", choices=("torch", "tensorflow", "none"), default="torch")
+    parser.add_argument("--env-style", choices=("torch", "tensorflow", "none"), default="torch")
     parser.add_argument("--roles", default="", help="of all ranks, with commas")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--interface")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, place: MachinePlace) -> int:
+def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
     nodes: tuple[int, int] = options.nodes
     if place.nodes == 1 and nodes[0] > 1:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
     counts: tuple[int, ...] = options.nproc
     nproc = counts[place.node_rank] if len(counts) > 1 else counts[0]
     port = options.master_port or (
-        job_port(place.job_id or "paceline") if several else free_master_port(options.contract, nproc)
+        job_port(place.job_id or "paceline") if several else free_master_port(options.env_style, nproc)
     )
     port_is_named = options.master_port is not None or has_placeholders(options.command)
     expand = partial(
@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
         nodes=place.nodes,
     )
     command = expand(options.command)
-    joins = several and options.inner == "agent" and _has_agents(command)
+    joins = several and options.rank_launcher == "agent" and _has_agents(command)
     begin = nodes[0] if place.source in _GROWS_LATER else place.nodes
     # The examination is of the machines that the job begins with: who comes later would meet nobody for it.
     if options.preflight and not joins and place.node_rank < begin:
@@ -121,11 +121,11 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
         if code:
             return code
         options.interface = options.interface or interface
-    if options.inner == "agent":
+    if options.rank_launcher == "agent":
         endpoint = f"{host}:{port}" if several else None
         return _become(_agent_command(command, options, place, endpoint, joins=joins))
     python, arguments = split_python(command)
-    spec = LocalSpec(
+    spec = ProcessGroupSpec(
         command=arguments,
         python=python,
         nproc=nproc,
@@ -138,15 +138,15 @@ def _run(options: argparse.Namespace, place: MachinePlace) -> int:
         master_port=port if port_is_named and not several else None,
         threads=options.threads,
         env=interface_variables(options.interface),
-        recover="restart" if options.max_restarts and options.inner == "torchrun" else "none",
+        recover="restart" if options.max_restarts and options.rank_launcher == "torchrun" else "none",
         max_restarts=options.max_restarts,
-        contract=options.contract,
+        env_style=options.env_style,
         hosts=place.hosts,
         roles=tuple(role for role in options.roles.split(",") if role),
     )
-    if options.inner == "spawn" and nodes[0] != place.nodes:
+    if options.rank_launcher == "spawn" and nodes[0] != place.nodes:
         spec = replace(spec, nodes=place.nodes, most_nodes=place.nodes)
-    launcher = get_local_launcher(options.inner)
+    launcher = get_local_launcher(options.rank_launcher)
     return launcher.submit(launcher.render(spec)).wait()
 
 
@@ -160,15 +160,15 @@ def _has_agents(command: Sequence[str]) -> bool:
 
     A pod that replaces one that was lost, or comes when a job grows, is given the command of all the others.
     """
-    from paceline.elastic.consensus.discovery import others_at_work
+    from paceline.elastic.consensus.discovery import active_agents
 
-    return "--run-dir" in command and others_at_work(RunDirectory(Path(_run_of(command))))
+    return "--run-dir" in command and active_agents(RunDirectory(Path(_run_of(command))))
 
 
 def _agent_command(
     command: tuple[str, ...],
     options: argparse.Namespace,
-    place: MachinePlace,
+    place: NodeEnvironment,
     endpoint: str | None,
     *,
     joins: bool,

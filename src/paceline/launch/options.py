@@ -27,9 +27,7 @@ class MeetingOptions:
 class TorchrunOptions(MeetingOptions):
     """What torchrun can do besides."""
 
-    rdzv_backend: str = option(
-        "How agents on several machines meet: c10d, or static with fixed ranks.", "c10d"
-    )
+    rdzv_backend: str = option("How agents on several machines meet: c10d, or static with fixed ranks.", "c10d")
     local_rank_argument: bool = option(
         "Give each script --local-rank=N, as torch.distributed.launch did without --use-env.", False
     )
@@ -59,8 +57,7 @@ class SlurmOptions:
     venv: str | None = option("Virtual environment to activate; its python is used.")
     setup: tuple[str, ...] = option("Shell line to run first, on node 0; may be repeated.", ())
     signal_before: str | None = option(
-        "Send SIGUSR1 this long before the time limit. Default: for tasks, a tenth of the walltime, at "
-        "most 2min."
+        "Send SIGUSR1 this long before the time limit. Default: for tasks, a tenth of the walltime, at most 2min."
     )
     requeue: bool = option(
         "Requeue after preemption, a timeout (exit code 75) or a lost node. Default: for tasks.",
@@ -68,7 +65,7 @@ class SlurmOptions:
     )
     no_requeue: bool = option("Never requeue.", False)
     array: str | None = option(
-        "Run the job for each of 0-9 or 1,3,7%2; {array_index} is replaced in the command and in --run."
+        "Run the job for each of 0-9 or 1,3,7%2; {array_index} is replaced in the command and in --run-dir."
     )
     slurm: tuple[str, ...] = option("KEY=VALUE or KEY for sbatch; may be repeated.", ())
 
@@ -103,9 +100,7 @@ class KubernetesOptions:
         "CLAIM:/PATH, a persistent volume claim and where it is mounted; may be repeated.", ()
     )
     memory: str | None = option("Memory of each machine, such as 64Gi.")
-    gpu_resource: str = option(
-        "The cluster's resource name for GPUs. Default: nvidia.com/gpu.", "nvidia.com/gpu"
-    )
+    gpu_resource: str = option("The cluster's resource name for GPUs. Default: nvidia.com/gpu.", "nvidia.com/gpu")
     service_account: str | None = option("The pods' service account.")
     secret: tuple[str, ...] = option(
         "VARIABLE=SECRET/KEY: set a variable from a Kubernetes secret; may be repeated.", ()
@@ -122,23 +117,19 @@ class KubernetesOptions:
         if not self.image:
             raise ConfigError("--on kubernetes needs --image, a container image that has Paceline in it.")
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", self.namespace):
-            raise ConfigError(
-                f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}."
-            )
+            raise ConfigError(f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}.")
         if self.memory is not None and not _QUANTITY.fullmatch(self.memory):
             raise ConfigError(f"--memory must be a quantity such as 64Gi, but is {self.memory!r}.")
         if self.runtime is not None and self.kind != "trainjob":
             raise ConfigError(f"--runtime belongs to --kind trainjob, but --kind is {self.kind}.")
         if self.workdir is not None and self.runtime is not None:
-            raise ConfigError(
-                "--workdir cannot be changed in a runtime that the cluster has: leave out --runtime."
-            )
+            raise ConfigError("--workdir cannot be changed in a runtime that the cluster has: leave out --runtime.")
         self.claims()
         self.secrets()
         self.labels()
         self.selector()
         if self.grace_s() < 1:
-            raise ConfigError(f"--grace must be at least 1s, but is {self.grace!r}.")
+            raise ConfigError(f"--grace-period must be at least 1s, but is {self.grace!r}.")
 
     def claims(self) -> dict[str, str]:
         """Where each persistent volume claim is mounted."""
@@ -150,9 +141,7 @@ class KubernetesOptions:
         for word in self.secret:
             match = _SECRET.fullmatch(word)
             if match is None:
-                raise ConfigError(
-                    f"--secret must be VARIABLE=SECRET/KEY, such as HF_TOKEN=hub/token, but is {word!r}."
-                )
+                raise ConfigError(f"--secret must be VARIABLE=SECRET/KEY, such as HF_TOKEN=hub/token, but is {word!r}.")
             found[match[1]] = (match[2], match[3])
         return found
 
@@ -219,9 +208,7 @@ class SageMakerOptions:
     role: str | None = option("The ARN of the job's role.")
     instance_type: str | None = option("The machines' type, such as ml.p4d.24xlarge.")
     s3: str | None = option("s3://BUCKET/PREFIX for the source, checkpoints and output.")
-    source: str = option(
-        "Directory to copy to the machines; name scripts relative to it. Default: this one.", "."
-    )
+    source: str = option("Directory to copy to the machines; name scripts relative to it. Default: this one.", ".")
     checkpoints: str | None = option(
         "s3://BUCKET/PREFIX of the run's directory; give the same one to continue a run. Default: below --s3."
     )
@@ -248,13 +235,9 @@ class SageMakerOptions:
             if not value:
                 raise ConfigError(f"--on sagemaker needs {flag}, such as {example}.")
         if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", self.role or ""):
-            raise ConfigError(
-                f"--role must be such as arn:aws:iam::123456789012:role/NAME, but is {self.role!r}."
-            )
+            raise ConfigError(f"--role must be such as arn:aws:iam::123456789012:role/NAME, but is {self.role!r}.")
         if not re.fullmatch(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", self.instance_type or ""):
-            raise ConfigError(
-                f"--instance-type must be such as ml.g5.12xlarge, but is {self.instance_type!r}."
-            )
+            raise ConfigError(f"--instance-type must be such as ml.g5.12xlarge, but is {self.instance_type!r}.")
         for flag, value in (("--s3", self.s3), ("--checkpoints", self.checkpoints)):
             if value is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]+(/.*)?", value):
                 raise ConfigError(f"{flag} must be s3://BUCKET/PREFIX, but is {value!r}.")

@@ -18,16 +18,16 @@ from paceline.core.environment import (
     Environment,
     default_threads,
     detect_environment,
-    detect_machine,
+    detect_node,
     is_loopback,
 )
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_nproc
 from paceline.core.parent_death import die_with_parent
 from paceline.core.sockets import job_port
-from paceline.launch.launcher import Contract, JobSpec
+from paceline.launch.launcher import EnvStyle, LaunchSpec
 from paceline.launch.node import interface_variables
-from paceline.launch.rank_env import contract_variables, expand_placeholders
+from paceline.launch.rank_env import env_style_variables, expand_placeholders
 
 _FROM_OUTSIDE = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 """What no launcher of ranks sets: a shell's profile, a pod or an image does, the same for all ranks.
@@ -36,7 +36,7 @@ MASTER_ADDR is set by the script of a Slurm job, in which mpirun finds its machi
 """
 
 
-def rank_command(spec: JobSpec, master_addr: str | None = None) -> tuple[str, ...]:
+def rank_command(spec: LaunchSpec, master_addr: str | None = None) -> tuple[str, ...]:
     """The command that a launcher starts for each rank of a job.
 
     Args:
@@ -48,10 +48,10 @@ def rank_command(spec: JobSpec, master_addr: str | None = None) -> tuple[str, ..
     """
     if "ps" in spec.roles:
         raise ConfigError(
-            f"--roles with ps does not work with --inner {spec.inner}: parameter servers never end by "
-            "themselves, and it ends none. Use --inner spawn."
+            f"--roles with ps does not work with --rank-launcher {spec.rank_launcher}: parameter servers never end by "
+            "themselves, and it ends none. Use --rank-launcher spawn."
         )
-    options: list[str] = ["--contract", spec.contract]
+    options: list[str] = ["--env-style", spec.env_style]
     if len(spec.nproc) > 1:
         options += ["--nproc", ",".join(map(str, spec.nproc))]
     if spec.roles:
@@ -68,7 +68,7 @@ def rank_command(spec: JobSpec, master_addr: str | None = None) -> tuple[str, ..
 def main(argv: Sequence[str]) -> int:
     """Become the command; return an exit code only where that cannot be."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.rank", description=__doc__)
-    parser.add_argument("--contract", choices=get_args(Contract), required=True)
+    parser.add_argument("--env-style", choices=get_args(EnvStyle), required=True)
     parser.add_argument("--nproc", type=parse_nproc, default=(), help="by machine, where they differ")
     parser.add_argument("--roles", default="", help="of all ranks, with commas")
     parser.add_argument("--master-addr", help="default: what the launcher says")
@@ -95,29 +95,24 @@ def _place(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[tup
     who = detect_environment({name: value for name, value in environ.items() if name not in _FROM_OUTSIDE})
     if options.nproc:
         who = _on_machines(who, options.nproc)
-    machine = detect_machine(environ)
-    host = (
-        options.master_addr
-        or who.first_host
-        or who.master_addr
-        or (machine.hosts[0] if machine.hosts else None)
-    )
-    if host is None and who.one_machine:
+    machine = detect_node(environ)
+    host = options.master_addr or who.first_host or who.master_addr or (machine.hosts[0] if machine.hosts else None)
+    if host is None and who.is_single_node:
         host = "127.0.0.1"
     if host is None:
         raise ConfigError("nothing says which machine rank 0 is on. Give --master-addr HOST.")
-    if who.one_machine and who.nodes == 1 and not is_loopback(host):
+    if who.is_single_node and who.nodes == 1 and not is_loopback(host):
         host = "127.0.0.1"
     port = options.master_port or job_port(who.job_id or f"parent-{os.getppid()}")
     variables = {
         "OMP_NUM_THREADS": str(default_threads(who, options.threads)),
         **interface_variables(options.interface),
     }
-    if options.contract in ("torch", "tensorflow"):
+    if options.env_style in ("torch", "tensorflow"):
         placed = replace(who, master_addr=host, master_port=port)
         roles = [role for role in options.roles.split(",") if role]
-        variables |= contract_variables(
-            options.contract, placed, hosts=machine.hosts, counts=options.nproc, roles=roles
+        variables |= env_style_variables(
+            options.env_style, placed, hosts=machine.hosts, counts=options.nproc, roles=roles
         )
     command = expand_placeholders(
         options.command, master_addr=host, master_port=port, node_rank=who.node_rank, nodes=who.nodes

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.launch.registry import Contract
+from paceline.launch.registry import EnvStyle
 
 TENSORFLOW_ROLES = ("chief", "worker", "ps", "evaluator")
 
 
-def contract_variables(
-    contract: Contract,
+def env_style_variables(
+    env_style: EnvStyle,
     place: Environment,
     *,
     hosts: Sequence[str] = (),
@@ -24,18 +24,18 @@ def contract_variables(
     """The variables of one process.
 
     Args:
-        contract: which framework reads them.
+        env_style: which framework reads them.
         place: who the process is; ``master_addr`` and ``master_port`` are set.
         hosts: all machines, in the order of their ranks; default: the master alone.
         counts: processes of each machine; default: as many everywhere.
         roles: of all ranks, for tensorflow; default: workers.
 
     Raises:
-        ConfigError: the roles do not fit the ranks, or only the contract's own launcher can keep it.
+        ConfigError: the roles do not fit the ranks, or only the env style's own launcher can keep it.
     """
-    if contract == "none":
+    if env_style == "none":
         return {}
-    if contract == "torch":
+    if env_style == "torch":
         return {
             "RANK": str(place.rank),
             "WORLD_SIZE": str(place.world_size),
@@ -46,11 +46,11 @@ def contract_variables(
             "MASTER_ADDR": str(place.master_addr),
             "MASTER_PORT": str(place.master_port),
         }
-    if contract == "tensorflow":
+    if env_style == "tensorflow":
         return {"TF_CONFIG": _tf_config(place, hosts, counts, roles)}
     raise ConfigError(
-        f"--contract {contract} is kept by {'mpirun' if contract == 'mpi' else 'horovodrun'} alone. "
-        f"Use --inner {contract}, or --on {contract}."
+        f"--env-style {env_style} is kept by {'mpirun' if env_style == 'mpi' else 'horovodrun'} alone. "
+        f"Use --rank-launcher {env_style}, or --on {env_style}."
     )
 
 
@@ -61,12 +61,12 @@ def _tf_config(place: Environment, hosts: Sequence[str], counts: Sequence[int], 
     no member of the cluster, as TensorFlow wants it.
     """
     if place.master_addr is None or place.master_port is None:
-        raise ConfigError("--contract tensorflow needs the address of the first machine.")
+        raise ConfigError("--env-style tensorflow needs the address of the first machine.")
     machines = list(hosts) or [place.master_addr]
     each = list(counts) or [place.local_world_size] * place.nodes
     if len(machines) != len(each):
         raise ConfigError(
-            f"--contract tensorflow needs the addresses of all {len(each)} machines, but only "
+            f"--env-style tensorflow needs the addresses of all {len(each)} machines, but only "
             f"{len(machines)} is known: {', '.join(machines)}."
         )
     addresses = [

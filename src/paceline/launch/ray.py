@@ -23,21 +23,21 @@ import psutil
 
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES, parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.parent_death import tethered
-from paceline.core.signals import STOP_SIGNALS, StopRequests, passed_on, signals_handled
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.core.sockets import bound_socket, job_port
 from paceline.launch.launcher import (
     Command,
     JobHandle,
-    JobSpec,
-    Rendered,
+    LaunchSpec,
+    RenderedJob,
     option,
     refuse_restarts,
     refuse_walltime,
 )
 from paceline.launch.node import interface_variables, node_command
 from paceline.launch.ray_node import cluster_command, ray_node_command
-from paceline.launch.supervisor import AttachedJob, AttachedLauncher, Starter, start_commands
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, start_commands
 from paceline.runs.failures import STOPPED
 
 # --- A job for the machines of a Ray cluster, as a file ---
@@ -99,7 +99,7 @@ _LINES_KEPT = 10_000
 _LINES_AT_ONCE = 1_000
 
 
-class Machine:
+class NodeActor:
     """Runs a command, and keeps what it prints until that is fetched; its methods run in threads."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Machine:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         try:
             popen = subprocess.Popen(
-                tethered(argv),
+                kill_with_parent_command(argv),
                 env={**own_variables(), **env},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -233,7 +233,7 @@ _GRACE_S = 10.0
 _PATIENCE_S = 10.0
 
 
-class _Place:
+class _RankPlace:
     """A machine's place in the job, and what fills it now."""
 
     def __init__(self, rank: int) -> None:
@@ -252,14 +252,14 @@ class _Place:
         return self.started and self.code is None
 
 
-class Following:
+class RayJobController:
     """Starts a job's machines, and follows them to their end."""
 
     def __init__(self, ray: ModuleType, job: RayJob) -> None:
         self._ray = ray
         self._job = job
-        self._places = [_Place(rank) for rank in range(job.machines)]
-        self._ended: list[_Place] = []
+        self._places = [_RankPlace(rank) for rank in range(job.machines)]
+        self._ended: list[_RankPlace] = []
         self._group: Any = None
         self._bundles: list[dict[str, int]] = []
         self._variables: Mapping[str, str] = {}
@@ -273,7 +273,7 @@ class Following:
 
     def run(self) -> int:
         """Follow the job to its end; nothing of it is left then."""
-        with signals_handled(STOP_SIGNALS, self._on_signal):
+        with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
                 self._begin()
                 while any(place.running for place in self._places) and not self._overdue():
@@ -338,10 +338,8 @@ class Following:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._bundles[rank]
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=rank
-        )
-        actor = self._ray.remote(Machine).options(
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=rank)
+        actor = self._ray.remote(NodeActor).options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
             max_concurrency=4,
@@ -357,7 +355,7 @@ class Following:
             if self._ray.get(self._places[0].actor.can_listen.remote(job_port(job_id))):
                 return job_id
 
-    def _start(self, place: _Place) -> Any:
+    def _start(self, place: _RankPlace) -> Any:
         """Start a machine's command; the agent of one that replaces another finds the others at work."""
         cluster = self._ray.get_runtime_context().gcs_address
         env = {**self._job.env, "RAY_ADDRESS": cluster, NODE_RANK: str(place.rank), **self._variables}
@@ -372,7 +370,7 @@ class Following:
             raise SystemExit(128 + (self._asked or signal.SIGINT))
         if self._asked is not None and not self._told:
             self._told = True
-            self._send(passed_on(self._asked))
+            self._send(forwarded_signal(self._asked))
         waiting = {place.pending: place for place in self._places if place.pending is not None}
         if not self._ray.wait(list(waiting), timeout=_TURN_S)[0]:
             return
@@ -384,7 +382,7 @@ class Following:
         """Whether those that are to end because one has failed have had their time."""
         return self._deadline is not None and time.monotonic() > self._deadline
 
-    def _take(self, place: _Place) -> None:
+    def _take(self, place: _RankPlace) -> None:
         try:
             said = self._ray.get(place.pending)
         except self._ray.exceptions.ActorUnavailableError:
@@ -404,7 +402,7 @@ class Following:
         else:
             self._end(place, code)
 
-    def _show(self, place: _Place, lines: Sequence[tuple[int, bytes]]) -> None:
+    def _show(self, place: _RankPlace, lines: Sequence[tuple[int, bytes]]) -> None:
         prefix = f"machine {place.rank} | ".encode() if self._job.machines > 1 else b""
         for number, line in lines:
             stream = sys.stdout if number == 1 else sys.stderr
@@ -417,7 +415,7 @@ class Following:
     def _stopping(self) -> bool:
         return self._asked is not None or self._deadline is not None
 
-    def _end(self, place: _Place, code: int) -> None:
+    def _end(self, place: _RankPlace, code: int) -> None:
         if code == 0 or code in STOPPED or self._stopping:
             place.code, place.pending = code, None
             self._ended.append(place)
@@ -426,14 +424,14 @@ class Following:
             self._say(f"machine {place.rank} ({place.host}) ended with exit code {code}.")
         self._fail(place, code)
 
-    def _fail(self, place: _Place, code: int) -> None:
+    def _fail(self, place: _RankPlace, code: int) -> None:
         place.code, place.pending = code, None
         self._ended.append(place)
         if not self._job.recovers and not self._stopping:
             self._deadline = time.monotonic() + _GRACE_S
             self._send(signal.SIGTERM)
 
-    def _lose(self, place: _Place, why: str) -> None:
+    def _lose(self, place: _RankPlace, why: str) -> None:
         """A machine is gone: let another one take its place, where the job can take one in."""
         where = f"machine {place.rank} ({place.host or 'not placed yet'}) was lost: {why}."
         if self._job.recovers and any(other.code == 0 for other in self._ended):
@@ -454,9 +452,9 @@ class Following:
         place.actor = self._actor(place.rank)
         self._start(place)
 
-    def _why_not_replaced(self, place: _Place) -> str:
+    def _why_not_replaced(self, place: _RankPlace) -> str:
         if not self._job.recovers:
-            return "Only tasks under --inner agent recover from that; this job ends."
+            return "Only tasks under --rank-launcher agent recover from that; this job ends."
         if self._lost >= self._job.replacements:
             return f"No more than --machine-restarts {self._job.replacements} are replaced."
         others = any(other.running for other in self._places if other is not place)
@@ -516,21 +514,19 @@ class RayOptions:
     address: str | None = option(
         "HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine."
     )
-    placement: str = option(
-        "How to place processes on machines: spread, pack, strict-spread or strict-pack.", "spread"
-    )
+    placement: str = option("How to place processes on machines: spread, pack, strict-spread or strict-pack.", "spread")
     machine_restarts: int = option("How many lost machines of a task to replace.", 3)
 
 
-class Ray(AttachedLauncher):
+class Ray(ForegroundLauncher):
     """Programs that use Ray, and jobs whose machines Ray finds."""
 
     name = "ray"
-    inners = ("ray", "torchrun", "spawn", "agent")
-    contracts = ("none", "torch", "tensorflow")
+    rank_launchers = ("ray", "torchrun", "spawn", "agent")
+    env_styles = ("none", "torch", "tensorflow")
     extra = "ray"
 
-    def render(self, spec: JobSpec, options: RayOptions | None = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: RayOptions | None = None) -> RenderedJob:
         """Render one command; it starts a cluster first where none is named."""
         options = options or RayOptions()
         refuse_walltime(spec, self.name)
@@ -539,31 +535,29 @@ class Ray(AttachedLauncher):
         if address not in (None, "auto"):
             parse_endpoint(address.removeprefix("ray://"), "--address")
         if options.placement not in PLACEMENTS:
-            raise ConfigError(
-                f"--placement must be one of {', '.join(PLACEMENTS)}, but is {options.placement!r}."
-            )
+            raise ConfigError(f"--placement must be one of {', '.join(PLACEMENTS)}, but is {options.placement!r}.")
         if options.machine_restarts < 0:
             raise ConfigError(f"--machine-restarts must be 0 or more, but is {options.machine_restarts}.")
-        if spec.inner == "ray":
+        if spec.rank_launcher == "ray":
             return self._program(spec, options, address)
         return self._machines(spec, options, address)
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start the command."""
-        starter = Starter(name="Ray's driver", says_why=True)
-        return AttachedJob(start_commands(rendered, starter), rendered.spec.directory)
+        starter = RankStarter(name="Ray's driver", says_why=True)
+        return ForegroundJob(start_commands(rendered, starter), rendered.spec.directory)
 
-    def _program(self, spec: JobSpec, options: RayOptions, address: str | None) -> Rendered:
+    def _program(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
         """A program that is started once, here, and gives the cluster its work by itself."""
         if spec.nodes != (1, 1):
             raise ConfigError(
-                f"--nodes {spec.nodes[0]}: a program that uses Ray is started once. Say --inner torchrun to "
+                f"--nodes {spec.nodes[0]}: a program that uses Ray is started once. Say --rank-launcher torchrun to "
                 "have its processes started on so many machines."
             )
         if spec.preflight and address is not None:
             raise ConfigError(
                 f"--preflight: which machines of the Ray cluster at {address} the program is going to use, "
-                "nobody knows before it. Leave it out; or say --inner torchrun to have its processes started."
+                "nobody knows before it. Leave it out; or say --rank-launcher torchrun to have its processes started."
             )
         argv = ray_node_command(spec)
         env = {**interface_variables(spec.interface), **spec.env}
@@ -575,9 +569,9 @@ class Ray(AttachedLauncher):
             title, argv = f"the program, with the Ray cluster at {address}", spec.command
             env["RAY_ADDRESS"] = address
         command = Command(title=title, argv=argv, env=env)
-        return Rendered(spec=spec, options=options, commands=(command,))
+        return RenderedJob(spec=spec, options=options, commands=(command,))
 
-    def _machines(self, spec: JobSpec, options: RayOptions, address: str | None) -> Rendered:
+    def _machines(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
         """A job whose machines are actors."""
         least, most = spec.nodes
         if least != most:
@@ -594,7 +588,7 @@ class Ray(AttachedLauncher):
             placement=options.placement,
             workdir=str(spec.workdir),
             env=spec.env,
-            recovers=spec.inner == "agent",
+            recovers=spec.rank_launcher == "agent",
             replacements=options.machine_restarts,
             own_cluster=address is None,
         )
@@ -608,4 +602,4 @@ class Ray(AttachedLauncher):
             command = Command(
                 title=f"the job, in the Ray cluster at {address}", argv=argv, env={"RAY_ADDRESS": address}
             )
-        return Rendered(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))
+        return RenderedJob(spec=spec, options=options, files={JOB_FILE: job.text}, commands=(command,))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.errors import PacelineError
-from paceline.launch.ray import Following, RayJob
+from paceline.launch.ray import RayJob, RayJobController
 from paceline.launch.ray_cluster import connect, import_ray
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         ray = import_ray()
         connect(ray, os.environ["RAY_ADDRESS"])
         try:
-            return Following(ray, job).run()
+            return RayJobController(ray, job).run()
         finally:
             ray.shutdown()
     except PacelineError as error:

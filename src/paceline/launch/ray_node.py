@@ -29,19 +29,19 @@ from types import FrameType, ModuleType
 
 import psutil
 
-from paceline.core.environment import MachinePlace, detect_machine, parse_endpoint
+from paceline.core.environment import NodeEnvironment, detect_node, parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
-from paceline.core.parent_death import tethered
-from paceline.core.process_group import LocalSpec, RenderedProcess, RenderedProcesses
-from paceline.core.signals import STOP_SIGNALS, signals_handled
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.process_group import ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
+from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.elastic.token import create_token, read_token
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.rank_env import expand_placeholders
 from paceline.launch.ray_cluster import LOOPBACK, import_ray, kill, private_directory, shut_down
-from paceline.launch.supervisor import Starter, SupervisedJob
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 _MEETING_S = 300.0
 _POLL_S = 0.2
@@ -49,16 +49,16 @@ _ENDING_S = 15.0  # the head may be ending its own part before it says so
 _GRACE_S = 5.0  # shorter than that of whoever supervises this process
 
 
-def ray_node_command(spec: JobSpec) -> tuple[str, ...]:
-    """The command that a launcher starts on each machine for ``--inner ray``.
+def ray_node_command(spec: LaunchSpec) -> tuple[str, ...]:
+    """The command that a launcher starts on each machine for ``--rank-launcher ray``.
 
     Raises:
         ConfigError: the job asks for processes, which a program that uses Ray starts by itself.
     """
     if spec.nproc != (1,):
         raise ConfigError(
-            f"--nproc {','.join(map(str, spec.nproc))}: under --inner ray the command is started once, and "
-            "starts tasks and actors by itself. Leave --nproc out; or let --inner torchrun start processes."
+            f"--nproc {','.join(map(str, spec.nproc))}: under --rank-launcher ray the command is started once, and "
+            "starts tasks and actors by itself. Leave --nproc out; or let --rank-launcher torchrun start processes."
         )
     return cluster_command(
         spec, spec.command, cpus=spec.cpus_per_task, gpus=spec.gpus_per_node, preflight=spec.preflight
@@ -66,7 +66,7 @@ def ray_node_command(spec: JobSpec) -> tuple[str, ...]:
 
 
 def cluster_command(
-    spec: JobSpec,
+    spec: LaunchSpec,
     command: Sequence[str],
     *,
     cpus: int | None,
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(128 + number)
 
     try:
-        place = detect_machine()
+        place = detect_node()
         if options.preflight:
             several = place.nodes > 1
             preflight = expand_placeholders(
@@ -120,14 +120,14 @@ def main(argv: Sequence[str]) -> int:
             if code:
                 return code
             options.interface = options.interface or interface
-        here = _Here(
+        here = _RayNode(
             place=place,
             cpus=options.cpus or place.cpus or len(os.sched_getaffinity(0)),
             gpus=options.gpus,
             interface=options.interface,
             files=options.directory / f"ray-{place.job_id or 'job'}",
         )
-        with signals_handled(STOP_SIGNALS, stop):
+        with handle_signals(STOP_SIGNALS, stop):
             return _head(here, options.command) if place.node_rank == 0 else _member(here)
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -135,10 +135,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Here:
+class _RayNode:
     """This machine, and what it gives to the cluster."""
 
-    place: MachinePlace
+    place: NodeEnvironment
     cpus: int
     gpus: int | None
     interface: str | None
@@ -160,7 +160,7 @@ class _Here:
         return variables
 
 
-def _head(here: _Here, command: Sequence[str]) -> int:
+def _head(here: _RayNode, command: Sequence[str]) -> int:
     """Start the head, wait for the others, run the command, and end all of it."""
     several = here.place.nodes > 1
     if several and len(here.place.hosts) != here.place.nodes:
@@ -202,13 +202,13 @@ def _head(here: _Here, command: Sequence[str]) -> int:
         return code
 
 
-def _address(here: _Here, towards: str, port: int = 1) -> str:
+def _address(here: _RayNode, towards: str, port: int = 1) -> str:
     """This machine's address on the way to another one; its own name may mean loopback."""
     return interface_address(here.interface) if here.interface else address_towards(towards, port)
 
 
 @contextmanager
-def _door(here: _Here, address: str, cluster: str) -> Iterator[None]:
+def _door(here: _RayNode, address: str, cluster: str) -> Iterator[None]:
     """Say where the cluster is, and listen there until this machine's part has ended.
 
     Nothing is said over these connections: their end tells the others of ours, also if we are killed.
@@ -236,13 +236,13 @@ def _wait_for_all(ray: ModuleType, nodes: int) -> None:
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     process = RenderedProcess(title="the command", argv=tuple(command), env=variables)
-    spec = LocalSpec(command=tuple(command), python="", grace_s=_GRACE_S)
+    spec = ProcessGroupSpec(command=tuple(command), python="", grace_s=_GRACE_S)
     # The cluster dies with this process, so nothing is left for the command to do.
-    starter = Starter(name="the command", says_why=True, death_signal=signal.SIGKILL)
-    return SupervisedJob(RenderedProcesses(spec=spec, processes=(process,)), starter=starter).wait()
+    starter = RankStarter(name="the command", says_why=True, death_signal=signal.SIGKILL)
+    return SupervisedJob(RenderedProcessGroup(spec=spec, processes=(process,)), starter=starter).wait()
 
 
-def _member(here: _Here) -> int:
+def _member(here: _RayNode) -> int:
     """Join the cluster, and stay until its first machine's part has ended."""
     cluster, door = _enter(here)
     with door, private_directory() as directory:
@@ -257,7 +257,7 @@ def _member(here: _Here) -> int:
         log = directory.with_name("start.log")
         with log.open("wb") as output:
             started = subprocess.Popen(
-                tethered(words),
+                kill_with_parent_command(words),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -266,7 +266,7 @@ def _member(here: _Here) -> int:
             )
         try:
             # The program may save when a signal asks it to: how long the cluster stays, the head says.
-            with signals_handled(STOP_SIGNALS, lambda number, frame: None):
+            with handle_signals(STOP_SIGNALS, lambda number, frame: None):
                 while started.poll() is None:
                     if select.select([door], [], [], _POLL_S)[0]:
                         return 0
@@ -279,7 +279,7 @@ def _member(here: _Here) -> int:
             started.wait()
 
 
-def _enter(here: _Here) -> tuple[str, socket.socket]:
+def _enter(here: _RayNode) -> tuple[str, socket.socket]:
     """The cluster's address, and a connection to its head; waits for the head to say where it is."""
     deadline = time.monotonic() + _MEETING_S
     while True:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
-from paceline.core.process_config import Contract as Contract
+from paceline.core.process_config import EnvStyle as EnvStyle
 
 if TYPE_CHECKING:
     from paceline.launch.launcher import Launcher
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # --- The launchers' names, and where their classes and options are: ``--help`` needs these and no launcher
 
 
-Inner = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
+RankLauncher = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
 """What starts the ranks, where a job's machines are there."""
 
 LAUNCHERS = {
@@ -86,13 +86,13 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"--on {launcher.name} knows no {flag(name)}. {whose(flag(name))}--on {launcher.name} takes: "
+                f"--on {launcher.name} knows no {flag(name)}. {owners_of(flag(name))}--on {launcher.name} takes: "
                 f"{own_flags(launcher.name)}."
             )
     return launcher.options_type(**given) if launcher.options_type else None
 
 
-def whose(text: str) -> str:
+def owners_of(text: str) -> str:
     """A sentence that says which launchers have a flag, with a space after it; empty where none has."""
     owners = [name for name in LAUNCHER_NAMES if text in map(flag, option_names(name))]
     return f"{text} is an option of --on {' and '.join(owners)}. " if owners else ""

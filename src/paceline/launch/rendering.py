@@ -28,9 +28,7 @@ def _lines(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             nested = [] if _is_scalar(inner) else _lines(inner)
-            lines += (
-                [f"{_scalar(key)}:", *_indented(nested)] if nested else [f"{_scalar(key)}: {_scalar(inner)}"]
-            )
+            lines += [f"{_scalar(key)}:", *_indented(nested)] if nested else [f"{_scalar(key)}: {_scalar(inner)}"]
     else:
         for inner in value:
             first, *rest = [_scalar(inner)] if _is_scalar(inner) else _lines(inner) or [_scalar(inner)]
@@ -60,8 +58,7 @@ def _scalar(value: Any) -> str:
 _SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|(ACCESS|API|PRIVATE|SECRET)_?KEY)$")
 
 IN_HOROVODS_SHELL = (
-    "horovodrun starts each rank by a shell command with all its variables in it. Have the program read it "
-    "from a file."
+    "horovodrun starts each rank by a shell command with all its variables in it. Have the program read it from a file."
 )
 
 

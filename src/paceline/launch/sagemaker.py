@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.signals import interrupted_afterwards
-from paceline.launch.clouds import copied_path, fixed_machines, without_shared_directory
-from paceline.launch.job_logs import Watch
-from paceline.launch.launcher import Files, JobHandle, JobSpec, JobStatus, Launcher, Rendered, State
+from paceline.core.signals import interrupt_at_exit
+from paceline.launch.clouds import copied_path, fixed_nodes, without_shared_directory
+from paceline.launch.job_logs import StatusPoller
+from paceline.launch.launcher import (
+    FileSharing,
+    JobHandle,
+    JobStatus,
+    Launcher,
+    LaunchSpec,
+    RenderedJob,
+    State,
+)
 from paceline.launch.node import node_command
 from paceline.launch.options import DISTRIBUTIONS, SageMakerOptions
 from paceline.launch.rendering import refuse_secrets
@@ -32,7 +40,7 @@ from paceline.launch.rendering import refuse_secrets
 _T = TypeVar("_T")
 
 
-class Refused(LaunchError):
+class AwsApiError(LaunchError):
     """AWS did not do what was asked.
 
     Attributes:
@@ -67,9 +75,7 @@ def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
             "--on sagemaker submits and follows jobs with boto3. Install it: "
             "pip install 'paceline[sagemaker]'. --dry-run works without."
         ) from error
-    settings = Config(
-        connect_timeout=5, read_timeout=30, retries={"total_max_attempts": attempts, "mode": "standard"}
-    )
+    settings = Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": attempts, "mode": "standard"})
     try:
         return boto3.Session().client(service, region_name=region, config=settings)
     except BotoCoreError as error:
@@ -87,7 +93,7 @@ def asked(what: str, call: Callable[[], _T]) -> _T:
     try:
         return call()
     except NoCredentialsError as error:
-        raise Refused(f"could not {what}: {error}. Run `aws configure`, or set AWS_PROFILE.") from error
+        raise AwsApiError(f"could not {what}: {error}. Run `aws configure`, or set AWS_PROFILE.") from error
     except ClientError as error:
         said = error.response.get("Error", {})
         code, message = said.get("Code", ""), str(said.get("Message", error)).rstrip(".")
@@ -100,11 +106,11 @@ def asked(what: str, call: Callable[[], _T]) -> _T:
             "ThrottlingException": "Give the command again in a minute.",
         }.get(code, "")
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        raise Refused(
+        raise AwsApiError(
             f"AWS refused to {what}: {code}: {message}. {advice}".rstrip(), code, lost=status >= 500
         ) from error
     except BotoCoreError as error:
-        raise Refused(
+        raise AwsApiError(
             f"could not {what}: {str(error).rstrip('.')}. Check the network and --region.",
             lost=isinstance(error, HTTPClientError),
         ) from error
@@ -190,7 +196,7 @@ _CODE = "/opt/ml/code"
 _LONGEST_S = 86400
 
 
-def training_job(spec: JobSpec, options: SageMakerOptions) -> tuple[Request, str | None]:
+def training_job(spec: LaunchSpec, options: SageMakerOptions) -> tuple[Request, str | None]:
     """The request, and the text of ``start.sh`` where the job has one.
 
     Raises:
@@ -250,7 +256,7 @@ def _prefix(options: SageMakerOptions) -> str:
     return options.s3.rstrip("/")
 
 
-def _start(spec: JobSpec) -> str:
+def _start(spec: LaunchSpec) -> str:
     """What each machine runs. They share no directory: that of the checkpoints goes through S3, and late."""
     spec = without_shared_directory(spec, "sagemaker")
     return (
@@ -263,7 +269,7 @@ def _start(spec: JobSpec) -> str:
     )
 
 
-def _hyperparameters(name: str, source: str, spec: JobSpec, options: SageMakerOptions) -> dict[str, str]:
+def _hyperparameters(name: str, source: str, spec: LaunchSpec, options: SageMakerOptions) -> dict[str, str]:
     """What the training toolkit reads; it gives the other ones to the script, as ``--name value``."""
     assert options.distribution is not None
     script, *arguments = spec.command[1:] if Path(spec.command[0]).name.startswith("python") else spec.command
@@ -309,17 +315,16 @@ def _named(arguments: list[str], distribution: str) -> dict[str, str]:
     return named
 
 
-def _threads(spec: JobSpec) -> dict[str, str]:
+def _threads(spec: LaunchSpec) -> dict[str, str]:
     return {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
 
 
-def _check(name: str, spec: JobSpec, options: SageMakerOptions) -> None:
+def _check(name: str, spec: LaunchSpec, options: SageMakerOptions) -> None:
     if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
         raise ConfigError(
-            f"SageMaker would refuse a job named {name!r}: letters, digits and dashes, at most 63. Give "
-            "another --name."
+            f"SageMaker would refuse a job named {name!r}: letters, digits and dashes, at most 63. Give another --name."
         )
-    fixed_machines(spec, "sagemaker")
+    fixed_nodes(spec, "sagemaker")
     for flag, value in (("--gpus-per-node", spec.gpus_per_node), ("--cpus-per-task", spec.cpus_per_task)):
         if value is not None:
             raise ConfigError(f"{flag} does not work with --on sagemaker: --instance-type says it.")
@@ -328,8 +333,7 @@ def _check(name: str, spec: JobSpec, options: SageMakerOptions) -> None:
         return
     if spec.is_task:
         raise ConfigError(
-            f"--distribution {options.distribution} starts scripts, and Paceline's agent starts tasks. "
-            "Leave it out."
+            f"--distribution {options.distribution} starts scripts, and Paceline's agent starts tasks. Leave it out."
         )
     if spec.preflight:
         raise ConfigError(
@@ -389,9 +393,7 @@ class SageMakerJob(JobHandle):
         if state is not None:
             reason = str(job.get("FailureReason", secondary))
             code = re.search(r"exit ?code:? ?(\d+)", reason, flags=re.IGNORECASE)
-            return JobStatus(
-                state=state, detail=reason, exit_code=int(code[1]) if code else None, restarts=restarts
-            )
+            return JobStatus(state=state, detail=reason, exit_code=int(code[1]) if code else None, restarts=restarts)
         waits = secondary in _NOT_YET
         return JobStatus(state="pending" if waits else "running", detail=secondary, restarts=restarts)
 
@@ -428,8 +430,8 @@ class SageMakerJob(JobHandle):
             print(f"paceline: training job {self._name} {status.state}: {status.detail}.", file=sys.stderr)
         return 1 if status.exit_code is None else status.exit_code
 
-    def _watch(self) -> Watch:
-        return Watch(self.status, (_POLL_S, _POLL_S))
+    def _watch(self) -> StatusPoller:
+        return StatusPoller(self.status, (_POLL_S, _POLL_S))
 
     def _look(self, since_ms: int) -> tuple[bool, list[Mapping[str, Any]]]:
         """Whether it has ended, and what the machines have printed by then."""
@@ -469,9 +471,7 @@ class SageMakerJob(JobHandle):
     def _ask(self, what: str, method: str) -> Any:
         if self._client is None:
             self._client = connect("sagemaker", self._region)
-        return asked(
-            f"{what} {self._name}", lambda: getattr(self._client, method)(TrainingJobName=self._name)
-        )
+        return asked(f"{what} {self._name}", lambda: getattr(self._client, method)(TrainingJobName=self._name))
 
 
 # --- ``--on sagemaker``: a training job on Amazon SageMaker ---
@@ -482,7 +482,7 @@ _NO_SUCH_JOB = ("ValidationException", "ResourceNotFound")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedSageMaker(Rendered):
+class RenderedSageMaker(RenderedJob):
     """A request, and what is uploaded before it."""
 
     request: Request
@@ -492,17 +492,17 @@ class SageMaker(Launcher):
     """Submits to SageMaker's API."""
 
     name = "sagemaker"
-    inners = ("torchrun", "agent", "spawn")
-    files: ClassVar[Files] = "uploaded"
+    rank_launchers = ("torchrun", "agent", "spawn")
+    files: ClassVar[FileSharing] = "uploaded"
     default_run = CHECKPOINTS
     extra = "sagemaker"
 
-    def render(self, spec: JobSpec, options: SageMakerOptions | None = None) -> RenderedSageMaker:
+    def render(self, spec: LaunchSpec, options: SageMakerOptions | None = None) -> RenderedSageMaker:
         """Render the request as JSON, which ``aws sagemaker create-training-job --cli-input-json`` takes."""
         options = options or SageMakerOptions()
         if spec.run is not None and str(spec.run) != CHECKPOINTS:
             raise ConfigError(
-                f"--run {spec.run}: SageMaker keeps {CHECKPOINTS} alone. Leave out --run; --checkpoints says "
+                f"--run-dir {spec.run}: SageMaker keeps {CHECKPOINTS} alone. Leave out --run-dir; --checkpoints says "
                 "where it is kept."
             )
         request, start = training_job(spec, options)
@@ -511,7 +511,7 @@ class SageMaker(Launcher):
             files[START] = start
         return RenderedSageMaker(spec=spec, options=options, files=files, request=request)
 
-    def place_of(self, path: str, options: SageMakerOptions) -> str:
+    def remote_path(self, path: str, options: SageMakerOptions) -> str:
         """Where the machines find a file of ``--source``."""
         source = Path.cwd() / options.source
         packed = packed_files(source)
@@ -524,7 +524,7 @@ class SageMaker(Launcher):
             )
         return place
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Upload the source, then make the job."""
         assert isinstance(rendered, RenderedSageMaker)
         spec, options = rendered.spec, rendered.options
@@ -544,8 +544,8 @@ class SageMaker(Launcher):
                 asked(f"upload s3://{bucket}/{key}", put)
                 uploaded.append(key)
             _make(once, sagemaker, rendered.request)
-        except (Refused, KeyboardInterrupt) as error:
-            in_use = isinstance(error, Refused) and error.code == _IN_USE
+        except (AwsApiError, KeyboardInterrupt) as error:
+            in_use = isinstance(error, AwsApiError) and error.code == _IN_USE
             if in_use and _is_there(sagemaker, rendered.request):
                 raise  # that job reads its source where this one's has been uploaded
             for key in uploaded:
@@ -574,10 +574,10 @@ def _make(once: Any, sagemaker: Any, request: Request) -> None:
     """
     name = request["TrainingJobName"]
     try:
-        with interrupted_afterwards():
+        with interrupt_at_exit():
             try:
                 asked(f"make the training job {name}", partial(once.create_training_job, **request))
-            except Refused as error:
+            except AwsApiError as error:
                 if not (error.lost and _is_there(sagemaker, request)):
                     raise
     except KeyboardInterrupt:
@@ -599,7 +599,7 @@ def _is_there(sagemaker: Any, request: Request) -> bool:
             f"describe the training job {name}",
             partial(sagemaker.describe_training_job, TrainingJobName=name),
         )
-    except Refused as error:
+    except AwsApiError as error:
         if error.code in _NO_SUCH_JOB:
             return False
         raise LaunchError(

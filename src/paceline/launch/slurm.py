@@ -17,16 +17,16 @@ from typing import Any, ClassVar
 
 from paceline.core.environment import allocation_nodes
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.job_logs import Watch, follow_files
+from paceline.launch.job_logs import StatusPoller, follow_files
 from paceline.launch.launcher import (
     ENDED,
     Command,
-    Inner,
     JobHandle,
-    JobSpec,
     JobStatus,
     Launcher,
-    Rendered,
+    LaunchSpec,
+    RankLauncher,
+    RenderedJob,
     State,
     refuse_restarts,
 )
@@ -39,7 +39,7 @@ from paceline.launch.slurm_script import (
     batch_files,
     log_pattern,
 )
-from paceline.launch.supervisor import EXIT_CODE, AttachedJob, DetachedJob, Starter, start_commands
+from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, start_commands
 
 # --- Slurm's own commands, and what their refusals mean for our options ---
 
@@ -89,9 +89,7 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
             "(--dry-run shows the job anywhere.)"
         ) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{argv[0]} has not answered within {_LIMIT_S} s. Is Slurm up? Try: sinfo"
-        ) from None
+        raise LaunchError(f"{argv[0]} has not answered within {_LIMIT_S} s. Is Slurm up? Try: sinfo") from None
     if done.returncode != 0 and re.search(
         "unable to contact|connection refused|could not load|timed out|zero bytes", done.stderr, re.I
     ):
@@ -99,7 +97,7 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
     return done
 
 
-def submit_script(spec: JobSpec, options: Any, command: Command) -> str:
+def submit_script(spec: LaunchSpec, options: Any, command: Command) -> str:
     """Have sbatch take a script; return the job's number.
 
     Raises:
@@ -111,7 +109,7 @@ def submit_script(spec: JobSpec, options: Any, command: Command) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def refusal(stderr: str, spec: JobSpec, options: Any) -> LaunchError:
+def refusal(stderr: str, spec: LaunchSpec, options: Any) -> LaunchError:
     """What sbatch said, with our options that may be the reason.
 
     Args:
@@ -139,7 +137,7 @@ def _causes(stderr: str) -> tuple[str, ...]:
     return ()
 
 
-def _given(spec: JobSpec, options: Any) -> dict[str, str]:
+def _given(spec: LaunchSpec, options: Any) -> dict[str, str]:
     """Our options as they were given, by name."""
     least, most = spec.nodes
     words = {
@@ -214,8 +212,8 @@ class SlurmJob(JobHandle):
         code = self._watch().wait().exit_code
         return 1 if code is None else code
 
-    def _watch(self) -> Watch:
-        return Watch(self.status, logs=", ".join(self._reference["logs"]))
+    def _watch(self) -> StatusPoller:
+        return StatusPoller(self.status, logs=", ".join(self._reference["logs"]))
 
     def _of_controller(self) -> dict[int | None, JobStatus]:
         """By number in the array; it forgets each job of an array some minutes after that has ended."""
@@ -333,9 +331,7 @@ def _expanded(pattern: str, job: str, name: str, index: int | None) -> list[Path
     texts = [value(part) if number % 2 else part for number, part in enumerate(parts)]
     if None not in texts:
         return [Path("".join(text for text in texts if text is not None))]
-    return sorted(
-        Path(found) for found in glob.glob("".join("*" if t is None else glob.escape(t) for t in texts))
-    )
+    return sorted(Path(found) for found in glob.glob("".join("*" if t is None else glob.escape(t) for t in texts)))
 
 
 # --- ``--on slurm``: a batch script for sbatch; inside of an allocation, the same steps at once ---
@@ -345,14 +341,14 @@ class Slurm(Launcher):
     """Slurm. Where this runs in an allocation (``salloc``), a job ends with its command."""
 
     name = "slurm"
-    inners: ClassVar[tuple[Inner, ...]] = tuple(BODIES)
-    contracts = ("torch", "tensorflow", "none", "mpi", "horovod")
+    rank_launchers: ClassVar[tuple[RankLauncher, ...]] = tuple(BODIES)
+    env_styles = ("torch", "tensorflow", "none", "mpi", "horovod")
 
     def __init__(self) -> None:
         self.allocated = allocation_nodes()
         self.attached = self.allocated is not None
 
-    def render(self, spec: JobSpec, options: SlurmOptions | None = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: SlurmOptions | None = None) -> RenderedJob:
         """Write the script, and the command that submits it; in an allocation, that runs it."""
         options = options or SlurmOptions()
         _check(spec, options)
@@ -370,19 +366,19 @@ class Slurm(Launcher):
                 )
             files = {SCRIPT: allocation_script(spec, options)}
             command = Command(title="in this allocation", argv=("bash", str(script)), env=spec.env)
-        return Rendered(spec=spec, options=options, files=files, commands=(command,))
+        return RenderedJob(spec=spec, options=options, files=files, commands=(command,))
 
-    def common_directory(self, spec: JobSpec, options: SlurmOptions | None) -> Path:
+    def common_directory(self, spec: LaunchSpec, options: SlurmOptions | None) -> Path:
         """The job's; of an array, one for each of its jobs, which may begin at once."""
         array = options is not None and options.array is not None
         return spec.directory / ARRAY_INDEX if array else spec.directory
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Have sbatch take the script; in an allocation, start it."""
         spec, options = rendered.spec, rendered.options
         if self.allocated is not None:
-            starter = Starter(name=SCRIPT, says_why=True)  # srun and what it starts have
-            return AttachedJob(start_commands(rendered, starter), spec.directory)
+            starter = RankStarter(name=SCRIPT, says_why=True)  # srun and what it starts have
+            return ForegroundJob(start_commands(rendered, starter), spec.directory)
         logs = tuple(
             str(spec.workdir / pattern)
             for pattern in (log_pattern(spec, options), options.error)
@@ -403,21 +399,21 @@ class Slurm(Launcher):
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
         """Find a job by its number, or the process that has started one in an allocation."""
-        return DetachedJob(reference) if "pid" in reference else SlurmJob(reference)
+        return BackgroundJob(reference) if "pid" in reference else SlurmJob(reference)
 
 
-def _check(spec: JobSpec, options: SlurmOptions) -> None:
+def _check(spec: LaunchSpec, options: SlurmOptions) -> None:
     """Refuse before the queue what would fail after it."""
     refuse_restarts(spec, "slurm")
     if spec.starts_each_rank and len(spec.nproc) > 1:
         raise ConfigError(
-            f"--nproc {','.join(map(str, spec.nproc))}: under --inner {spec.inner} Slurm starts as many "
-            "tasks on every machine. Give one number, or use --inner torchrun."
+            f"--nproc {','.join(map(str, spec.nproc))}: under --rank-launcher {spec.rank_launcher} Slurm starts as "
+            "many tasks on every machine. Give one number, or use --rank-launcher torchrun."
         )
-    if spec.inner == "ray" and options.signal_before is not None:
+    if spec.rank_launcher == "ray" and options.signal_before is not None:
         raise ConfigError(
             "--signal-before: Slurm sends its warning to all of a job's processes, and Ray's own would end "
-            "of it. Leave it out with --inner ray."
+            "of it. Leave it out with --rank-launcher ray."
         )
     words = (*spec.command, str(spec.run or ""))
     indexed = any(ARRAY_INDEX in word for word in words)
@@ -428,19 +424,17 @@ def _check(spec: JobSpec, options: SlurmOptions) -> None:
             raise ConfigError(f"--array must be such as 0-9, 1,3,7 or 0-99%4, but is {options.array!r}.")
         if spec.is_task and ARRAY_INDEX not in str(spec.run):
             raise ConfigError(
-                f"--array: the jobs of an array need a run each. Give --run such as runs/sweep-{ARRAY_INDEX}."
+                f"--array: the jobs of an array need a run each. Give --run-dir such as runs/sweep-{ARRAY_INDEX}."
             )
 
 
 def _check_writable(folder: Path) -> None:
     if "%" not in str(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         problem = "cannot be written" if folder.is_dir() else "does not exist"
-        raise ConfigError(
-            f"--output: the folder {folder} {problem}, and Slurm would end the job without a word."
-        )
+        raise ConfigError(f"--output: the folder {folder} {problem}, and Slurm would end the job without a word.")
 
 
-def _with_its_python(spec: JobSpec) -> JobSpec:
+def _with_its_python(spec: LaunchSpec) -> LaunchSpec:
     """The environment that is activated has a python, unless --python has named another."""
     if spec.python != sys.executable:
         return spec
@@ -448,6 +442,4 @@ def _with_its_python(spec: JobSpec) -> JobSpec:
     def changed(command: tuple[str, ...]) -> tuple[str, ...]:
         return ("python", *command[1:]) if command[:1] == (spec.python,) else command
 
-    return dataclasses.replace(
-        spec, python="python", command=changed(spec.command), preflight=changed(spec.preflight)
-    )
+    return dataclasses.replace(spec, python="python", command=changed(spec.command), preflight=changed(spec.preflight))

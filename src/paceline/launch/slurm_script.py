@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES
 from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
-from paceline.launch.launcher import Inner, JobSpec
+from paceline.launch.launcher import LaunchSpec, RankLauncher
 from paceline.launch.mpi import command_of_a_rank, mpirun_in_allocation
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
@@ -80,12 +80,12 @@ _OURS = {
 }
 
 
-def requeues(spec: JobSpec, options: SlurmOptions) -> bool:
+def requeues(spec: LaunchSpec, options: SlurmOptions) -> bool:
     """Whether the job goes back into the queue by itself."""
     return options.requeue or (spec.is_task and not options.no_requeue)
 
 
-def log_pattern(spec: JobSpec, options: SlurmOptions) -> str:
+def log_pattern(spec: LaunchSpec, options: SlurmOptions) -> str:
     """Where sbatch writes, with its %."""
     if options.output is not None:
         return str(spec.workdir / options.output)
@@ -93,7 +93,7 @@ def log_pattern(spec: JobSpec, options: SlurmOptions) -> str:
     return f"{str(spec.directory).replace('%', '%%')}/{name}"
 
 
-def directives(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str | None]]:
+def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, str | None]]:
     """Name and value of each; None where it has none.
 
     Raises:
@@ -122,7 +122,7 @@ def directives(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str 
         yield "exclusive", None
     if (before_s := _signal_before_s(spec, options)) is not None:
         yield "signal", f"USR1@{before_s}"
-    if spec.inner == "agent":
+    if spec.rank_launcher == "agent":
         yield "no-kill", None
     if requeues(spec, options):
         yield "requeue", None
@@ -137,7 +137,7 @@ def directives(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str 
         yield name, value if equals else None
 
 
-def cpus_per_task(spec: JobSpec, options: SlurmOptions) -> int | None:
+def cpus_per_task(spec: LaunchSpec, options: SlurmOptions) -> int | None:
     """CPUs of each of Slurm's tasks; None: all that there are."""
     if options.exclusive and spec.cpus_per_task is None:
         return None
@@ -145,7 +145,7 @@ def cpus_per_task(spec: JobSpec, options: SlurmOptions) -> int | None:
     return each if spec.starts_each_rank else each * max(spec.nproc)
 
 
-def _signal_before_s(spec: JobSpec, options: SlurmOptions) -> int | None:
+def _signal_before_s(spec: LaunchSpec, options: SlurmOptions) -> int | None:
     if options.signal_before is not None:
         before_s = parse_duration_s(options.signal_before, "signal_before")
         if spec.walltime_s is not None and before_s >= spec.walltime_s:
@@ -257,20 +257,20 @@ exit "$code"
 """
 
 
-def batch_files(spec: JobSpec, options: SlurmOptions) -> dict[str, str]:
+def batch_files(spec: LaunchSpec, options: SlurmOptions) -> dict[str, str]:
     """What sbatch takes, and what each machine runs around its agent; by name.
 
     Raises:
         ConfigError: an option has a wrong form, or does not go with another.
     """
     files = {SCRIPT: batch_script(spec, options)}
-    if spec.inner == "agent":
+    if spec.rank_launcher == "agent":
         again = "scontrol requeue" if requeues(spec, options) else "scancel"
         files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", again).replace("{job}", _this_job(options))
     return files
 
 
-def batch_script(spec: JobSpec, options: SlurmOptions) -> str:
+def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
     """The whole script for sbatch.
 
     Raises:
@@ -283,7 +283,7 @@ def batch_script(spec: JobSpec, options: SlurmOptions) -> str:
     return "\n".join([*lines, "", *_shell(spec, options, batch=True), ""])
 
 
-def allocation_script(spec: JobSpec, options: SlurmOptions) -> str:
+def allocation_script(spec: LaunchSpec, options: SlurmOptions) -> str:
     """The same job's steps, for an allocation that is there already.
 
     Raises:
@@ -299,11 +299,11 @@ def allocation_script(spec: JobSpec, options: SlurmOptions) -> str:
     limits = ["--gpus-per-node"] if spec.gpus_per_node else []
     # A task looks at the time itself.
     limits += ["--walltime"] if spec.walltime_s is not None and not spec.is_task else []
-    if limits and spec.inner in ("mpi", "horovod"):
+    if limits and spec.rank_launcher in ("mpi", "horovod"):
         raise ConfigError(
-            f"{', '.join(limits)}: in an allocation of Slurm's that is there already, --inner {spec.inner} "
-            "starts no step that Slurm could hold to it. Leave it out; or, for a job of its own, begin with: "
-            "env -u SLURM_JOB_ID paceline"
+            f"{', '.join(limits)}: in an allocation of Slurm's that is there already, --rank-launcher "
+            f"{spec.rank_launcher} starts no step that Slurm could hold to it. Leave it out; or, for a job of its own, "
+            "begin with: env -u SLURM_JOB_ID paceline"
         )
     return "\n".join(["#!/bin/bash", *_shell(spec, options, batch=False), ""])
 
@@ -325,7 +325,7 @@ _QUEUE_OPTIONS = (
 )
 
 
-def _shell(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str]:
+def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str]:
     """The lines after the directives."""
     setup = [f"module load {shlex.quote(name)}" for name in options.module]
     if options.conda is not None:
@@ -342,10 +342,10 @@ def _shell(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str
         result += f'-"{_IN_ARRAY}"'
     if batch:
         yield f"rm -f {result}"
-    of_allocation = _TRAPS_OF_MPIRUN if spec.inner == "mpi" else _TRAPS_OF_ALLOCATION
+    of_allocation = _TRAPS_OF_MPIRUN if spec.rank_launcher == "mpi" else _TRAPS_OF_ALLOCATION
     yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else of_allocation).rstrip()
     yield ""
-    yield from BODIES[spec.inner](spec, _of_step(spec, options, batch=batch), batch)
+    yield from BODIES[spec.rank_launcher](spec, _of_step(spec, options, batch=batch), batch)
     if batch and requeues(spec, options):
         yield _REQUEUE.replace("{job}", _this_job(options)).rstrip()
     if batch:
@@ -359,7 +359,7 @@ def _this_job(options: SlurmOptions) -> str:
     return "$SLURM_JOB_ID" if options.array is None else _IN_ARRAY
 
 
-def _agents(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+def _agents(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
     """A step for each machine, on which an agent starts the processes."""
     assert spec.run is not None
     most = spec.nodes[1]
@@ -391,7 +391,7 @@ def _agents(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
     yield 'elif [ -n "$stopped" ]; then code=75; fi'
 
 
-def _one_step(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+def _one_step(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
     """One step on all nodes: a task for each rank, or one on each machine that starts its ranks."""
     least, most = spec.nodes
     # sbatch gives a job as many as there are; an allocation may have more.
@@ -412,7 +412,7 @@ def _alone(texts: list[str]) -> Iterator[str]:
     yield "code=$?"
 
 
-def _of_step(spec: JobSpec, options: SlurmOptions, *, batch: bool) -> str:
+def _of_step(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> str:
     """The CPUs of a step's tasks; in an allocation also its GPUs, its time, and a name to find it by."""
     words = [] if batch else ['--job-name="paceline-$$"']
     if not batch and spec.gpus_per_node:
@@ -451,7 +451,7 @@ def wrapped(texts: Iterable[str], indent: str = "") -> str:
     return "\\\n".join(lines).rstrip()
 
 
-def _mpirun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+def _mpirun(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
     """``mpirun`` on the allocation, which it finds by itself."""
     nodes, each = _fixed(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
@@ -461,7 +461,7 @@ def _mpirun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
     yield from _alone(quoted(mpirun_in_allocation(spec, nodes, each)))
 
 
-def _horovodrun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
+def _horovodrun(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
     """``horovodrun`` with the hosts of the allocation; it reaches the others by steps."""
     refuse_secrets(spec.env, IN_HOROVODS_SHELL)
     nodes, each = _fixed(spec)
@@ -478,7 +478,7 @@ def _horovodrun(spec: JobSpec, of_step: str, batch: bool) -> Iterator[str]:
     yield from _alone([*horovodrun, *quoted(command_of_a_rank(spec))])
 
 
-def _fixed(spec: JobSpec) -> tuple[int, int]:
+def _fixed(spec: LaunchSpec) -> tuple[int, int]:
     """Machines, and the processes on each.
 
     Raises:
@@ -487,14 +487,15 @@ def _fixed(spec: JobSpec) -> tuple[int, int]:
     least, most = spec.nodes
     if least != most:
         raise ConfigError(
-            f"--nodes {least}:{most}: --inner {spec.inner} needs one number. Use --inner agent or torchrun."
+            f"--nodes {least}:{most}: --rank-launcher {spec.rank_launcher} needs one number. Use "
+            "--rank-launcher agent or torchrun."
         )
     return least, spec.nproc[0]
 
 
-Body = Callable[[JobSpec, str, bool], Iterator[str]]
+Body = Callable[[LaunchSpec, str, bool], Iterator[str]]
 
-BODIES: dict[Inner, Body] = {
+BODIES: dict[RankLauncher, Body] = {
     "torchrun": _one_step,
     "spawn": _one_step,
     "srun": _one_step,

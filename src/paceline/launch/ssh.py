@@ -23,17 +23,17 @@ from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.signals import (
     STOP_SIGNALS,
     StopRequests,
-    interrupted_afterwards,
-    passed_on,
-    signals_handled,
+    forwarded_signal,
+    handle_signals,
+    interrupt_at_exit,
 )
 from paceline.launch.launcher import (
     Command,
     Host,
     JobHandle,
-    JobSpec,
-    Rendered,
-    machines_of,
+    LaunchSpec,
+    RenderedJob,
+    nodes_of,
     option,
     read_hosts,
     refuse_restarts,
@@ -42,7 +42,7 @@ from paceline.launch.launcher import (
 )
 from paceline.launch.node import node_command
 from paceline.launch.ssh_remote import READY
-from paceline.launch.supervisor import AttachedJob, AttachedLauncher
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher
 from paceline.runs.failures import STOPPED
 
 # --- One machine at the end of an ssh: what is said to it, and what it says ---
@@ -111,7 +111,7 @@ class SshMachine:
         """The descriptor on which something is to be sent, if there is anything."""
         return (self._stdin.fileno(),) if self._unsent and not self._stdin.closed else ()
 
-    def tell(self, word: str) -> None:
+    def send(self, word: str) -> None:
         """Send a line, as far as it is taken; the rest with the next :meth:`write`."""
         if len(self._unsent) < 4096:  # one that takes nothing is lost, and ssh will find that out
             self._unsent += f"{word}\n".encode()
@@ -147,7 +147,7 @@ class SshMachine:
             ended.close()
         return bool(data)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """End its input, and with it what runs there."""
         with suppress(OSError):
             self._stdin.close()
@@ -167,7 +167,7 @@ class SshMachine:
                 pass
             if rest := self._partial.pop(fd, b""):
                 self._take(rest, errors=not self._stderr.closed and fd == self._stderr.fileno())
-        self.let_go()
+        self.detach()
         for pipe in self._outputs:
             pipe.close()
         self._outputs = []
@@ -240,7 +240,7 @@ class SshJob:
         try:
             for name, command in zip(names, commands, strict=True):
                 prefix = f"{name:{self._width}} | " if self._width else ""
-                with interrupted_afterwards():
+                with interrupt_at_exit():
                     self._machines.append(SshMachine(name, command, prefix))
             self._reach_all(connect_timeout_s + _START_S)
         except BaseException:
@@ -254,7 +254,7 @@ class SshJob:
 
     def wait(self) -> int:
         """Watch the job to its end; say what failed; return its exit code."""
-        with signals_handled(STOP_SIGNALS, self._on_signal):
+        with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
                 self._tell("go")
                 while self._running:
@@ -318,7 +318,7 @@ class SshJob:
         """Say it to those that listen: the others' shells still read what they are to run."""
         for machine in self._running:
             if machine.ready:
-                machine.tell(word)
+                machine.send(word)
 
     def _ended(self, machine: SshMachine) -> None:
         code = machine.reap()
@@ -359,7 +359,7 @@ class SshJob:
             match self._requests.hear(number):
                 case "first":
                     self._signal = number
-                    self._tell(f"signal {int(passed_on(number))}")
+                    self._tell(f"signal {int(forwarded_signal(number))}")
                 case "end":
                     self._hurry()
 
@@ -367,7 +367,7 @@ class SshJob:
         """Let go of all machines: their input ends, and with it all that runs there."""
         running = self._running
         for machine in running:
-            machine.let_go()
+            machine.detach()
         deadline = time.monotonic() + _KILL_S
         for machine in running:
             wait_s = max(0.0, deadline - time.monotonic()) if machine.ready else 0.0
@@ -434,9 +434,7 @@ class SshOptions:
     def __post_init__(self) -> None:
         for name in ("connect_timeout", "lost_after"):
             if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at least 1, but is {getattr(self, name)}."
-                )
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(self, name)}.")
         for text in self.ssh_option:
             if "=" not in text:
                 raise ConfigError(f"--ssh-option must be NAME=VALUE, such as Port=2222, but is {text!r}.")
@@ -450,26 +448,26 @@ class SshOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedSsh(Rendered):
+class RenderedSsh(RenderedJob):
     """A command for each machine, in the order of their ranks."""
 
     hosts: tuple[Host, ...]
 
 
-class Ssh(AttachedLauncher):
+class Ssh(ForegroundLauncher):
     """One ssh a machine, for as long as the job lasts."""
 
     name = "ssh"
-    inners = ("torchrun", "spawn", "agent")
-    machines_given = True
+    rank_launchers = ("torchrun", "spawn", "agent")
+    preallocated = True
 
-    def sizes(
+    def resolve_sizes(
         self, nodes: tuple[int, int], nproc: tuple[int, ...] | None, options: SshOptions | None
     ) -> tuple[tuple[int, int], tuple[int, ...] | None]:
         """All hosts, with as many processes as their slots."""
-        return machines_of((options or SshOptions()).machines, nodes, nproc)
+        return nodes_of((options or SshOptions()).machines, nodes, nproc)
 
-    def render(self, spec: JobSpec, options: SshOptions | None = None) -> RenderedSsh:
+    def render(self, spec: LaunchSpec, options: SshOptions | None = None) -> RenderedSsh:
         """Render one ssh for each machine, and the script that it sends there."""
         options = options or SshOptions()
         refuse_what_is_for_clusters(spec, self.name)
@@ -488,7 +486,7 @@ class Ssh(AttachedLauncher):
         )
         return RenderedSsh(spec=spec, options=options, commands=commands, hosts=hosts)
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Reach all machines, then start the command on each.
 
         Raises:
@@ -500,11 +498,11 @@ class Ssh(AttachedLauncher):
         job = SshJob(
             names=[host.name for host in rendered.hosts],
             commands=rendered.commands,
-            outlives_machines=spec.inner == "agent" or (spec.inner == "torchrun" and least < most),
+            outlives_machines=spec.rank_launcher == "agent" or (spec.rank_launcher == "torchrun" and least < most),
             connect_timeout_s=options.connect_timeout,
             heartbeat_s=options.lost_after / 4,
         )
-        return AttachedJob(job, spec.directory)
+        return ForegroundJob(job, spec.directory)
 
 
 def _ssh(host: Host, options: SshOptions) -> tuple[str, ...]:
@@ -524,7 +522,7 @@ def _ssh(host: Host, options: SshOptions) -> tuple[str, ...]:
     return ("ssh", "-T", *words, *user, host.name, "exec sh")
 
 
-def _script(spec: JobSpec, hosts: tuple[Host, ...], node_rank: int, options: SshOptions) -> str:
+def _script(spec: LaunchSpec, hosts: tuple[Host, ...], node_rank: int, options: SshOptions) -> str:
     """What a machine's shell is sent."""
     variables = {
         NODE_RANK: str(node_rank),

@@ -25,7 +25,7 @@ from types import FrameType
 import psutil
 
 from paceline.core import parent_death
-from paceline.core.signals import STOP_SIGNALS, passed_on, signals_handled
+from paceline.core.signals import STOP_SIGNALS, forwarded_signal, handle_signals
 
 READY = "paceline: ready"
 """Printed when nothing is in the way of the command any more."""
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if options.shared is not None and not options.shared.is_dir():
         print(
             f"paceline: there is no directory {options.shared}. The machines of a job must share the run's "
-            "directory: put --run on a file system that they all have.",
+            "directory: put --run-dir on a file system that they all have.",
             file=sys.stderr,
         )
         return 2
@@ -87,7 +87,7 @@ class _Supervised:
     """The command, and all that it starts, however deep: orphans become this process's children."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        parent_death.adopt_orphans()
+        parent_death.set_child_subreaper()
         mine = [sys.executable, "-I", "-S", parent_death.__file__, str(int(signal.SIGKILL)), str(os.getpid())]
         # Through pipes of our own: a write must not fail in the job because the connection has.
         self._popen = subprocess.Popen(
@@ -110,7 +110,7 @@ class _Supervised:
     def run(self, control: _Control) -> int:
         """Do as told until the command ends."""
         connected = True
-        with signals_handled(STOP_SIGNALS, self._on_signal):
+        with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
                 while (word := control.next(self._pidfd)) is not None and word not in ("ended", "kill"):
                     if word.startswith("signal "):
@@ -133,7 +133,7 @@ class _Supervised:
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, passed_on(number))
+            signal.pidfd_send_signal(self._pidfd, forwarded_signal(number))
 
     def _reap_orphans(self) -> None:
         """Bury what was left to this process, but not the command itself."""

@@ -24,13 +24,13 @@ from paceline.core.option_sets import select
 from paceline.core.options import parse_interval
 from paceline.core.task_loading import split_spec
 from paceline.launch.launcher import (
-    Contract,
-    Inner,
+    EnvStyle,
     JobHandle,
-    JobSpec,
     JobStatus,
     Launcher,
-    Rendered,
+    LaunchSpec,
+    RankLauncher,
+    RenderedJob,
     RenderedOnlyError,
     get_launcher,
     job_name,
@@ -249,7 +249,7 @@ def normal_command(words: Sequence[str], python: str, place_of: Callable[[str], 
     return (first, *others)
 
 
-def placed_task(spec: str, place_of: Callable[[str], str]) -> str:
+def remote_task(spec: str, place_of: Callable[[str], str]) -> str:
     """A task as the machines find it.
 
     Args:
@@ -264,7 +264,7 @@ def placed_task(spec: str, place_of: Callable[[str], str]) -> str:
     return f"{place_of(place)}:{name}" if place.endswith(".py") else spec
 
 
-def machines_python(launcher: Launcher, asked: str | None) -> str:
+def nodes_python(launcher: Launcher, asked: str | None) -> str:
     """The interpreter on the machines: this one where they share its files, else their image's."""
     return asked or (sys.executable if launcher.files == "shared" else "python")
 
@@ -279,61 +279,65 @@ def task_command(config: RunConfig, run: Path, python: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def choose_inner(launcher: Launcher, inner: Inner | None, contract: Contract, is_task: bool) -> Inner:
-    """What starts the ranks: as asked for, else Paceline's agent for tasks, else what keeps the contract.
+def choose_rank_launcher(
+    launcher: Launcher, rank_launcher: RankLauncher | None, env_style: EnvStyle, is_task: bool
+) -> RankLauncher:
+    """What starts the ranks: as asked for, else Paceline's agent for tasks, else what keeps the env style.
 
     Raises:
-        ConfigError: the launcher cannot have it, or it cannot keep the contract.
+        ConfigError: the launcher cannot have it, or it cannot keep the env style.
     """
-    if inner is not None:
-        if inner not in launcher.inners:
+    if rank_launcher is not None:
+        if rank_launcher not in launcher.rank_launchers:
             raise ConfigError(
-                f"--inner {inner} does not work with --on {launcher.name}. Choose one of: "
-                f"{', '.join(launcher.inners)}."
+                f"--rank-launcher {rank_launcher} does not work with --on {launcher.name}. Choose one of: "
+                f"{', '.join(launcher.rank_launchers)}."
             )
-        if inner == "ray" and is_task:
+        if rank_launcher == "ray" and is_task:
             raise ConfigError(
-                "--inner ray starts programs that use Ray by themselves. For a task use --inner agent."
+                "--rank-launcher ray starts programs that use Ray by themselves. For a task use --rank-launcher agent."
             )
-        if inner == "agent" and not is_task:
-            raise ConfigError("--inner agent starts Paceline's own tasks. For a script use --inner torchrun.")
-        if inner == "torchrun" and contract not in ("torch", "none"):
+        if rank_launcher == "agent" and not is_task:
             raise ConfigError(
-                f"--inner torchrun keeps the torch contract, not {contract}. Use --inner spawn."
+                "--rank-launcher agent starts Paceline's own tasks. For a script use --rank-launcher torchrun."
             )
-        return inner
-    if is_task and "agent" in launcher.inners:
+        if rank_launcher == "torchrun" and env_style not in ("torch", "none"):
+            raise ConfigError(
+                f"--rank-launcher torchrun keeps the torch env style, not {env_style}. Use --rank-launcher spawn."
+            )
+        return rank_launcher
+    if is_task and "agent" in launcher.rank_launchers:
         return "agent"
-    usual = next(each for each in launcher.inners if each != "agent")
-    if contract == launcher.contracts[0]:
+    usual = next(each for each in launcher.rank_launchers if each != "agent")
+    if env_style == launcher.env_styles[0]:
         return usual
-    wanted: dict[Contract, Inner] = {
+    wanted: dict[EnvStyle, RankLauncher] = {
         "torch": "torchrun",
         "tensorflow": "spawn",
         "none": "spawn",
         "mpi": "mpi",
         "horovod": "horovod",
     }
-    preferred = wanted.get(contract)
-    return preferred if preferred in launcher.inners else usual
+    preferred = wanted.get(env_style)
+    return preferred if preferred in launcher.rank_launchers else usual
 
 
-def choose_contract(launcher: Launcher, contract: Contract | None, inner: Inner | None) -> Contract:
-    """Which variables processes are given: as asked for, else as the inner launcher is used to.
+def choose_env_style(launcher: Launcher, env_style: EnvStyle | None, rank_launcher: RankLauncher | None) -> EnvStyle:
+    """Which variables processes are given: as asked for, else as the rank launcher is used to.
 
     Raises:
         ConfigError: the launcher cannot keep it.
     """
-    if contract is None:
-        natural: dict[Inner | None, Contract] = {"mpi": "mpi", "horovod": "horovod", "ray": "none"}
-        for_torch = inner in ("torchrun", "spawn") and "torch" in launcher.contracts
-        contract = natural.get(inner, "torch" if for_torch else launcher.contracts[0])
-    if contract not in get_args(Contract) or contract not in launcher.contracts:
+    if env_style is None:
+        natural: dict[RankLauncher | None, EnvStyle] = {"mpi": "mpi", "horovod": "horovod", "ray": "none"}
+        for_torch = rank_launcher in ("torchrun", "spawn") and "torch" in launcher.env_styles
+        env_style = natural.get(rank_launcher, "torch" if for_torch else launcher.env_styles[0])
+    if env_style not in get_args(EnvStyle) or env_style not in launcher.env_styles:
         raise ConfigError(
-            f"--contract {contract} does not work with --on {launcher.name}. Choose one of: "
-            f"{', '.join(launcher.contracts)}."
+            f"--env-style {env_style} does not work with --on {launcher.name}. Choose one of: "
+            f"{', '.join(launcher.env_styles)}."
         )
-    return contract
+    return env_style
 
 
 def job_directory(name: str, *, attached: bool) -> Path:
@@ -347,7 +351,7 @@ def job_directory(name: str, *, attached: bool) -> Path:
 
 
 @contextmanager
-def made_directory(directory: Path) -> Iterator[None]:
+def make_directory(directory: Path) -> Iterator[None]:
     """Make a job's directory; where what follows fails, nothing that was made for it is left.
 
     Raises:
@@ -373,12 +377,12 @@ def made_directory(directory: Path) -> Iterator[None]:
         raise
 
 
-def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, python: str) -> JobSpec:
+def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, python: str) -> LaunchSpec:
     """The job of a task.
 
     Args:
         config: the run's options.
-        options: fields of :class:`JobSpec` that were given.
+        options: fields of :class:`LaunchSpec` that were given.
         launcher: where it is to run.
         python: the interpreter on the machines.
 
@@ -387,23 +391,23 @@ def task_job(config: RunConfig, options: Mapping[str, Any], launcher: Launcher, 
     """
     _refuse_impossible(config, options)
     run, name, directory = _task_place(config, launcher)
-    contract: Contract = options.get("contract") or "torch"
-    inner = choose_inner(launcher, options.get("inner"), contract, is_task=True)
-    by_torchrun = config.recover == "restart" and inner == "torchrun"
-    if config.recover in ("inplace", "restart") and inner != "agent" and not by_torchrun:
+    env_style: EnvStyle = options.get("env_style") or "torch"
+    rank_launcher = choose_rank_launcher(launcher, options.get("rank_launcher"), env_style, is_task=True)
+    by_torchrun = config.recover == "restart" and rank_launcher == "torchrun"
+    if config.recover in ("inplace", "restart") and rank_launcher != "agent" and not by_torchrun:
         raise ConfigError(
-            f"--recover {config.recover} needs Paceline's agent, but with --on {launcher.name} {inner} "
+            f"--recover {config.recover} needs Paceline's agent, but with --on {launcher.name} {rank_launcher} "
             "starts each process. Use --recover none, and give the command again after a fault."
         )
-    return JobSpec(
+    return LaunchSpec(
         **{
             **options,
             "command": task_command(config, run, python),
             "name": options.get("name") or name,
             "directory": directory or job_directory(options.get("name") or name, attached=True),
             "run": run,
-            "inner": inner,
-            "contract": contract,
+            "rank_launcher": rank_launcher,
+            "env_style": env_style,
             "is_task": True,
             "threads": config.threads,
             "interface": config.interface,
@@ -420,16 +424,16 @@ def _task_place(config: RunConfig, launcher: Launcher) -> tuple[Path, str, Path 
             not said where.
     """
     if launcher.files == "shared":
-        run = Path(config.run or default_run_path(config.task)).resolve()
+        run = Path(config.run_dir or default_run_path(config.task)).resolve()
         # The jobs of an array have a run each, and share what is rendered.
         directory = run / "job" if "{" not in run.name else run.with_name(f"{job_name(run.name)}-job")
         return run, job_name(run.name), directory
-    there = config.run or launcher.default_run
+    there = config.run_dir or launcher.default_run
     if there is None or not Path(there).is_absolute():
-        given = "" if config.run is None else f", and not {config.run}"
+        given = "" if config.run_dir is None else f", and not {config.run_dir}"
         raise ConfigError(
-            f"--on {launcher.name}: the machines do not see this one's files. Give --run with an absolute "
-            f"path there, such as --run /runs/a{given}."
+            f"--on {launcher.name}: the machines do not see this one's files. Give --run-dir with an absolute "
+            f"path there, such as --run-dir /runs/a{given}."
         )
     return Path(there), job_name(config.task.rpartition(":")[2] or config.task or Path(there).name), None
 
@@ -439,16 +443,15 @@ def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
     counts: tuple[int, ...] = options.get("nproc", (1,))
     least, _ = options.get("nodes", (1, 1))
     processes = sum(counts) if len(counts) > 1 else counts[0] * least
-    if isinstance(config.shards, int) and processes > config.shards:
+    if isinstance(config.microbatches, int) and processes > config.microbatches:
         raise ConfigError(
-            f"{processes} processes cannot share --shards {config.shards}: each needs at least one. "
-            f"Use fewer, or --shards {processes} or more."
+            f"{processes} processes cannot share --microbatches {config.microbatches}: each needs at least one. "
+            f"Use fewer, or --microbatches {processes} or more."
         )
     gpus = options.get("gpus_per_node")
     if gpus and max(counts) > gpus and config.device != "cpu":
         raise ConfigError(
-            f"--nproc {max(counts)} processes cannot have a GPU each of --gpus-per-node {gpus}. "
-            "Make them equal."
+            f"--nproc {max(counts)} processes cannot have a GPU each of --gpus-per-node {gpus}. Make them equal."
         )
     walltime_s = options.get("walltime_s")
     intervals = [parse_interval(text, "checkpoint_every") for text in config.checkpoint_every]
@@ -461,7 +464,7 @@ def _refuse_impossible(config: RunConfig, options: Mapping[str, Any]) -> None:
         )
 
 
-def submit(launcher: Launcher, rendered: Rendered) -> tuple[JobRecord, JobHandle]:
+def submit(launcher: Launcher, rendered: RenderedJob) -> tuple[JobRecord, JobHandle]:
     """Write what was rendered, start the job, and remember it.
 
     Raises:
@@ -470,7 +473,7 @@ def submit(launcher: Launcher, rendered: Rendered) -> tuple[JobRecord, JobHandle
         RenderedOnlyError: the launcher submits nothing; what it has written stays.
     """
     spec = rendered.spec
-    with made_directory(spec.directory), room_for_record():
+    with make_directory(spec.directory), room_for_record():
         try:
             for name, text in rendered.files.items():
                 write_atomically(spec.directory / name, text.encode(), private=True)

@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 import psutil
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.job_logs import Watch, follow_files
-from paceline.launch.launcher import Command, JobHandle, JobSpec, JobStatus, Launcher, Rendered
+from paceline.launch.job_logs import StatusPoller, follow_files
+from paceline.launch.launcher import Command, JobHandle, JobStatus, Launcher, LaunchSpec, RenderedJob
 from paceline.launch.node import node_command
 from paceline.launch.rank import rank_command
 from paceline.launch.registry import option
@@ -51,9 +51,7 @@ class SubmititOptions:
     exclude: str | None = option("Nodes to leave out.")
     gres: str | None = option("Generic resources of a node, such as gpu:4.")
     mem: str | None = option("Memory of a node, such as 64G.")
-    setup: tuple[str, ...] = option(
-        "Shell line to run first, such as 'module load cuda'; may be repeated.", ()
-    )
+    setup: tuple[str, ...] = option("Shell line to run first, such as 'module load cuda'; may be repeated.", ())
     slurm: tuple[str, ...] = option("KEY=VALUE, any other option of sbatch; may be repeated.", ())
     max_requeues: int = option("How often to requeue a job after its time limit.", 100)
 
@@ -114,9 +112,7 @@ def executor_parameters(
         parameters["gpus_per_node"] = gpus_per_node
     if options.executor == "local":
         if nodes > 1:
-            raise ConfigError(
-                f"--executor local has one machine, but --nodes is {nodes}. Use --executor slurm."
-            )
+            raise ConfigError(f"--executor local has one machine, but --nodes is {nodes}. Use --executor slurm.")
         given = [f.name for f in fields(options) if f.name in (*_SBATCH, "slurm", "setup")]
         for field in given:
             if getattr(options, field):
@@ -158,9 +154,7 @@ class SubmititJob(JobHandle):
         self._tasks = int(reference["tasks"])
 
     @classmethod
-    def submitted(
-        cls, number: str, executor: str, folder: Path, *, tasks: int, is_command: bool
-    ) -> SubmititJob:
+    def submitted(cls, number: str, executor: str, folder: Path, *, tasks: int, is_command: bool) -> SubmititJob:
         """The job that has just got this number.
 
         Args:
@@ -209,11 +203,7 @@ class SubmititJob(JobHandle):
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """What its tasks printed."""
-        paths = [
-            self._folder / f"{self.id}_{task}_log.{kind}"
-            for task in range(self._tasks)
-            for kind in self._kinds
-        ]
+        paths = [self._folder / f"{self.id}_{task}_log.{kind}" for task in range(self._tasks) for kind in self._kinds]
         # A controller on another machine is unknown here, and its tasks leave their codes all the same.
         ended = self._watch().ended if self._reference["executor"] == "slurm" else self._has_ended
         yield from follow_files(paths, ended=ended if follow else None)
@@ -234,9 +224,7 @@ class SubmititJob(JobHandle):
         if process is not None:
             with suppress(psutil.NoSuchProcess):
                 # submitit's controller passes SIGTERM on; at SIGINT it kills its tasks after a second.
-                process.send_signal(
-                    signal.SIGTERM if self._reference["is_command"] and not asked else signal.SIGINT
-                )
+                process.send_signal(signal.SIGTERM if self._reference["is_command"] and not asked else signal.SIGINT)
 
     def wait(self) -> int:
         """Wait for all tasks; return the first code that is not 0.
@@ -251,9 +239,9 @@ class SubmititJob(JobHandle):
     def _has_ended(self) -> bool:
         return self.status().ended
 
-    def _watch(self) -> Watch:
+    def _watch(self) -> StatusPoller:
         interval_s = _SLURM_POLL_S if self._reference["executor"] == "slurm" else _POLL_S
-        return Watch(self.status, (interval_s, interval_s), logs=str(self._folder))
+        return StatusPoller(self.status, (interval_s, interval_s), logs=str(self._folder))
 
     @property
     def _slurm(self) -> SlurmJob:
@@ -313,22 +301,21 @@ class Submitit(Launcher):
     """Jobs through submitit."""
 
     name = "submitit"
-    inners = ("torchrun", "agent", "spawn", "srun")
+    rank_launchers = ("torchrun", "agent", "spawn", "srun")
     extra = "submitit"
 
-    def render(self, spec: JobSpec, options: SubmititOptions | None = None) -> Rendered:
+    def render(self, spec: LaunchSpec, options: SubmititOptions | None = None) -> RenderedJob:
         """Render the program that submits it."""
         options = options or SubmititOptions()
         if spec.nodes[0] != spec.nodes[1]:
             raise ConfigError(
-                "--on submitit takes a fixed number of machines, but --nodes is "
-                f"{spec.nodes[0]}:{spec.nodes[1]}."
+                f"--on submitit takes a fixed number of machines, but --nodes is {spec.nodes[0]}:{spec.nodes[1]}."
             )
         if spec.starts_each_rank:
             if len(spec.nproc) > 1:
-                raise ConfigError("--inner srun starts as many processes on each machine: --nproc is a list.")
+                raise ConfigError("--rank-launcher srun starts as many processes on each machine: --nproc is a list.")
             if options.executor == "local":
-                raise ConfigError("--inner srun needs Slurm, but --executor is local. Leave it out.")
+                raise ConfigError("--rank-launcher srun needs Slurm, but --executor is local. Leave it out.")
         tasks = spec.nproc[0] if spec.starts_each_rank else 1
         each = spec.cpus_per_task or 1
         parameters = executor_parameters(
@@ -343,18 +330,16 @@ class Submitit(Launcher):
         )
         command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
         program = _PROGRAM.format(
-            arguments=_keywords(
-                {"folder": str(spec.directory / FOLDER), **executor_arguments(options, spec.python)}
-            ),
+            arguments=_keywords({"folder": str(spec.directory / FOLDER), **executor_arguments(options, spec.python)}),
             parameters=_keywords({**parameters, "stderr_to_stdout": True}),
             each="rank" if spec.starts_each_rank else "machine",
             command=pprint.pformat(list(command), width=100, compact=True),
         )
         env = {"SUBMITIT_PREEMPT_SIGNAL": PREEMPT_SIGNAL, **spec.env}
         submit = Command(title="submit", argv=(sys.executable, str(spec.directory / SUBMIT)), env=env)
-        return Rendered(spec=spec, options=options, files={SUBMIT: program}, commands=(submit,))
+        return RenderedJob(spec=spec, options=options, files={SUBMIT: program}, commands=(submit,))
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         """Run the program."""
         spec, options = rendered.spec, rendered.options
         require_submitit()
@@ -379,7 +364,7 @@ def require_submitit() -> None:
         raise ConfigError("submitit is not installed. Install it: pip install 'paceline[submitit]'")
 
 
-def _run(command: Command, rendered: Rendered, folder: Path) -> str:
+def _run(command: Command, rendered: RenderedJob, folder: Path) -> str:
     """Run the program; return the number that it prints.
 
     What it starts on this machine outlives it, so its output is no pipe: nobody would see that one's end.
@@ -402,7 +387,7 @@ def _run(command: Command, rendered: Rendered, folder: Path) -> str:
     return text.splitlines()[-1]
 
 
-def submission_error(text: str, spec: JobSpec, options: SubmititOptions) -> LaunchError:
+def submission_error(text: str, spec: LaunchSpec, options: SubmititOptions) -> LaunchError:
     """What sbatch said of the job, where it has; else the last line of what submitit said."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = dict.fromkeys(line for line in lines if line.startswith("sbatch:"))

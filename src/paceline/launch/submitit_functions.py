@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.launcher import JobSpec, job_name
+from paceline.launch.launcher import LaunchSpec, job_name
 from paceline.launch.submit import JobRecord, job_directory, record_id, remember, room_for_record
 from paceline.launch.submitit import (
     SubmititJob,
@@ -135,7 +135,7 @@ def submit_functions(
     )
     wrapped = callable_for(function)
     chosen = Path(folder) if folder is not None else job_directory(name, attached=False)
-    spec = JobSpec(
+    spec = LaunchSpec(
         command=(name,),
         name=name,
         directory=chosen.absolute(),

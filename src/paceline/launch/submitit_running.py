@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES, Environment
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import write_atomically
-from paceline.core.process_group import LocalSpec, RenderedProcess, RenderedProcesses
+from paceline.core.process_group import ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
 from paceline.core.sockets import job_port
-from paceline.launch.rank_env import contract_variables
-from paceline.launch.supervisor import Starter, SupervisedJob
+from paceline.launch.rank_env import env_style_variables
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 if TYPE_CHECKING:
     import submitit
@@ -57,14 +57,10 @@ def check_private(folder: Path) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{folder} is no directory, but a link or a file; {why}. Choose another folder.")
     if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{folder} belongs to user {status.st_uid}, not to you; {why}. Choose another folder."
-        )
+        raise ConfigError(f"{folder} belongs to user {status.st_uid}, not to you; {why}. Choose another folder.")
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
-        raise ConfigError(
-            f"{folder} is open to other users (mode {mode:o}); {why}. Close it: chmod 700 {folder}"
-        )
+        raise ConfigError(f"{folder} is open to other users (mode {mode:o}); {why}. Close it: chmod 700 {folder}")
 
 
 # --- What submitit runs on the machines: a command, or the user's function. These two are what it pickles ---
@@ -114,8 +110,8 @@ class StartCommand:
             _name_machine(task)
         processes = (RenderedProcess(title="the command", argv=self.command, env={}),)
         job = SupervisedJob(
-            RenderedProcesses(spec=LocalSpec(command=self.command, python=""), processes=processes),
-            starter=Starter(name="the command", says_why=True),
+            RenderedProcessGroup(spec=ProcessGroupSpec(command=self.command, python=""), processes=processes),
+            starter=RankStarter(name="the command", says_why=True),
         )
         code, asked_by = job.wait(), job.asked_by
         if code != 0 and asked_by == signal.SIGTERM and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
@@ -256,4 +252,4 @@ def place_variables(task: submitit.JobEnvironment) -> Mapping[str, str]:
         master_addr=task.hostnames[0] if several else "127.0.0.1",
         master_port=job_port(_job_id(task)),
     )
-    return contract_variables("torch", place)
+    return env_style_variables("torch", place)

@@ -24,12 +24,12 @@ import psutil
 from paceline.core import parent_death
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.files import write_atomically
-from paceline.core.parent_death import adopt_orphans
-from paceline.core.process_group import LocalJob, LocalSpec, RenderedProcess, RenderedProcesses
-from paceline.core.signals import STOP_SIGNALS, StopRequests, passed_on, signals_handled
+from paceline.core.parent_death import set_child_subreaper
+from paceline.core.process_group import ProcessGroup, ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
+from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import JobHandle, JobStatus, Launcher, Rendered
-from paceline.runs.failures import STOPPED, Exit, conclude, expand
+from paceline.launch.launcher import JobHandle, JobStatus, Launcher, RenderedJob
+from paceline.runs.failures import STOPPED, ProcessExit, expand, report_job_failure
 
 # --- What a killed mpirun leaves: its ranks, in groups of their own, that nobody else would end ---
 
@@ -37,7 +37,7 @@ from paceline.runs.failures import STOPPED, Exit, conclude, expand
 _MARK = "PACELINE_STARTED_BY"
 
 
-class Orphanage:
+class OrphanReaper:
     """From now on this process becomes the parent of those below it whose own parent dies. Linux only.
 
     Attributes:
@@ -46,7 +46,7 @@ class Orphanage:
 
     def __init__(self) -> None:
         self.mark = {_MARK: secrets.token_hex(8)}
-        adopt_orphans()
+        set_child_subreaper()
 
     def close(self) -> None:
         """Kill the orphans that bear the mark, and all below them."""
@@ -56,7 +56,7 @@ class Orphanage:
                     orphan.kill()
                 with suppress(ChildProcessError):
                     os.waitpid(orphan.pid, 0)
-        adopt_orphans(False)
+        set_child_subreaper(False)
 
     def _is_marked(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
@@ -80,7 +80,7 @@ class _Running:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Starter:
+class RankStarter:
     """What processes are that start a job's ranks themselves, as torchrun and mpirun do.
 
     Attributes:
@@ -112,7 +112,7 @@ class SupervisedJob:
         rank_0_fds: descriptors that rank 0 inherits.
         starter: what the processes are where they are no ranks themselves.
         serves_elsewhere: processes of other machines are served, too: what serves goes on until
-            :meth:`end_serving`.
+            :meth:`stop_servers`.
 
     Raises:
         LaunchError: one could not be started; none is left.
@@ -120,21 +120,21 @@ class SupervisedJob:
 
     def __init__(
         self,
-        rendered: RenderedProcesses,
+        rendered: RenderedProcessGroup,
         *,
         rank_0_fds: tuple[int, ...] = (),
-        starter: Starter | None = None,
+        starter: RankStarter | None = None,
         serves_elsewhere: bool = False,
     ) -> None:
         self._starter = starter
-        self._orphanage = None if starter is None else Orphanage()
+        self._orphanage = None if starter is None else OrphanReaper()
         self._serves_elsewhere = serves_elsewhere
         self._directory = rendered.spec.directory
         self._grace_s = rendered.spec.grace_s
-        self._deaf = rendered.spec.contract == "tensorflow"  # whose workers ignore SIGTERM
+        self._deaf = rendered.spec.env_style == "tensorflow"  # whose workers ignore SIGTERM
         self._served = False
         self._running: list[_Running] = []
-        self._exits: list[Exit] = []
+        self._exits: list[ProcessExit] = []
         self._requests = StopRequests()
         self._signal: int | None = None
         self._stopping = False
@@ -187,7 +187,7 @@ class SupervisedJob:
 
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code."""
-        with signals_handled(STOP_SIGNALS, self._on_signal):
+        with handle_signals(STOP_SIGNALS, self._on_signal):
             try:
                 while self._running:
                     self._wait_once()
@@ -204,7 +204,7 @@ class SupervisedJob:
         self._stop_within_grace()
         os.eventfd_write(self._wake, 1)
 
-    def end_serving(self) -> None:
+    def stop_servers(self) -> None:
         """Nobody elsewhere is left to be served: end what serves once nothing else runs here, as done.
 
         May be called from any thread, like :meth:`cancel`.
@@ -237,7 +237,7 @@ class SupervisedJob:
             code = 0
         stopped = self._stopping or self._signal is not None
         name = "" if self._starter is None else self._starter.name
-        self._exits.append(Exit(running.rank, code, time.time(), stopped, name))
+        self._exits.append(ProcessExit(running.rank, code, time.time(), stopped, name))
         if code != 0 and code not in STOPPED:
             self._stop_within_grace()
         elif not running.serves and not self._serves_elsewhere:
@@ -291,7 +291,7 @@ class SupervisedJob:
             case "first":
                 self._signal = number
                 told = None if self._starter is None else self._starter.stop_signal
-                self._send(told or passed_on(number))
+                self._send(told or forwarded_signal(number))
                 if self._deaf and self._running:
                     self._deadline = time.monotonic() + self._grace_s
                     os.eventfd_write(self._wake, 1)  # what waits knows of no deadline yet
@@ -306,7 +306,7 @@ class SupervisedJob:
         failed = any(end.code for end in exits)
         asks = None if self._starter is None else self._starter.verdict
         verdict = asks() if asks is not None and failed else ""
-        return conclude(self._directory, exits, self._signal, verdict, said_why=self._says_why)
+        return report_job_failure(self._directory, exits, self._signal, verdict, said_why=self._says_why)
 
     @property
     def _says_why(self) -> bool:
@@ -328,17 +328,17 @@ _ASKED = "asked-to-end"
 _POLL_S = 0.2
 
 
-class AttachedLauncher(Launcher):
+class ForegroundLauncher(Launcher):
     """Starts its job here, under this process's supervision."""
 
     attached = True
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
         """Find the process that started the job."""
-        return DetachedJob(reference)
+        return BackgroundJob(reference)
 
 
-def start_commands(rendered: Rendered, starter: Starter) -> LocalJob:
+def start_commands(rendered: RenderedJob, starter: RankStarter) -> ProcessGroup:
     """Start a rendered job's commands, under one supervision.
 
     Args:
@@ -349,17 +349,16 @@ def start_commands(rendered: Rendered, starter: Starter) -> LocalJob:
         LaunchError: one could not be started; none is left.
     """
     processes = tuple(
-        RenderedProcess(title=command.title, argv=command.argv, env=command.env)
-        for command in rendered.commands
+        RenderedProcess(title=command.title, argv=command.argv, env=command.env) for command in rendered.commands
     )
-    local = LocalSpec(command=processes[0].argv, python="")
-    return SupervisedJob(RenderedProcesses(spec=local, processes=processes), starter=starter)
+    local = ProcessGroupSpec(command=processes[0].argv, python="")
+    return SupervisedJob(RenderedProcessGroup(spec=local, processes=processes), starter=starter)
 
 
-class AttachedJob(JobHandle):
+class ForegroundJob(JobHandle):
     """A job that this process supervises."""
 
-    def __init__(self, job: LocalJob, directory: Path) -> None:
+    def __init__(self, job: ProcessGroup, directory: Path) -> None:
         self._job = job
         self._directory = directory
         self._code: int | None = None
@@ -403,7 +402,7 @@ class AttachedJob(JobHandle):
         return self._code
 
 
-class DetachedJob(JobHandle):
+class BackgroundJob(JobHandle):
     """A job that another process supervises."""
 
     def __init__(self, reference: Mapping[str, Any]) -> None:

@@ -19,14 +19,14 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from paceline.core.config import RunConfig
-from paceline.core.environment import variables_set
+from paceline.core.environment import patch_environ
 from paceline.core.errors import ConfigError
-from paceline.parallel.microbatches import SummedElsewhere
+from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import ShardedOptimizer, gathered
-from paceline.parallel.strategy import AMP_DTYPES, StrategyOptions, Whole
-from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
+from paceline.parallel.strategy import AMP_DTYPES, Replicated, StrategyOptions
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- DeepSpeed itself: imported when it is used, kept quiet, and rid of what it remembers of a world ---
 
@@ -35,7 +35,7 @@ _BUCKET_ELEMENTS = 50 * 2**20
 _for_the_world = ExitStack()
 
 
-def imported(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> Any:
     """The package ``deepspeed``, for this kind of device.
 
     Raises:
@@ -43,7 +43,7 @@ def imported(device: torch.device) -> Any:
     """
     try:
         # Told, it does not look for GPUs, nor warn that there is none.
-        with variables_set({"DS_ACCELERATOR": device.type}):
+        with patch_environ({"DS_ACCELERATOR": device.type}):
             deepspeed = import_module("deepspeed")
     except (ImportError, RuntimeError, AssertionError) as error:
         raise ConfigError(
@@ -76,8 +76,8 @@ def engine_of(
         stage: of ZeRO, 1 to 3.
         autocast: the type in which the task's loss is computed; None: that of the parameters.
     """
-    deepspeed = imported(world.device)
-    forget_world()  # a run that was refused may have left one
+    deepspeed = import_deepspeed(world.device)
+    reset_deepspeed_comm()  # a run that was refused may have left one
     config = {
         # Required, and of no effect: whoever calls the engine says when a step ends.
         "train_micro_batch_size_per_gpu": 1,
@@ -93,11 +93,9 @@ def engine_of(
         "zero_force_ds_cpu_optimizer": False,
     }
     # Its stage 3 looks there again whenever the order of modules changes.
-    _for_the_world.enter_context(variables_set({"LOCAL_RANK": str(world.local_rank)}))
-    with variables_set({"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}):
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=config, dist_init_required=False
-        )
+    _for_the_world.enter_context(patch_environ({"LOCAL_RANK": str(world.local_rank)}))
+    with patch_environ({"RANK": str(world.rank), "WORLD_SIZE": str(world.world_size)}):
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if autocast is not None:
         # It turns off an autocast that it was not told of, and would scale the loss itself if told.
         engine.torch_autocast_enabled = lambda: True
@@ -105,7 +103,7 @@ def engine_of(
     return engine
 
 
-def forget_world() -> None:
+def reset_deepspeed_comm() -> None:
     """Have DeepSpeed let go of the process group, and join the next one when it is asked to."""
     _for_the_world.close()
     comm: Any = import_module("deepspeed.comm.comm")
@@ -214,13 +212,13 @@ class ZeroOptimizer(ShardedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step this rank's part, and gather those of the others."""
         assert closure is None
-        self._world.activity.enter("all-gather")
-        with lost_peers_reported():
+        self._world.progress_tracker.begin_collective("all-gather")
+        with translate_peer_errors():
             self._zero.step()
-        self._world.activity.leave()
+        self._world.progress_tracker.end_collective()
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, numbered as in one process, without the state: see :meth:`whole_state`."""
+        """The groups, numbered as in one process, without the state: see :meth:`full_state_dict`."""
         numbers = iter(range(sum(len(group) for group in self._parameters)))
         groups = []
         for group, parameters in zip(self.param_groups, self._parameters, strict=True):
@@ -228,7 +226,7 @@ class ZeroOptimizer(ShardedOptimizer):
             groups.append({**own, "params": [next(numbers) for _ in parameters]})
         return {"state": {}, "param_groups": groups}
 
-    def whole_state(self, *, keep: bool) -> dict[int, dict[str, Any]]:
+    def full_state_dict(self, *, keep: bool) -> dict[int, dict[str, Any]]:
         """Each parameter's state by its number, on the CPU; all ranks call this together.
 
         Args:
@@ -236,8 +234,8 @@ class ZeroOptimizer(ShardedOptimizer):
         """
         whole: dict[int, dict[str, Any]] = {}
         self._link_states()
-        self._world.activity.enter("gather")
-        with lost_peers_reported():
+        self._world.progress_tracker.begin_collective("gather")
+        with translate_peer_errors():
             for flat, members in self._flat_parts():
                 for number, parameter in members:
                     values = {}
@@ -249,7 +247,7 @@ class ZeroOptimizer(ShardedOptimizer):
                         values[name] = value
                     if keep and values:
                         whole[number] = values
-        self._world.activity.leave()
+        self._world.progress_tracker.end_collective()
         return dict(sorted(whole.items()))
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -290,9 +288,7 @@ class ZeroOptimizer(ShardedOptimizer):
     def _laid_out(flat: torch.Tensor, parameter: torch.Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """A flat part's state, with zeros for what each parameter has of its own."""
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        return {
-            name: torch.zeros_like(flat) if _is_of(value, shape) else value for name, value in values.items()
-        }
+        return {name: torch.zeros_like(flat) if _is_of(value, shape) else value for name, value in values.items()}
 
     def _set_part(self, parameter: Any, flat: torch.Tensor, name: str, value: Any) -> None:
         if not _is_of(value, getattr(parameter, "ds_shape", parameter.shape)):
@@ -337,7 +333,7 @@ def _is_of(value: Any, shape: torch.Size) -> bool:
 # --- How a model lies on the ranks under DeepSpeed: whole in stages 1 and 2, in parts in stage 3 ---
 
 
-class Partitioned(Whole):
+class DeepSpeedLayout(Replicated):
     """DeepSpeed's engine around the model, made as soon as its optimizer is there.
 
     Args:
@@ -348,18 +344,18 @@ class Partitioned(Whole):
         ConfigError: there is only one process, or DeepSpeed is not installed.
     """
 
-    def __init__(self, mesh: Mesh, config: RunConfig) -> None:
+    def __init__(self, mesh: ParallelDims, config: RunConfig) -> None:
         if mesh.world.world_size == 1:
             raise ConfigError(
                 "--strategy deepspeed shards states over processes, but there is one. Use --strategy single."
             )
-        imported(mesh.world.device)
+        import_deepspeed(mesh.world.device)
         self._world = mesh.world
         self._stage = config.zero_stage
         self._autocast = AMP_DTYPES.get(config.precision)
         self._optimizer: ZeroOptimizer | None = None
         self._module: nn.Module | None = None
-        self.in_step = self._stage == 3
+        self.is_collective = self._stage == 3
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         for name, parameter in module.named_parameters():
@@ -374,37 +370,35 @@ class Partitioned(Whole):
         self._module = module
         return module
 
-    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         assert self._stage < 3
-        return super().twin(build, like, device)
+        return super().make_ema_model(build, like, device)
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         base = require_element_by_element(optimizers)
         parameters = [list(group["params"]) for group in base.param_groups]
         assert self._module is not None
-        with lost_peers_reported():
+        with translate_peer_errors():
             engine = engine_of(self._module, base, self._world, stage=self._stage, autocast=self._autocast)
         if self._stage == 3:
             _give_whole_parameters(self._module)
         self._optimizer = ZeroOptimizer(self._module, base, parameters, engine, self._stage, self._world)
         return dict.fromkeys(optimizers, self._optimizer)
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
+    def full(self, state: Any, *, keep: bool) -> Any:
         if isinstance(state, Mapping) and "optimizers" in state:
             assert self._optimizer is not None
-            of_parameters = self._optimizer.whole_state(keep=keep)
-            optimizers = {
-                name: {**part, "state": of_parameters} for name, part in state["optimizers"].items()
-            }
+            of_parameters = self._optimizer.full_state_dict(keep=keep)
+            optimizers = {name: {**part, "state": of_parameters} for name, part in state["optimizers"].items()}
             state = {**state, "optimizers": optimizers}
-        return gathered(state, keep=keep) if self._stage == 3 else state
+        return gather_full(state, keep=keep) if self._stage == 3 else state
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         assert self._optimizer is not None
         parts = self._optimizer.gradients()
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(parts)])
         square = norms.square().sum()
-        with lost_peers_reported():
+        with translate_peer_errors():
             dist.all_reduce(square, group=self._world.group)
         factor = torch.clamp(max_norm / (square.sqrt() + 1e-6), max=1.0)
         torch._foreach_mul_(parts, factor)
@@ -416,7 +410,7 @@ def _give_whole_parameters(module: nn.Module) -> None:
     loading = ExitStack()
 
     def whole(parameter: nn.Parameter) -> torch.Tensor:
-        with lost_peers_reported(), zero.GatheredParameters([parameter]):
+        with translate_peer_errors(), zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
     def hold_parameters(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
@@ -441,7 +435,7 @@ def _give_whole_parameters(module: nn.Module) -> None:
 # Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
 
-class DeepSpeed(SummedElsewhere):
+class DeepSpeed(ExternalReduceStrategy):
     """DeepSpeed's engine runs forward and backward, and sums the gradients, each rank its part.
 
     Args:
@@ -450,8 +444,8 @@ class DeepSpeed(SummedElsewhere):
         options: the strategy's.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
-        plan = ReductionPlan(sum(options.shares), mesh.world.world_size, "fast", options.shares)
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
+        plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
         self._world = mesh.world
         self._optimizer = optimizer_of(module)
@@ -461,22 +455,22 @@ class DeepSpeed(SummedElsewhere):
         self._optimizer.discard()
         super().begin_step(present)
 
-    def _count_rounds(self, present: Sequence[int]) -> int:
+    def _count_micro_steps(self, present: Sequence[int]) -> int:
         # Every backward, and in stage 3 every forward, is one of all ranks.
-        rounds = super()._count_rounds(present)
+        rounds = super()._count_micro_steps(present)
         return int(max(of_rank[0] for of_rank in self._mesh.gather_rows([rounds])))
 
-    def _begin_shard(self) -> None:
-        super()._begin_shard()
-        self.model.set_gradient_accumulation_boundary(self._rounds_left == 0)  # type: ignore[operator]
+    def _begin_microbatch(self) -> None:
+        super()._begin_microbatch()
+        self.model.set_gradient_accumulation_boundary(self._micro_steps_left == 0)  # type: ignore[operator]
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._world.activity.enter("reduce-scatter")
-        with lost_peers_reported():
+        self._world.progress_tracker.begin_collective("reduce-scatter")
+        with translate_peer_errors():
             self.model.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
-        self._world.activity.leave()
+        self._world.progress_tracker.end_collective()
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
+    def reduce(self, row: Sequence[float]) -> StepSums:
         sums = self.reducer.finish(row)
         gradients = self._optimizer.gradients()
         if sums.weight > 0:
@@ -490,5 +484,5 @@ class DeepSpeed(SummedElsewhere):
     def close(self) -> None:
         super().close()
         self.model.destroy()  # type: ignore[operator]
-        forget_world()
+        reset_deepspeed_comm()
         gc.collect()  # the engine refers to itself, and so to the process group, which must end first

@@ -1,4 +1,4 @@
-"""One process, several devices (``--strategy dp``): what ``nn.DataParallel`` does, shard by shard."""
+"""One process, several devices (``--strategy dp``): what ``nn.DataParallel`` does, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch, to_device
 from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.strategy import ShardWork, StrategyOptions
-from paceline.parallel.world import Mesh
+from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
+from paceline.parallel.world import ParallelDims
 
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "--strategy dp: one process computes %d shards at a time, in threads that wait for each other's Python. "
+    "--strategy dp: one process computes %d micro-batches at a time, in threads that wait for each other's Python. "
     "--strategy ddp with --nproc %d is usually faster, to the same bits (docs/communication.md says why)."
 )
 
 
 @dataclass(frozen=True)
-class _Computed:
-    """One shard's loss; its gradient and buffers are in the replica."""
+class _MicrobatchResult:
+    """One micro-batch's loss; its gradient and buffers are in the replica."""
 
     replica: nn.Module
     loss: Loss
@@ -41,12 +41,12 @@ class _Computed:
 class DataParallel(ReducerStrategy):
     """Scatter, replicate, parallel apply, gather on the first device.
 
-    A step's shards are scattered over replicas of the model; each computes one shard's forward and backward
-    in a thread of its own, and the gradients are gathered on the first device, where they are added along
+    A step's micro-batches are scattered over replicas of the model; each computes one micro-batch's forward and
+    backward in a thread of its own, and the gradients are gathered on the first device, where they are added along
     the tree. So the weights are those of one process, bit for bit. On a CPU the replicas share the model's
     parameters, on GPUs they are copied in each step by ``torch.nn.parallel.replicate``.
 
-    All threads share one random number generator. Where a model turns out to draw from it, its shards are
+    All threads share one random number generator. Where a model turns out to draw from it, its micro-batches are
     computed one after the other from then on, each with its own seed; the round in which that showed is
     computed again.
 
@@ -57,7 +57,7 @@ class DataParallel(ReducerStrategy):
     def __init__(
         self,
         module: nn.Module,
-        mesh: Mesh,
+        mesh: ParallelDims,
         options: StrategyOptions,
         devices: int | Literal["auto"],
     ) -> None:
@@ -68,16 +68,16 @@ class DataParallel(ReducerStrategy):
                 "with --dp-devices, or --strategy ddp."
             )
         super().__init__(module, mesh, options)
-        self._devices = _devices(mesh.world.device, devices, len(self.shards))
+        self._devices = _devices(mesh.world.device, devices, len(self.microbatches))
         self._replicas: list[nn.Module] = []
         self._draws = len(self._devices) == 1
         self._threads = ThreadPoolExecutor(len(self._devices), "paceline-dp")
         if not self._draws:
             _log.info(_ADVICE, len(self._devices), len(self._devices))
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         if self._draws:
-            return super().compute(microbatches, work)
+            return super().run_microbatches(microbatches, work)
         self._replicate()
         size = len(self._devices)
         for first in range(0, len(microbatches), size):
@@ -88,11 +88,11 @@ class DataParallel(ReducerStrategy):
                 self._draws = True
                 _log.warning(
                     "--strategy dp: the model draws random numbers, and threads share their generator. Its "
-                    "shards are computed one after the other; use --strategy ddp."
+                    "micro-batches are computed one after the other; use --strategy ddp."
                 )
-                return super().compute(microbatches[first:], work)
+                return super().run_microbatches(microbatches[first:], work)
             self._gather(some, computed)
-            work.done()
+            work.backward_done()
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -117,18 +117,16 @@ class DataParallel(ReducerStrategy):
     def _trainable(self, name: str) -> bool:
         return self.module.get_parameter(name).requires_grad
 
-    def _apply(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> list[_Computed]:
-        """Forward and backward of one shard a replica, at once."""
+    def _apply(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> list[_MicrobatchResult]:
+        """Forward and backward of one micro-batch a replica, at once."""
 
-        def one(replica: nn.Module, microbatch: MicroBatch, device: torch.device) -> _Computed:
+        def one(replica: nn.Module, microbatch: MicroBatch, device: torch.device) -> _MicrobatchResult:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             here = to_device(microbatch.batch, device)
-            loss = work.forward_unseeded(
-                replica, MicroBatch(microbatch.shard, here, microbatch.num_samples, 0)
-            )
-            work.scaled(loss.sum).backward()  # type: ignore[no-untyped-call]
-            return _Computed(replica, loss)
+            loss = work.forward_unseeded(replica, MicroBatch(microbatch.index, here, microbatch.num_samples, 0))
+            work.scale_loss(loss.sum).backward()  # type: ignore[no-untyped-call]
+            return _MicrobatchResult(replica, loss)
 
         for replica in self._replicas:
             _take_buffers(replica, self.module)
@@ -140,11 +138,11 @@ class DataParallel(ReducerStrategy):
         ]
         return [future.result() for future in running]
 
-    def _gather(self, microbatches: Sequence[MicroBatch], computed: Sequence[_Computed]) -> None:
-        """Add the gradients up on the first device, shard by shard, as one process would."""
+    def _gather(self, microbatches: Sequence[MicroBatch], computed: Sequence[_MicrobatchResult]) -> None:
+        """Add the gradients up on the first device, micro-batch by micro-batch, as one process would."""
         own = dict(self.module.named_parameters())
         for microbatch, one in zip(microbatches, computed, strict=True):
-            self._begin_shard()
+            self._begin_microbatch()
             with torch.no_grad():
                 for name, parameter in _parameters(one.replica).items():
                     total = own[name].grad
@@ -152,7 +150,7 @@ class DataParallel(ReducerStrategy):
                         total.add_(parameter.grad.to(total.device))
             _take_buffers(self.module, one.replica)
             weight = one.loss.weight
-            self.reducer.end_shard(
+            self.reducer.end_microbatch(
                 microbatch.num_samples,
                 weight.to(self._devices[0]) if isinstance(weight, torch.Tensor) else weight,
                 one.loss.sum.detach().to(self._devices[0]),
@@ -160,15 +158,16 @@ class DataParallel(ReducerStrategy):
             )
 
 
-def _devices(own: torch.device, wanted: int | Literal["auto"], num_shards: int) -> list[torch.device]:
+def _devices(own: torch.device, wanted: int | Literal["auto"], num_microbatches: int) -> list[torch.device]:
     there = torch.cuda.device_count() if own.type == "cuda" else len(os.sched_getaffinity(0))
-    count = min(there, num_shards) if wanted == "auto" else wanted
+    count = min(there, num_microbatches) if wanted == "auto" else wanted
     if own.type == "cuda" and count > there:
         raise ConfigError(f"--dp-devices {count}: there are {there} GPUs. Use --dp-devices {there}.")
-    if count > num_shards:
+    if count > num_microbatches:
         raise ConfigError(
-            f"--dp-devices {count}: a step has {num_shards} shards, and each device computes one at a time. "
-            f"Use --dp-devices {num_shards}, or create the run with --shards {count}."
+            f"--dp-devices {count}: a step has {num_microbatches} micro-batches, and each device computes one at a "
+            "time. "
+            f"Use --dp-devices {num_microbatches}, or create the run with --microbatches {count}."
         )
     if own.type != "cuda":
         return [own] * count

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from paceline.core.errors import TaskError
-from paceline.parallel.transports import Bucket, Slot
+from paceline.parallel.transports import Bucket, GradBuffer
 
 # --- Where each gradient and each buffer of a module lies in the flat lanes that are summed ---
 
@@ -20,7 +20,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """A tensor's place in its lane, in elements."""
 
     dtype: torch.dtype
@@ -28,12 +28,10 @@ class _Place:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def view(self, slot: Slot) -> torch.Tensor:
+    def view(self, slot: GradBuffer) -> torch.Tensor:
         if self.dtype not in slot:  # an empty tensor takes no lane
             return torch.empty(self.shape, dtype=self.dtype)
-        return slot[self.dtype][self.start : self.start + self.shape.numel()].as_strided(
-            self.shape, self.stride
-        )
+        return slot[self.dtype][self.start : self.start + self.shape.numel()].as_strided(self.shape, self.stride)
 
 
 class FlatLayout:
@@ -41,7 +39,7 @@ class FlatLayout:
 
     Gradients lie in the reverse order of the parameters, about the order in which backward
     produces them. Floating-point buffers follow in their own dtype's lane, half-precision ones in
-    float32's; integer buffers (counters) share one int64 lane with the counts of shards and changed
+    float32's; integer buffers (counters) share one int64 lane with the counts of micro-batches and changed
     buffers.
 
     Attributes:
@@ -59,9 +57,9 @@ class FlatLayout:
         integer_buffers: Iterable[torch.Tensor],
         counts: torch.Tensor,
     ) -> None:
-        self.lanes: dict[torch.dtype, int] = {}
+        self.flat_buffers: dict[torch.dtype, int] = {}
         self.buckets: list[Bucket] = []
-        self._gradient_places: list[_Place] = []
+        self._gradient_places: list[_TensorPlace] = []
         self.bucket_of: list[int] = []
         open_bucket: dict[torch.dtype, int] = {}
         for name, parameter in reversed(list(parameters)):
@@ -70,9 +68,7 @@ class FlatLayout:
                     f"parameter {name!r} has no shape yet; run one batch through the model in build_model()."
                 )
             if parameter.is_complex():
-                raise TaskError(
-                    f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed."
-                )
+                raise TaskError(f"parameter {name!r} is complex; use view_as_real, complex gradients cannot be summed.")
             place = self._append(parameter.dtype, parameter, _dense_stride(parameter))
             self._gradient_places.insert(0, place)
             number = open_bucket.get(place.dtype)
@@ -84,54 +80,52 @@ class FlatLayout:
             else:
                 self.buckets[number] = Bucket(place.dtype, self.buckets[number].start, stop)
             self.bucket_of.insert(0, number)
-        self.gradients = dict(self.lanes)
+        self.gradients = dict(self.flat_buffers)
         self._float_places = [
             self._append(torch.promote_types(b.dtype, torch.float32), b, _contiguous_stride(b.shape))
             for b in float_buffers
         ]
-        self._integer_places = [
-            self._append(torch.int64, b, _contiguous_stride(b.shape)) for b in integer_buffers
-        ]
+        self._integer_places = [self._append(torch.int64, b, _contiguous_stride(b.shape)) for b in integer_buffers]
         self._counts_place = self._append(torch.int64, counts, counts.stride())
         self.buckets += [
             Bucket(dtype, self.gradients.get(dtype, 0), numel)
-            for dtype, numel in self.lanes.items()
+            for dtype, numel in self.flat_buffers.items()
             if numel > self.gradients.get(dtype, 0)
         ]
 
-    def stretch(self, parameters: range) -> dict[torch.dtype, slice]:
+    def slice_of(self, parameters: range) -> dict[torch.dtype, slice]:
         """Where the gradients of neighbouring parameters lie in each lane."""
         found: dict[torch.dtype, slice] = {}
         for number in parameters:
             place = self._gradient_places[number]
-            if place.dtype not in self.lanes:
+            if place.dtype not in self.flat_buffers:
                 continue
             before = found.get(place.dtype, slice(place.start, place.start))
             start, stop = min(before.start, place.start), max(before.stop, place.start + place.shape.numel())
             found[place.dtype] = slice(start, stop)
         return found
 
-    def gradient_views(self, slot: Slot) -> list[torch.Tensor]:
+    def gradient_views(self, slot: GradBuffer) -> list[torch.Tensor]:
         """One view for each parameter, with its shape and memory format."""
         return [place.view(slot) for place in self._gradient_places]
 
-    def float_buffer_views(self, slot: Slot) -> list[torch.Tensor]:
+    def float_buffer_views(self, slot: GradBuffer) -> list[torch.Tensor]:
         """One view for each floating-point buffer."""
         return [place.view(slot) for place in self._float_places]
 
-    def integer_buffer_views(self, slot: Slot) -> list[torch.Tensor]:
+    def integer_buffer_views(self, slot: GradBuffer) -> list[torch.Tensor]:
         """One int64 view for each integer buffer."""
         return [place.view(slot) for place in self._integer_places]
 
-    def counts_view(self, slot: Slot) -> torch.Tensor:
-        """The int64 counts of shards and changed buffers."""
+    def counts_view(self, slot: GradBuffer) -> torch.Tensor:
+        """The int64 counts of micro-batches and changed buffers."""
         return self._counts_place.view(slot)
 
-    def _append(self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...]) -> _Place:
-        start = self.lanes.get(dtype, 0)
+    def _append(self, dtype: torch.dtype, tensor: torch.Tensor, stride: tuple[int, ...]) -> _TensorPlace:
+        start = self.flat_buffers.get(dtype, 0)
         if tensor.numel():
-            self.lanes[dtype] = start + tensor.numel()
-        return _Place(dtype, start, tensor.shape, stride)
+            self.flat_buffers[dtype] = start + tensor.numel()
+        return _TensorPlace(dtype, start, tensor.shape, stride)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
@@ -143,21 +137,21 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-# --- A module's buffers over the shards of a step (batch norm's running statistics, counters) ---
+# --- A module's buffers over the micro-batches of a step (batch norm's running statistics, counters) ---
 
 
-class ShardedBuffers:
-    """Lets every shard start from the step's base values, and takes the mean of what they made.
+class MicrobatchBuffers:
+    """Lets every micro-batch start from the step's base values, and takes the mean of what they made.
 
-    A floating-point buffer becomes the mean over the shards, weighted by their samples; one that
-    no shard changed (a mask, a table) is left untouched, bit for bit. An integer buffer changes by
-    the mean of the shards' changes: a counter rises by one a step.
+    A floating-point buffer becomes the mean over the micro-batches, weighted by their samples; one that
+    no micro-batch changed (a mask, a table) is left untouched, bit for bit. An integer buffer changes by
+    the mean of the micro-batches' changes: a counter rises by one a step.
 
-    ``counts`` is an int64 vector: the shards present, then for each floating-point buffer how many
-    shards changed it.
+    ``counts`` is an int64 vector: the micro-batches present, then for each floating-point buffer how many
+    micro-batches changed it.
 
-    Where forwards of several shards come before the first one's backward, each forward is put between
-    :meth:`lend` and :meth:`take_back`, and :meth:`give_back` comes before :meth:`add_to`.
+    Where forwards of several micro-batches come before the first one's backward, each forward is put between
+    :meth:`swap_in` and :meth:`swap_out`, and :meth:`restore` comes before :meth:`add_to`.
 
     Args:
         module: whose buffers are meant.
@@ -176,18 +170,16 @@ class ShardedBuffers:
         ]
         self.floats = [buffer for _, _, buffer in self._floats]
         self.integers = [buffer for _, _, buffer in self._integers]
-        self.counts = torch.zeros(
-            1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64
-        )
+        self.counts = torch.zeros(1 + len(self.floats) if self.floats or self.integers else 0, dtype=torch.int64)
         self._float_base: list[torch.Tensor] = []
         self._integer_base: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Remember the values that every shard of the step starts from."""
+        """Remember the values that every micro-batch of the step starts from."""
         self._float_base = [buffer.clone() for buffer in self.floats]
         self._integer_base = [buffer.to(torch.int64, copy=True) for buffer in self.integers]
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """Go back to the base values of a step that is not finished; does nothing after :meth:`assign`."""
         if self._float_base:
             self._restore(self._floats, self._float_base)
@@ -200,12 +192,12 @@ class ShardedBuffers:
         self._restore(self._floats, self._float_base)
         self._restore(self._integers, self._integer_base)
 
-    def lend(self) -> None:
+    def swap_in(self) -> None:
         """Have the next forward write to tensors of its own: an earlier one's backward reads the others."""
         for owner, name, buffer in (*self._floats, *self._integers):
             owner[name] = buffer.clone()
 
-    def take_back(self) -> list[torch.Tensor]:
+    def swap_out(self) -> list[torch.Tensor]:
         """What the forward left; the buffers are those of the step's base again."""
         places = (*self._floats, *self._integers)
         left = [_current(place) for place in places]
@@ -213,7 +205,7 @@ class ShardedBuffers:
             _bind(place)
         return left
 
-    def give_back(self, left: Sequence[torch.Tensor]) -> None:
+    def restore(self, left: Sequence[torch.Tensor]) -> None:
         """Have the buffers be what a forward left."""
         for (owner, name, _), value in zip((*self._floats, *self._integers), left, strict=True):
             owner[name] = value
@@ -227,19 +219,17 @@ class ShardedBuffers:
         *,
         reset: bool,
     ) -> None:
-        """Add one shard's contribution, and go back to the base values if another shard follows."""
+        """Add one micro-batch's contribution, and go back to the base values if another micro-batch follows."""
         if not counts.numel():
             return
         changed = [1]
         if self.floats:
             values = [_current(place) for place in self._floats]
             # By value: batch norm does not raise its statistics' version counters.
-            changed += [
-                int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)
-            ]
+            changed += [int(not torch.equal(v, base)) for v, base in zip(values, self._float_base, strict=True)]
             # Half-precision buffers are summed in float32, where sums neither overflow nor lose digits.
             values = [value.to(total.dtype) for value, total in zip(values, float_sums, strict=True)]
-            # Multiplied first: a fused multiply-add would round a lone shard differently from a pair.
+            # Multiplied first: a fused multiply-add would round a lone micro-batch differently from a pair.
             torch._foreach_add_(list(float_sums), torch._foreach_mul(values, float(samples)))
         if self.integers:
             now = [_current(place).to(torch.int64) for place in self._integers]
@@ -258,14 +248,14 @@ class ShardedBuffers:
         """Set the buffers to the step's values."""
         if not counts.numel():
             return
-        shards, *changed = counts.tolist()
+        microbatches, *changed = counts.tolist()
         for place, total, times in zip(self._floats, float_sums, changed, strict=True):
             if times:
                 _assign(place, total.div_(samples))
             else:
                 _bind(place)
         for place, base, total in zip(self._integers, self._integer_base, integer_sums, strict=True):
-            _assign(place, base + total.div_(shards, rounding_mode="floor"))
+            _assign(place, base + total.div_(microbatches, rounding_mode="floor"))
         self._float_base, self._integer_base = [], []
 
     def _restore(
@@ -286,7 +276,7 @@ def _current(place: tuple[dict[str, torch.Tensor | None], str, torch.Tensor]) ->
     if value.shape != buffer.shape:
         raise TaskError(
             f"buffer {name!r} had shape {tuple(buffer.shape)} and got {tuple(value.shape)} in forward; "
-            "buffers are averaged over the shards and must keep their shape. Make it a plain attribute."
+            "buffers are averaged over the micro-batches and must keep their shape. Make it a plain attribute."
         )
     return value.detach()
 

@@ -10,8 +10,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from paceline.parallel.sharded_state import is_distributed, local_part
-from paceline.parallel.world import lost_peers_reported
+from paceline.parallel.sharded_state import is_distributed, local_shard
+from paceline.parallel.world import translate_peer_errors
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     # Parts are added up along the dimensions of the mesh over which they are spread; others count once.
     spread: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
-        spread.setdefault(_dimensions(gradient), []).append(local_part(gradient))
+        spread.setdefault(_dimensions(gradient), []).append(local_shard(gradient))
     squares = [_square(parts, dimensions) for dimensions, parts in spread.items()]
     norm = torch.stack(squares).sum().sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -47,7 +47,7 @@ def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
     Raises:
         PeerLostError: a rank is gone.
     """
-    norms = [norm.item() for norm in torch._foreach_norm([local_part(gradient) for gradient in gradients])]
+    norms = [norm.item() for norm in torch._foreach_norm([local_shard(gradient) for gradient in gradients])]
     spread: dict[Any, list[int]] = {}
     for number, gradient in enumerate(gradients):
         dimensions = _dimensions(gradient)
@@ -56,7 +56,7 @@ def norms_of_parts(gradients: Sequence[torch.Tensor]) -> list[float]:
     for (mesh, along), numbers in spread.items():
         squares = torch.tensor([norms[number] ** 2 for number in numbers], dtype=torch.float64)
         for dim in along:
-            with lost_peers_reported():
+            with translate_peer_errors():
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         for number, square in zip(numbers, squares.tolist(), strict=True):
             norms[number] = math.sqrt(square)
@@ -79,6 +79,6 @@ def _square(parts: list[torch.Tensor], dimensions: tuple[Any, tuple[int, ...]]) 
     square = norms.square().sum()
     mesh, along = dimensions
     for dim in along:
-        with lost_peers_reported():
+        with translate_peer_errors():
             dist.all_reduce(square, group=mesh.get_group(dim))
     return square

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, PeerLostError
-from paceline.parallel.microbatches import SummedElsewhere
+from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
-from paceline.parallel.world import Mesh, World
+from paceline.parallel.world import ParallelDims, World
 
 
-class Horovod(SummedElsewhere):
+class Horovod(ExternalReduceStrategy):
     """Horovod sums the gradients while backward runs.
 
     Horovod's optimizer never takes a step here: it is asked for its sums (``synchronize``), which are divided
@@ -27,36 +27,34 @@ class Horovod(SummedElsewhere):
         ConfigError: there is only one process, Horovod is not installed, or it does not know the processes.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         world = mesh.world
         if world.world_size == 1:
             raise ConfigError("--strategy horovod needs at least two processes; with one, leave it out.")
         self._hvd = _initialised(world)
-        plan = ReductionPlan(sum(options.shares), world.world_size, "fast", options.shares)
+        plan = ReductionPlan(sum(options.work_split), world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
-        self._activity = world.activity
-        named = [
-            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
-        ]
+        self._activity = world.progress_tracker
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._optimizer = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self._parameters, lr=0.0), named_parameters=named, op=self._hvd.Sum
         )
 
     def begin_step(self, present: Sequence[int]) -> None:
         super().begin_step(present)
-        # A rank without a shard runs one backward that weighs nothing.
-        self._optimizer.set_backward_passes_per_step(self._rounds_left)
+        # A rank without a micro-batch runs one backward that weighs nothing.
+        self._optimizer.set_backward_passes_per_step(self._micro_steps_left)
 
     def backward(self, loss: torch.Tensor) -> None:
-        with _lost_peers_reported():
+        with _translate_peer_errors():
             super().backward(loss)
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
-        self._activity.enter("all-reduce")
-        with _lost_peers_reported():
+    def reduce(self, row: Sequence[float]) -> StepSums:
+        self._activity.begin_collective("all-reduce")
+        with _translate_peer_errors():
             self._optimizer.synchronize()
-        self._activity.leave()
-        return super().finish_step(row)
+        self._activity.end_collective()
+        return super().reduce(row)
 
     def close(self) -> None:
         super().close()
@@ -84,7 +82,7 @@ def _initialised(world: World) -> Any:
 
 
 @contextmanager
-def _lost_peers_reported() -> Iterator[None]:
+def _translate_peer_errors() -> Iterator[None]:
     """Turn what Horovod raises when a peer is gone into a :class:`PeerLostError`."""
     from horovod.common.exceptions import HorovodInternalError
 

@@ -12,13 +12,13 @@ from torch import distributed as dist
 
 from paceline.parallel.reducer import make_transport
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.transports import Bucket, Slot, Transport
-from paceline.parallel.world import World, lost_peers_reported
+from paceline.parallel.transports import Bucket, GradBuffer, Transport
+from paceline.parallel.world import World, translate_peer_errors
 
 # --- Tensors that travel together: one flat tensor on the CPU for each dtype ---
 
 
-class Parcel:
+class TensorBundle:
     """A place for copies of some tensors, that is sent and received as a whole.
 
     It lies on the CPU, and so goes through gloo whatever the device: who is awaited, and in which order, is
@@ -63,19 +63,19 @@ class Parcel:
 
     def send(self, world: World, peer: int, tag: int) -> None:
         """Send it; return once it may be changed."""
-        with lost_peers_reported():
+        with translate_peer_errors():
             for flat in self._flats.values():
                 dist.send(flat, group=world.group, tag=tag, group_dst=peer)
 
     def receive(self, world: World, peer: int, tag: int) -> None:
         """Wait for what the peer sends with this tag."""
-        with lost_peers_reported():
+        with translate_peer_errors():
             for flat in self._flats.values():
                 dist.recv(flat, group=world.group, tag=tag, group_src=peer)
 
     def broadcast(self, world: World, source: int) -> None:
         """Give every rank what ``source`` has in here; all ranks call this together."""
-        with lost_peers_reported():
+        with translate_peer_errors():
             for flat in self._flats.values():
                 dist.broadcast(flat, group=world.group, group_src=source)
 
@@ -87,7 +87,7 @@ class Parcel:
 # notices.
 
 
-class Inbox:
+class AnySourceReceiver:
     """Receives one message at a time from each peer that one is expected from.
 
     Args:
@@ -142,7 +142,7 @@ class Inbox:
         while self._wanted[peer].get():
             message = torch.empty(self._length, dtype=torch.float64)
             try:
-                with lost_peers_reported():
+                with translate_peer_errors():
                     dist.recv(message, group=self._world.group, tag=self._tag, group_src=peer)
             except Exception as error:
                 self._arrived.put((peer, error))
@@ -156,15 +156,15 @@ class Inbox:
 _BUCKET_BYTES = 25 * 2**20
 
 
-class Averager:
+class ParameterAverager:
     """Averages tensors over the ranks, and has every rank see every rank's header.
 
     A mean is ``sum(weight * tensor) / sum(weights)``, in float32 at least, along the tree over the ranks that
-    gradients are summed along over the shards. Whole numbers are averaged rounded down.
+    gradients are summed along over the micro-batches. Whole numbers are averaged rounded down.
 
     Args:
         world: the ranks; all of them use it alike.
-        shares: how many shards each has; what a rank weighs.
+        shares: how many micro-batches each has; what a rank weighs.
         header_length: float64 numbers in a header.
         timeout_s: how long a rank may keep the others waiting.
     """
@@ -191,18 +191,18 @@ class Averager:
             PeerLostError: a rank went away; the tensors are undefined.
         """
         transport = self._transport_for(tensors)
-        slot = transport.slots[0]
+        slot = transport.grad_buffers[0]
         _pack(tensors, slot)
         if self._weight != 1:
             for lane in slot.values():
                 lane.mul_(self._weight)
-        self._world.activity.enter("all-reduce")
+        self._world.progress_tracker.begin_collective("all-reduce")
         if transport.overlaps:
             for bucket in range(len(self._buckets)):
                 transport.launch(bucket)
         headers = transport.exchange([*header, *[0.0] * (self._header_length - len(header))])
         transport.reduce(self._plan.combination((True,) * self._world.world_size))
-        self._world.activity.leave()
+        self._world.progress_tracker.end_collective()
         for dtype, lane in slot.items():
             lane.div_(self._total, rounding_mode=None if dtype.is_floating_point else "floor")
         _unpack(slot, tensors)
@@ -241,7 +241,7 @@ def _lane(tensor: torch.Tensor) -> torch.dtype:
     return torch.int64
 
 
-def _pack(tensors: Sequence[torch.Tensor], slot: Slot) -> None:
+def _pack(tensors: Sequence[torch.Tensor], slot: GradBuffer) -> None:
     start = dict.fromkeys(slot, 0)
     for tensor in tensors:
         dtype = _lane(tensor)
@@ -250,7 +250,7 @@ def _pack(tensors: Sequence[torch.Tensor], slot: Slot) -> None:
         start[dtype] = stop
 
 
-def _unpack(slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
+def _unpack(slot: GradBuffer, tensors: Sequence[torch.Tensor]) -> None:
     start = dict.fromkeys(slot, 0)
     for tensor in tensors:
         dtype = _lane(tensor)

@@ -1,4 +1,4 @@
-"""What the strategies have in common that compute one shard after the other."""
+"""What the strategies have in common that compute one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from paceline.data.samples import MicroBatch
 from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import local_part
-from paceline.parallel.strategy import ShardWork, StrategyOptions
+from paceline.parallel.sharded_state import local_shard
+from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
 from paceline.parallel.transports import Transport
-from paceline.parallel.world import Mesh
+from paceline.parallel.world import ParallelDims
 
 
-class ShardByShard:
-    """Computes this rank's shards one by one; its :class:`GradientReducer` sums buffers, losses and rows.
+class MicrobatchStrategy:
+    """Computes this rank's micro-batches one by one; its :class:`GradientReducer` sums buffers, losses and rows.
 
     Attributes:
-        plan: who computes which shard.
+        plan: who computes which micro-batch.
         reducer: what sums.
 
     Args:
         module: the model, as it lies on this rank.
         mesh: the ranks.
-        plan: who of ``mesh.data`` computes which shard.
+        plan: who of ``mesh.data`` computes which micro-batch.
         options: the strategy's.
         sums_gradients: whether the reducer sums the gradients too.
         transport: as :class:`GradientReducer` takes it.
     """
 
-    spare_rounds = 0
+    num_dummy_steps = 0
     overlaps_steps = False
 
     def __init__(
         self,
         module: nn.Module,
-        mesh: Mesh,
+        mesh: ParallelDims,
         plan: ReductionPlan,
         options: StrategyOptions,
         *,
@@ -50,8 +50,8 @@ class ShardByShard:
     ) -> None:
         self.plan = plan
         self.module = module
-        self.model: nn.Module = compiled(module) if options.compile else module
-        self.shards = plan.shards_of(mesh.data.rank)
+        self.model: nn.Module = compile_model(module) if options.compile else module
+        self.microbatches = plan.microbatches_of(mesh.data.rank)
         self.reducer = GradientReducer(
             module,
             plan,
@@ -64,96 +64,96 @@ class ShardByShard:
         self._mesh = mesh
 
     @property
-    def figures(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Any]:
         return {}
 
     def begin_step(self, present: Sequence[int]) -> None:
         self.reducer.begin(present)
 
-    def go_on(self, following: Sequence[MicroBatch]) -> None:
+    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
         raise AssertionError("steps do not overlap here")
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         for microbatch in microbatches:
-            self._begin_shard()
+            self._begin_microbatch()
             loss = work.forward(self.model, microbatch)
-            self.backward(work.scaled(loss.sum))
-            self.reducer.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
-            work.done()
+            self.backward(work.scale_loss(loss.sum))
+            self.reducer.end_microbatch(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
+            work.backward_done()
 
-    def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+    def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
         raise AssertionError("no rank waits for another one's backward here")
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the shard's gradient of ``loss``, a sum over its samples."""
+        """Add the micro-batch's gradient of ``loss``, a sum over its samples."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
-        return agreed(self.reducer.finish(row), row, self._mesh)
+    def reduce(self, row: Sequence[float]) -> StepSums:
+        return require_agreement(self.reducer.finish(row), row, self._mesh)
 
-    def abandon(self) -> None:
-        self.reducer.abandon()
+    def rollback(self) -> None:
+        self.reducer.rollback()
 
     def close(self) -> None:
         self.reducer.close()
 
-    def _begin_shard(self) -> None:
-        self.reducer.begin_shard()
+    def _begin_microbatch(self) -> None:
+        self.reducer.begin_microbatch()
 
 
-class ReducerStrategy(ShardByShard):
-    """The reducer sums the gradients too (``--reduction exact`` or ``fast``)."""
+class ReducerStrategy(MicrobatchStrategy):
+    """The reducer sums the gradients too (``--reduction exact`` or ``allreduce``)."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
-        plan = ReductionPlan(sum(options.shares), mesh.data.world_size, options.kind, options.shares)
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
+        plan = ReductionPlan(sum(options.work_split), mesh.data.world_size, options.kind, options.work_split)
         super().__init__(module, mesh, plan, options, sums_gradients=True)
 
 
-class SummedElsewhere(ShardByShard):
+class ExternalReduceStrategy(MicrobatchStrategy):
     """Somebody else sums the gradients, in rounds that all ranks take part in."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plan: ReductionPlan, options: StrategyOptions) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, plan: ReductionPlan, options: StrategyOptions) -> None:
         super().__init__(module, mesh, plan, options, sums_gradients=False)
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._rounds_left = 0
-        self._shards_left = 0
+        self._micro_steps_left = 0
+        self._microbatches_left = 0
 
     def begin_step(self, present: Sequence[int]) -> None:
-        self._rounds_left = self._count_rounds(present)
-        self._shards_left = len(present)
-        self.spare_rounds = self._rounds_left - len(present)
+        self._micro_steps_left = self._count_micro_steps(present)
+        self._microbatches_left = len(present)
+        self.num_dummy_steps = self._micro_steps_left - len(present)
         for parameter in self._parameters:
             parameter.grad = None
         super().begin_step(present)
 
-    def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
-        self._begin_shard()
+    def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+        self._begin_microbatch()
         self.backward(loss(self.model) * 0.0)
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
+    def reduce(self, row: Sequence[float]) -> StepSums:
         sums = self.reducer.finish(row)
         if sums.weight > 0:
             gradients = local_gradients(self._parameters)
             self._take_mean(gradients, sums.weight)
             finite = sums.finite and all(bool(torch.isfinite(gradient.sum())) for gradient in gradients)
             sums = replace(sums, finite=finite)
-        return agreed(sums, row, self._mesh)
+        return require_agreement(sums, row, self._mesh)
 
-    def _count_rounds(self, present: Sequence[int]) -> int:
+    def _count_micro_steps(self, present: Sequence[int]) -> int:
         """How many forwards and backwards all ranks need of this one."""
         return max(1, len(present))
 
     def _take_mean(self, gradients: list[torch.Tensor], weight: float) -> None:
         torch._foreach_div_(gradients, weight)
 
-    def _begin_shard(self) -> None:
-        self._rounds_left -= 1
-        if self._shards_left > 0:
-            self._shards_left -= 1
-            super()._begin_shard()
+    def _begin_microbatch(self) -> None:
+        self._micro_steps_left -= 1
+        if self._microbatches_left > 0:
+            self._microbatches_left -= 1
+            super()._begin_microbatch()
 
 
-def agreed(sums: StepSums, row: Sequence[float], mesh: Mesh) -> StepSums:
+def require_agreement(sums: StepSums, row: Sequence[float], mesh: ParallelDims) -> StepSums:
     """The sums with every rank's row, and finite only where every rank's part of the gradients is."""
     if mesh.device_mesh is None:
         return sums
@@ -164,10 +164,10 @@ def agreed(sums: StepSums, row: Sequence[float], mesh: Mesh) -> StepSums:
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """The gradients, as far as this rank holds them."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def compiled(module: nn.Module) -> nn.Module:
+def compile_model(module: nn.Module) -> nn.Module:
     """The module, compiled on its first call."""
     wrapped = torch.compile(module)
     assert isinstance(wrapped, nn.Module)

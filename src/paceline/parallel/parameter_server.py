@@ -13,18 +13,18 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.grad_buffers import FlatLayout
-from paceline.parallel.messages import Parcel
-from paceline.parallel.microbatches import ShardByShard
+from paceline.parallel.messages import TensorBundle
+from paceline.parallel.microbatches import MicrobatchStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
-from paceline.parallel.transports import Slot, gathered_headers
-from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.parallel.transports import GradBuffer, gather_headers
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- Which parameter server holds which parameters: neighbouring ones, about equally many numbers each ---
 
 
-def divide(sizes: Sequence[int], servers: int) -> tuple[range, ...]:
+def partition_parameters(sizes: Sequence[int], servers: int) -> tuple[range, ...]:
     """Cut a list of parameters into one range a server, at least one parameter in each.
 
     A parameter is never cut: an optimizer looks at one as a whole.
@@ -38,8 +38,8 @@ def divide(sizes: Sequence[int], servers: int) -> tuple[range, ...]:
     """
     if len(sizes) < servers:
         raise ConfigError(
-            f"--servers {servers}, but the model has {len(sizes)} trainable parameters, and each server "
-            f"needs one. Use --servers {len(sizes)} or fewer."
+            f"--ps-servers {servers}, but the model has {len(sizes)} trainable parameters, and each server "
+            f"needs one. Use --ps-servers {len(sizes)} or fewer."
         )
     sums = [0, *itertools.accumulate(sizes)]
     cuts = [0]
@@ -58,7 +58,7 @@ def divide(sizes: Sequence[int], servers: int) -> tuple[range, ...]:
 # gradients. Buffers, which no optimizer changes, are added up by the first server, and everybody gets them.
 
 
-Stretches = Mapping[torch.dtype, slice]
+Slices = Mapping[torch.dtype, slice]
 """A part of each lane."""
 
 
@@ -83,45 +83,45 @@ class ServerTransport:
         world: World,
         plan: ReductionPlan,
         lanes: Mapping[torch.dtype, int],
-        parts: Sequence[Stretches],
-        buffers: Stretches,
+        parts: Sequence[Slices],
+        buffers: Slices,
     ) -> None:
         self._world = world
         self._parts = parts
         self._buffers = buffers
-        self._nodes = [(rank, slot) for rank, nodes in enumerate(plan.nodes) for slot in range(len(nodes))]
-        self.slots: list[Slot] = [
+        self._nodes = [(rank, slot) for rank, nodes in enumerate(plan.subtrees) for slot in range(len(nodes))]
+        self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
-            for _ in range(plan.slots[world.rank])
+            for _ in range(plan.grad_buffers[world.rank])
         ]
 
     def launch(self, bucket: int) -> None:
         raise AssertionError("sums are pushed when all of them are there")
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
-        return gathered_headers(self._world, header)
+        return gather_headers(self._world, header)
 
     def reduce(self, combine: Combine) -> None:
         if self._world.rank < len(self._parts):
             self._add_up(combine)
         else:
             self._push()
-        with lost_peers_reported():
+        with translate_peer_errors():
             for dtype, stretch in self._buffers.items():
-                dist.broadcast(self.slots[0][dtype][stretch], group=self._world.group, group_src=0)
+                dist.broadcast(self.grad_buffers[0][dtype][stretch], group=self._world.group, group_src=0)
 
     def close(self) -> None:
-        self.slots.clear()
+        self.grad_buffers.clear()
 
     def _push(self) -> None:
         works = []
-        with lost_peers_reported():
+        with translate_peer_errors():
             for number, (holder, slot) in enumerate(self._nodes):
                 if holder != self._world.rank:
                     continue
                 for server in range(len(self._parts)):
                     for dtype, stretch in self._of(server):
-                        part = self.slots[slot][dtype][stretch]
+                        part = self.grad_buffers[slot][dtype][stretch]
                         works.append(dist.isend(part, group=self._world.group, tag=number, group_dst=server))
             for work in works:
                 assert work is not None
@@ -130,9 +130,9 @@ class ServerTransport:
     def _add_up(self, combine: Combine) -> None:
         mine = self._of(self._world.rank)
         works, received = [], []
-        with lost_peers_reported():
+        with translate_peer_errors():
             for number, (holder, _) in enumerate(self._nodes):
-                received.append([torch.empty_like(self.slots[0][dtype][s]) for dtype, s in mine])
+                received.append([torch.empty_like(self.grad_buffers[0][dtype][s]) for dtype, s in mine])
                 for part in received[-1]:
                     works.append(dist.irecv(part, group=self._world.group, tag=number, group_src=holder))
             for work in works:
@@ -142,7 +142,7 @@ class ServerTransport:
             for total, part in zip(received[into], received[other], strict=True):
                 total.add_(part)
         for (dtype, stretch), total in zip(mine, received[combine.root], strict=True):
-            self.slots[0][dtype][stretch] = total
+            self.grad_buffers[0][dtype][stretch] = total
 
     def _of(self, server: int) -> list[tuple[torch.dtype, slice]]:
         """What goes to one server: its part of the gradients, and to the first one the buffers."""
@@ -150,14 +150,14 @@ class ServerTransport:
         return found + list(self._buffers.items()) if server == 0 else found
 
 
-# --- A synchronous parameter server: workers compute the shards, servers add up the gradients and update ---
+# --- A synchronous parameter server: workers compute the micro-batches, servers add up the gradients and update ---
 #
-# Each step, the workers push the sums of their shards to the servers, each server adds up its parameters'
+# Each step, the workers push the sums of their micro-batches to the servers, each server adds up its parameters'
 # part along the tree, and its optimizer updates them; then everybody gets the new parameters. Same additions,
 # same optimizer: the bits of ``ddp``. The asynchronous modes are in :mod:`paceline.training.async_ps`.
 
 
-class OnServers:
+class ServerParameters:
     """The trainable parameters, divided among the servers, which are the first ranks.
 
     Attributes:
@@ -176,9 +176,9 @@ class OnServers:
     def __init__(self, module: nn.Module, servers: int) -> None:
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.servers = servers
-        self.ranges = divide([parameter.numel() for parameter in trainable], servers)
+        self.ranges = partition_parameters([parameter.numel() for parameter in trainable], servers)
         self.parameters = [[trainable[number] for number in numbers] for numbers in self.ranges]
-        self.parcels = [Parcel(held) for held in self.parameters]
+        self.parcels = [TensorBundle(held) for held in self.parameters]
 
     def keep_gradients_of(self, rank: int) -> None:
         """Let go of the gradients that are other servers' to apply."""
@@ -192,26 +192,26 @@ class OnServers:
         Raises:
             PeerLostError: a rank is gone.
         """
-        world.activity.enter("broadcast")
+        world.progress_tracker.begin_collective("broadcast")
         for server, (parcel, held) in enumerate(zip(self.parcels, self.parameters, strict=True)):
             if world.rank == server:
                 parcel.pack(held)
             parcel.broadcast(world, server)
             if world.rank != server:
                 parcel.unpack(held)
-        world.activity.leave()
+        world.progress_tracker.end_collective()
 
 
-class ParameterServer(ShardByShard):
+class ParameterServer(MicrobatchStrategy):
     """Sums a step on the servers.
 
     Raises:
         ConfigError: there are fewer parameters than servers.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, servers: int, options: StrategyOptions) -> None:
-        plan = ReductionPlan(sum(options.shares), mesh.world.world_size, "exact", options.shares)
-        self._ranges = OnServers(module, servers).ranges
+    def __init__(self, module: nn.Module, mesh: ParallelDims, servers: int, options: StrategyOptions) -> None:
+        plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "exact", options.work_split)
+        self._ranges = ServerParameters(module, servers).ranges
         super().__init__(
             module,
             mesh,
@@ -224,15 +224,15 @@ class ParameterServer(ShardByShard):
     def _make_transport(self, world: World, plan: ReductionPlan, layout: FlatLayout) -> ServerTransport:
         buffers = {
             dtype: slice(layout.gradients.get(dtype, 0), numel)
-            for dtype, numel in layout.lanes.items()
+            for dtype, numel in layout.flat_buffers.items()
             if numel > layout.gradients.get(dtype, 0)
         }
-        parts = [layout.stretch(numbers) for numbers in self._ranges]
-        return ServerTransport(world, plan, layout.lanes, parts, buffers)
+        parts = [layout.slice_of(numbers) for numbers in self._ranges]
+        return ServerTransport(world, plan, layout.flat_buffers, parts, buffers)
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
+    def reduce(self, row: Sequence[float]) -> StepSums:
         sums = self.reducer.finish(row)
-        # Only servers have the total: a worker's gradients are the sums of its own shards.
+        # Only servers have the total: a worker's gradients are the sums of its own micro-batches.
         is_server = self._mesh.world.rank < len(self._ranges)
         told = self._mesh.gather_rows([float(sums.finite or not is_server)])
         return replace(sums, finite=all(of_rank[0] for of_rank in told))

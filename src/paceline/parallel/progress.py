@@ -31,7 +31,7 @@ _TIMES_THE_MEDIAN = 10
 _RECENT = 25
 
 
-class Activity:
+class ProgressTracker:
     """One rank's.
 
     Attributes:
@@ -68,7 +68,7 @@ class Activity:
 
     def join(self) -> None:
         """A world begins, and the numbers of its exchanges."""
-        self.exchange, self.entered, self.left = "", 0, 0
+        self.exchange, self.collective_seq, self.left = "", 0, 0
         self.begin("joining")
 
     def begin(self, stage: Stage) -> None:
@@ -87,22 +87,22 @@ class Activity:
         self.phase = phase
         self.moved_at = monotonic()
 
-    def enter(self, exchange: str) -> None:
+    def begin_collective(self, exchange: str) -> None:
         """Begin to wait for the other ranks, in an exchange of this kind."""
         self.exchange = exchange
-        self.entered += 1
+        self.collective_seq += 1
         self.moved_at = monotonic()
 
-    def leave(self) -> None:
+    def end_collective(self) -> None:
         """The exchange is over."""
-        self.left = self.entered
+        self.left = self.collective_seq
 
-    def step_out(self) -> None:
+    def suspend_collective(self) -> None:
         """Go out of an exchange that goes on, to work for it; :meth:`enter` then enters the same one again.
 
         So a rank for whose work the others wait counts one exchange less than they.
         """
-        self.entered -= 1
+        self.collective_seq -= 1
         self.moved_at = monotonic()
 
     @property

@@ -13,33 +13,33 @@ import torch
 from torch import nn
 
 from paceline.core.errors import DataError, TaskError
-from paceline.parallel.grad_buffers import FlatLayout, ShardedBuffers
+from paceline.parallel.grad_buffers import FlatLayout, MicrobatchBuffers
 from paceline.parallel.reduction_tree import Accumulate, ReductionPlan
-from paceline.parallel.sharded_state import distributed_part, local_part
+from paceline.parallel.sharded_state import distributed_part, local_shard
 from paceline.parallel.transports import (
     Bucket,
+    GradBuffer,
     GroupTransport,
     LocalTransport,
     SharedMemoryTransport,
-    Slot,
     Transport,
-    add_slot,
+    add_grad_buffer,
     supported,
 )
 from paceline.parallel.world import World
 
-# --- What each rank tells all others in a step: its first bad shard, its row of numbers, its nodes' sums ---
+# --- What each rank tells all others in a step: its first bad micro-batch, its row of numbers, its nodes' sums ---
 
 
 _NODE_FIELDS = 4  # samples, weight, loss sum, checksum
-_NO_SHARD = -1.0
+_NO_MICROBATCH = -1.0
 
 
 @dataclass(frozen=True)
-class ShardSums:
-    """One shard's sums; the loss stays on its device until the step's end, to wait only once."""
+class MicrobatchSums:
+    """One micro-batch's sums; the loss stays on its device until the step's end, to wait only once."""
 
-    shard: int
+    microbatch: int
     samples: int
     weight: torch.Tensor | float
     loss_sum: torch.Tensor
@@ -61,30 +61,30 @@ class StepHeader:
     def __init__(self, plan: ReductionPlan, rank: int, row_length: int) -> None:
         self._plan, self._rank = plan, rank
         self._row_length = row_length
-        self.length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.nodes)
+        self.length = 1 + row_length + _NODE_FIELDS * max(len(nodes) for nodes in plan.subtrees)
 
-    def pack(self, row: Sequence[float], shards_sums: Sequence[ShardSums]) -> list[float]:
-        """The header of this rank, which has computed these shards, in order."""
+    def pack(self, row: Sequence[float], microbatches_sums: Sequence[MicrobatchSums]) -> list[float]:
+        """The header of this rank, which has computed these micro-batches, in order."""
         assert len(row) == self._row_length
-        nodes = self._plan.nodes[self._rank]
-        shards = [sums.shard for sums in shards_sums]
-        weights = _to_host([sums.weight for sums in shards_sums])
-        losses = _to_host([sums.loss_sum for sums in shards_sums])
-        bad_shard = _NO_SHARD
-        slots = [[0.0] * _NODE_FIELDS for _ in range(self._plan.slots[self._rank])]
+        nodes = self._plan.subtrees[self._rank]
+        microbatches = [sums.microbatch for sums in microbatches_sums]
+        weights = _to_host([sums.weight for sums in microbatches_sums])
+        losses = _to_host([sums.loss_sum for sums in microbatches_sums])
+        bad_microbatch = _NO_MICROBATCH
+        slots = [[0.0] * _NODE_FIELDS for _ in range(self._plan.grad_buffers[self._rank])]
         # The same additions in the same order as for the gradients, in float64.
         for step, sums, weight, loss in zip(
-            self._plan.accumulation(self._rank, shards), shards_sums, weights, losses, strict=True
+            self._plan.accumulation(self._rank, microbatches), microbatches_sums, weights, losses, strict=True
         ):
             values = [sums.samples, weight, loss, sums.checksum]
             slots[step.slot] = values if step.fresh else add_fields(slots[step.slot], values)
             for into, other in step.merges:
                 slots[into] = add_fields(slots[into], slots[other])
-            if bad_shard == _NO_SHARD and not (math.isfinite(loss) and math.isfinite(weight)):
-                bad_shard = sums.shard
-        header = [bad_shard, *row]
+            if bad_microbatch == _NO_MICROBATCH and not (math.isfinite(loss) and math.isfinite(weight)):
+                bad_microbatch = sums.microbatch
+        header = [bad_microbatch, *row]
         for node, fields in zip(nodes, slots, strict=False):
-            holds_any = any(node.start <= shard < node.stop for shard in shards)
+            holds_any = any(node.start <= microbatch < node.stop for microbatch in microbatches)
             header += fields if holds_any else [0.0] * _NODE_FIELDS
         return header + [0.0] * (self.length - len(header))
 
@@ -97,13 +97,13 @@ class StepHeader:
         first = 1 + self._row_length
         return [
             list(headers[rank][first + _NODE_FIELDS * i :][:_NODE_FIELDS])
-            for rank, nodes in enumerate(self._plan.nodes)
+            for rank, nodes in enumerate(self._plan.subtrees)
             for i in range(len(nodes))
         ]
 
-    def bad_shard(self, headers: Sequence[Sequence[float]]) -> int | None:
-        """The lowest shard whose loss was NaN or infinite."""
-        return min((int(header[0]) for header in headers if header[0] != _NO_SHARD), default=None)
+    def bad_microbatch(self, headers: Sequence[Sequence[float]]) -> int | None:
+        """The lowest micro-batch whose loss was NaN or infinite."""
+        return min((int(header[0]) for header in headers if header[0] != _NO_MICROBATCH), default=None)
 
 
 def add_fields(left: Sequence[float], right: Sequence[float]) -> list[float]:
@@ -158,50 +158,49 @@ def fingerprint(lanes: Iterable[torch.Tensor], *numbers: float) -> int:
     return int.from_bytes(digest.digest(), "little") + 1
 
 
-# --- One shard's gradient by itself, so that it can be compared with what another rank computes ---
+# --- One micro-batch's gradient by itself, so that it can be compared with what another rank computes ---
 
 
-class Aside:
-    """A buffer for one shard's gradient, beside the slots that sum several; made when it is first wanted.
+class ScratchGradient:
+    """A buffer for one micro-batch's gradient, beside the slots that sum several; made when it is first wanted.
 
     Args:
         layout: where each gradient lies.
         like: a slot, on whose device it is made.
     """
 
-    def __init__(self, layout: FlatLayout, like: Slot) -> None:
+    def __init__(self, layout: FlatLayout, like: GradBuffer) -> None:
         self._layout, self._like = layout, like
-        self._lanes: Slot = {}
+        self._flat_buffers: GradBuffer = {}
 
     def views(self) -> list[torch.Tensor]:
         """Make the buffer; one view for each parameter's gradient."""
-        self._lanes = {
-            dtype: torch.empty_like(self._like[dtype][:numel])
-            for dtype, numel in self._layout.gradients.items()
+        self._flat_buffers = {
+            dtype: torch.empty_like(self._like[dtype][:numel]) for dtype, numel in self._layout.gradients.items()
         }
-        return self._layout.gradient_views(self._lanes)
+        return self._layout.gradient_views(self._flat_buffers)
 
     def zero(self) -> None:
         """Begin a gradient."""
-        for lane in self._lanes.values():
+        for lane in self._flat_buffers.values():
             lane.zero_()
 
-    def add_to(self, slot: Slot) -> None:
+    def add_to(self, slot: GradBuffer) -> None:
         """Add the gradient to a slot's."""
-        for dtype, lane in self._lanes.items():
+        for dtype, lane in self._flat_buffers.items():
             slot[dtype][: lane.numel()].add_(lane)
 
     def fingerprint(self, loss_sum: torch.Tensor, weight: torch.Tensor | float, checksum: int) -> int:
         """Of the gradient, the sums of the losses and of their weights, and the sample numbers' checksum."""
-        return fingerprint(self._lanes.values(), float(loss_sum.detach()), float(weight), float(checksum))
+        return fingerprint(self._flat_buffers.values(), float(loss_sum.detach()), float(weight), float(checksum))
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._lanes.clear()
+        self._flat_buffers.clear()
         self._like = {}
 
 
-# --- One reducer: gradients, buffers, losses and the control word of a step, summed over all shards ---
+# --- One reducer: gradients, buffers, losses and the control word of a step, summed over all micro-batches ---
 
 
 _log = logging.getLogger(__name__)
@@ -209,15 +208,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a step's shards add up to, the same on every rank.
+    """What a step's micro-batches add up to, the same on every rank.
 
     Attributes:
         samples: number of samples.
         weight: sum of the losses' weights; what gradients and loss were divided by.
         loss: sum of losses over ``weight``.
-        checksum: sum of the shards' checksums of the sample numbers they fetched.
+        checksum: sum of the micro-batches' checksums of the sample numbers they fetched.
         rows: each rank's own numbers, by rank.
-        bad_shard: the lowest shard whose loss was NaN or infinite, if any was.
+        bad_microbatch: the lowest micro-batch whose loss was NaN or infinite, if any was.
         finite: whether loss, weight and gradients hold no NaN and no infinity.
     """
 
@@ -226,22 +225,22 @@ class StepSums:
     loss: float
     checksum: int
     rows: list[Sequence[float]]
-    bad_shard: int | None
+    bad_microbatch: int | None
     finite: bool
 
 
 class GradientReducer:
-    """Sums what the shards of a step contribute, in the plan's order.
+    """Sums what the micro-batches of a step contribute, in the plan's order.
 
     Gradients accumulate in flat buffers, of which each ``parameter.grad`` is a view. Where the
-    transport can overlap, hooks send a bucket as soon as the last shard's backward has filled it.
-    A parameter that no shard uses gets a gradient of zero, not ``None``, on every rank alike.
+    transport can overlap, hooks send a bucket as soon as the last micro-batch's backward has filled it.
+    A parameter that no micro-batch uses gets a gradient of zero, not ``None``, on every rank alike.
 
-    Buffers are summed beside them, as :class:`~paceline.parallel.grad_buffers.ShardedBuffers` says.
+    Buffers are summed beside them, as :class:`~paceline.parallel.grad_buffers.MicrobatchBuffers` says.
 
     Attributes:
-        watched: the fingerprint of the shard that :meth:`watch` named; 0 where this rank has not computed it.
-        buffers: for whoever runs several shards' forwards before the first one's backward.
+        watched: the fingerprint of the micro-batch that :meth:`watch` named; 0 where this rank has not computed it.
+        buffers: for whoever runs several micro-batches' forwards before the first one's backward.
 
     Args:
         module: whose parameters and buffers are summed.
@@ -269,31 +268,31 @@ class GradientReducer:
     ) -> None:
         self.plan = plan
         self._rank = world.rank
-        self._activity = world.activity
+        self._activity = world.progress_tracker
         there = [(n, p) for n, p in module.named_parameters() if holds(p)]
         named = [(n, p) for n, p in there if p.requires_grad] if with_gradients else []
         self._parameters = [parameter for _, parameter in named]
         self._frozen = [(n, p) for n, p in there if not p.requires_grad]
-        self.buffers = ShardedBuffers(module, holds)
+        self.buffers = MicrobatchBuffers(module, holds)
         # Of a distributed parameter each rank sums the part that it holds.
-        parts = [(n, local_part(p)) for n, p in named]
+        parts = [(n, local_shard(p)) for n, p in named]
         layout = FlatLayout(parts, self.buffers.floats, self.buffers.integers, self.buffers.counts)
         self._header = StepHeader(plan, world.rank, row_length)
         self._transport = (
-            make_transport(world, plan, layout.lanes, layout.buckets, self._header.length, timeout_s)
+            make_transport(world, plan, layout.flat_buffers, layout.buckets, self._header.length, timeout_s)
             if transport is None
             else transport(layout)
         )
-        slots = self._transport.slots
+        slots = self._transport.grad_buffers
         self._gradients = [self._as_parameters(layout.gradient_views(slot)) for slot in slots]
-        self._aside = Aside(layout, slots[0])
+        self._scratch = ScratchGradient(layout, slots[0])
         self._watch: int | None = None
         self._check: Callable[[list[Sequence[float]]], None] | None = None
         self.watched = 0
         self._float_sums = [layout.float_buffer_views(slot) for slot in slots]
         self._integer_sums = [layout.integer_buffer_views(slot) for slot in slots]
         self._counts = [layout.counts_view(slot) for slot in slots]
-        self._gradient_lanes = [slots[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
+        self._gradient_buffers = [slots[0][dtype][:numel] for dtype, numel in layout.gradients.items()]
         self._buckets = layout.buckets
         self._bucket_of = layout.bucket_of
         self._bucket_sizes = [layout.bucket_of.count(bucket) for bucket in range(len(layout.buckets))]
@@ -307,20 +306,20 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(self._make_guard(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
-        self._accumulated: set[int] | None = None  # parameters with a gradient of the shard under way
-        self._shards: list[int] = []  # still to come in this step, the next one last
+        self._accumulated: set[int] | None = None  # parameters with a gradient of the micro-batch under way
+        self._microbatches: list[int] = []  # still to come in this step, the next one last
         self._steps: list[Accumulate] = []
-        self._sums: list[ShardSums] = []
-        self._slot = -1  # where the gradients point
-        self._missing: list[int] = []  # gradients each bucket waits for; empty before the last shard
+        self._sums: list[MicrobatchSums] = []
+        self._grad_buffer = -1  # where the gradients point
+        self._missing: list[int] = []  # gradients each bucket waits for; empty before the last micro-batch
         self._next_bucket = 0
 
     def begin(self, present: Sequence[int]) -> None:
-        """Start a step in which this rank computes the shards ``present``, in that order."""
-        self._shards = list(reversed(present))
+        """Start a step in which this rank computes the micro-batches ``present``, in that order."""
+        self._microbatches = list(reversed(present))
         self._steps = list(reversed(self.plan.accumulation(self._rank, present)))
         self._sums = []
-        self._slot = -1  # somebody may have set gradients to None since
+        self._grad_buffer = -1  # somebody may have set gradients to None since
         self._missing = []
         self._next_bucket = 0
         self._watch, self._check, self.watched = None, None, 0
@@ -332,71 +331,69 @@ class GradientReducer:
                 )
         self.buffers.begin()
         if not present:
-            for slot in self._transport.slots:
+            for slot in self._transport.grad_buffers:
                 _zero(slot)
             if self._transport.overlaps:
-                # Before the exchange, as on the ranks that have shards: collectives must come in one order.
+                # Before the exchange, as on the ranks that have micro-batches: collectives must come in one order.
                 for bucket in range(len(self._buckets)):
                     self._transport.launch(bucket)
 
-    def watch(self, shard: int, check: Callable[[list[Sequence[float]]], None]) -> None:
-        """In the step that was begun, take the fingerprint of one shard, whoever computes it.
+    def watch(self, microbatch: int, check: Callable[[list[Sequence[float]]], None]) -> None:
+        """In the step that was begun, take the fingerprint of one micro-batch, whoever computes it.
 
         Args:
-            shard: computed aside and then added, to the same bits: in an IEEE sum that began with +0,
+            microbatch: computed aside and then added, to the same bits: in an IEEE sum that began with +0,
                 ``a + (0 + g)`` is ``a + g``.
             check: called with each rank's row before anything is made of the sums; all ranks give one.
         """
-        self._watch, self._check = shard, check
+        self._watch, self._check = microbatch, check
 
     def recompute(
         self, forward_backward: Callable[[], tuple[torch.Tensor, torch.Tensor | float]], checksum: int
     ) -> int:
-        """The fingerprint of a shard that is not this rank's, within a step and between shards.
+        """The fingerprint of a micro-batch that is not this rank's, within a step and between micro-batches.
 
         What the step has summed so far, and the buffers, stay as they are.
 
         Args:
-            forward_backward: leaves the shard's gradient in the parameters; returns the sums of its
+            forward_backward: leaves the micro-batch's gradient in the parameters; returns the sums of its
                 losses and of their weights.
             checksum: of the sample numbers.
         """
-        self._point_gradients_aside()
+        self._point_gradients_at_scratch()
         loss_sum, weight = forward_backward()
         for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, self._slot)
+            self._collect_replaced_gradient(index, self._grad_buffer)
         self.buffers.reset()
-        self._slot = -1
-        return self._aside.fingerprint(loss_sum, weight, checksum)
+        self._grad_buffer = -1
+        return self._scratch.fingerprint(loss_sum, weight, checksum)
 
-    def begin_shard(self) -> None:
-        """Get ready for the next shard's forward and backward."""
+    def begin_microbatch(self) -> None:
+        """Get ready for the next micro-batch's forward and backward."""
         step = self._steps[-1]
         if step.fresh:
-            _zero(self._transport.slots[step.slot])
-        if self._shards[-1] == self._watch:
-            self._point_gradients_aside()
+            _zero(self._transport.grad_buffers[step.slot])
+        if self._microbatches[-1] == self._watch:
+            self._point_gradients_at_scratch()
         else:
-            if step.slot != self._slot:
+            if step.slot != self._grad_buffer:
                 self._point_gradients_at(step.slot)
             if len(self._steps) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self._accumulated = set()
 
-    def end_shard(
-        self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int
-    ) -> None:
-        """Take in what the shard left in the gradients and buffers, and its sums."""
+    def end_microbatch(self, samples: int, weight: torch.Tensor | float, loss_sum: torch.Tensor, checksum: int) -> None:
+        """Take in what the micro-batch left in the gradients and buffers, and its sums."""
         step = self._steps[-1]
         self._accumulated = None
-        shard = self._shards.pop()
-        self._sums.append(ShardSums(shard, samples, weight, loss_sum.detach(), checksum))
+        microbatch = self._microbatches.pop()
+        self._sums.append(MicrobatchSums(microbatch, samples, weight, loss_sum.detach(), checksum))
         for index in range(len(self._parameters)):
-            self._collect_replaced_gradient(index, self._slot)
-        if shard == self._watch:
-            self.watched = self._aside.fingerprint(loss_sum, weight, checksum)
-            self._aside.add_to(self._transport.slots[step.slot])
-            self._slot = -1
+            self._collect_replaced_gradient(index, self._grad_buffer)
+        if microbatch == self._watch:
+            self.watched = self._scratch.fingerprint(loss_sum, weight, checksum)
+            self._scratch.add_to(self._transport.grad_buffers[step.slot])
+            self._grad_buffer = -1
             if len(self._steps) == 1 and self._transport.overlaps:
                 self._missing = self._bucket_sizes.copy()
         self.buffers.add_to(
@@ -412,7 +409,7 @@ class GradientReducer:
             self._missing = []
         else:
             for into, other in step.merges:
-                add_slot(self._transport.slots[into], self._transport.slots[other])
+                add_grad_buffer(self._transport.grad_buffers[into], self._transport.grad_buffers[other])
         self._steps.pop()
 
     def finish(self, row: Sequence[float]) -> StepSums:
@@ -424,16 +421,16 @@ class GradientReducer:
         Raises:
             PeerLostError: a rank went away; gradients and buffers are undefined.
         """
-        assert not self._steps, "a shard has not been ended"
+        assert not self._steps, "a micro-batch has not been ended"
         header = self._header.pack(row, self._sums)
-        self._activity.enter("all-reduce")
+        self._activity.begin_collective("all-reduce")
         headers = self._transport.exchange(header)
         rows = self._header.rows(headers)
         if self._check is not None:
             # It may have the ranks compute, and exchange what comes out: then that is what they wait for.
-            self._activity.leave()
+            self._activity.end_collective()
             self._check(rows)
-            self._activity.enter("all-reduce")
+            self._activity.begin_collective("all-reduce")
         sums = self._header.node_sums(headers)
         present = tuple(fields[0] > 0 for fields in sums)
         if not any(present):
@@ -443,11 +440,11 @@ class GradientReducer:
             )
         combine = self.plan.combination(present)
         self._transport.reduce(combine)
-        self._activity.leave()
+        self._activity.end_collective()
         for into, other in combine.additions:
             sums[into] = add_fields(sums[into], sums[other])
         samples, weight, loss_sum, checksum = sums[combine.root]
-        if self._slot != 0:
+        if self._grad_buffer != 0:
             self._point_gradients_at(0)
         self.buffers.assign(self._float_sums[0], self._integer_sums[0], self._counts[0], samples)
         # One step shows how the model is built; from then on the check would only cost.
@@ -459,13 +456,13 @@ class GradientReducer:
             loss=loss_sum / weight if weight else math.nan,
             checksum=int(checksum),
             rows=rows,
-            bad_shard=self._header.bad_shard(headers),
+            bad_microbatch=self._header.bad_microbatch(headers),
             finite=self._divide(weight) and math.isfinite(loss_sum),
         )
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """Drop a step that cannot be finished: the buffers are again what they were before it."""
-        self.buffers.abandon()
+        self.buffers.rollback()
 
     def close(self) -> None:
         """Let go of the gradients and of the transport's memory."""
@@ -478,10 +475,10 @@ class GradientReducer:
             self._float_sums,
             self._integer_sums,
             self._counts,
-            self._gradient_lanes,
+            self._gradient_buffers,
         ):
             views.clear()
-        self._aside.close()
+        self._scratch.close()
         self._transport.close()
 
     def _divide(self, weight: float) -> bool:
@@ -489,7 +486,7 @@ class GradientReducer:
         if not (math.isfinite(weight) and weight > 0):
             return False
         finite = True
-        for gradients in self._gradient_lanes:
+        for gradients in self._gradient_buffers:
             gradients.div_(weight)
             # A sum is finite only if all its terms are; in float16 it would overflow too soon.
             wide = torch.promote_types(gradients.dtype, torch.float32)
@@ -499,16 +496,16 @@ class GradientReducer:
     def _point_gradients_at(self, slot: int) -> None:
         for parameter, gradient in zip(self._parameters, self._gradients[slot], strict=True):
             parameter.grad = gradient
-        self._slot = slot
+        self._grad_buffer = slot
 
     def _as_parameters(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [distributed_part(part, p) for part, p in zip(parts, self._parameters, strict=True)]
 
-    def _point_gradients_aside(self) -> None:
-        slot = len(self._transport.slots)
+    def _point_gradients_at_scratch(self) -> None:
+        slot = len(self._transport.grad_buffers)
         if len(self._gradients) == slot:
-            self._gradients.append(self._as_parameters(self._aside.views()))
-        self._aside.zero()
+            self._gradients.append(self._as_parameters(self._scratch.views()))
+        self._scratch.zero()
         self._point_gradients_at(slot)
 
     def _collect_replaced_gradient(self, index: int, slot: int) -> None:
@@ -524,7 +521,7 @@ class GradientReducer:
 
         def hook(parameter: torch.Tensor) -> None:
             if not self._missing:
-                return  # not the rank's last shard of the step
+                return  # not the rank's last micro-batch of the step
             self._collect_replaced_gradient(index, self._steps[-1].slot)
             self._missing[bucket] -= 1
             while self._next_bucket < self._gradient_buckets and self._missing[self._next_bucket] == 0:
@@ -550,13 +547,13 @@ class GradientReducer:
         bucket = self._buckets[self._next_bucket]
         stretch = slice(bucket.start, bucket.stop)
         for into, other in self._steps[-1].merges:
-            slots = self._transport.slots
+            slots = self._transport.grad_buffers
             slots[into][bucket.dtype][stretch].add_(slots[other][bucket.dtype][stretch])
         self._transport.launch(self._next_bucket)
         self._next_bucket += 1
 
 
-def _zero(slot: Slot) -> None:
+def _zero(slot: GradBuffer) -> None:
     for lane in slot.values():
         lane.zero_()
 
@@ -580,7 +577,7 @@ def make_transport(
         timeout_s: how long a rank may keep the others waiting.
     """
     if world.world_size == 1:
-        return LocalTransport(plan.slots[0], lanes, world.device)
+        return LocalTransport(plan.grad_buffers[0], lanes, world.device)
     if supported(world):
         try:
             return SharedMemoryTransport(world, plan, lanes, header_length, timeout_s)

@@ -1,13 +1,13 @@
-"""The order in which gradients are summed: pure functions of shard numbers.
+"""The order in which gradients are summed: pure functions of micro-batch numbers.
 
-``exact`` sums along one binary tree over the shards 0..P-1 (P the power of two at or above S),
+``exact`` sums along one binary tree over the micro-batches 0..P-1 (P the power of two at or above S),
 whose nodes are aligned: a node of size 2^k starts at a multiple of 2^k. A rank owns a range of
-shards; the largest whole nodes inside its range can be summed without anybody else, and what is
+micro-batches; the largest whole nodes inside its range can be summed without anybody else, and what is
 left to do for the group is the upper part of the same tree. So the additions, and with them the
-bits, are the same for every number of ranks. A shard that a short batch lacks is absent from
+bits, are the same for every number of ranks. A micro-batch that a short batch lacks is absent from
 every sum.
 
-``fast`` adds a rank's shards from left to right, then the ranks from left to right.
+``allreduce`` adds a rank's micro-batches from left to right, then the ranks from left to right.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["exact", "fast"]
+Kind = Literal["exact", "allreduce"]
 
 
 @dataclass(frozen=True)
-class Node:
-    """A set of neighbouring shards that one rank sums by itself."""
+class Subtree:
+    """A set of neighbouring micro-batches that one rank sums by itself."""
 
     start: int
     size: int
 
     @property
     def stop(self) -> int:
-        """One past the last shard."""
+        """One past the last micro-batch."""
         return self.start + self.size
 
 
 @dataclass(frozen=True)
 class Accumulate:
-    """What a rank does with one shard's gradient.
+    """What a rank does with one micro-batch's gradient.
 
     Attributes:
         slot: the buffer that takes it.
@@ -51,7 +51,7 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Combine:
-    """How the group finishes the sum over all ranks' nodes, numbered in shard order.
+    """How the group finishes the sum over all ranks' nodes, numbered in micro-batch order.
 
     Attributes:
         additions: ``(into, other)`` pairs of node numbers, in order.
@@ -64,115 +64,117 @@ class Combine:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Who sums what: ``num_shards`` shards shared among ``world_size`` ranks.
+    """Who sums what: ``num_microbatches`` micro-batches shared among ``world_size`` ranks.
 
     Attributes:
-        shares: the number of shards of each rank, 0 for a spare; by default equally many. Ranges follow
+        shares: the number of micro-batches of each rank, 0 for a spare; by default equally many. Ranges follow
             each other in the order of the ranks.
-        in_rounds: shard k is rank k % W's instead, so that the shards of a round are neighbours.
+        interleaved: micro-batch k is rank k % W's instead, so that the micro-batches of a round are neighbours.
     """
 
-    num_shards: int
+    num_microbatches: int
     world_size: int
     kind: Kind = "exact"
-    shares: tuple[int, ...] = ()
-    in_rounds: bool = False
+    work_split: tuple[int, ...] = ()
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.in_rounds:
-            assert not self.shares
-            counts = (len(range(r, self.num_shards, self.world_size)) for r in range(self.world_size))
-            object.__setattr__(self, "shares", tuple(counts))
-        if not self.shares:
-            assert 1 <= self.world_size <= self.num_shards
-            object.__setattr__(self, "shares", equal_shares(self.num_shards, self.world_size))
-        assert len(self.shares) == self.world_size
-        assert min(self.shares) >= 0
-        assert sum(self.shares) == self.num_shards
+        if self.interleaved:
+            assert not self.work_split
+            counts = (len(range(r, self.num_microbatches, self.world_size)) for r in range(self.world_size))
+            object.__setattr__(self, "work_split", tuple(counts))
+        if not self.work_split:
+            assert 1 <= self.world_size <= self.num_microbatches
+            object.__setattr__(self, "work_split", equal_work_split(self.num_microbatches, self.world_size))
+        assert len(self.work_split) == self.world_size
+        assert min(self.work_split) >= 0
+        assert sum(self.work_split) == self.num_microbatches
 
-    def shards_of(self, rank: int) -> range:
-        """The shards that ``rank`` computes."""
-        if self.in_rounds:
-            return range(rank, self.num_shards, self.world_size)
-        return range(self.first_shards[rank], self.first_shards[rank] + self.shares[rank])
+    def microbatches_of(self, rank: int) -> range:
+        """The micro-batches that ``rank`` computes."""
+        if self.interleaved:
+            return range(rank, self.num_microbatches, self.world_size)
+        return range(self.first_microbatches[rank], self.first_microbatches[rank] + self.work_split[rank])
 
     @functools.cached_property
-    def first_shards(self) -> tuple[int, ...]:
+    def first_microbatches(self) -> tuple[int, ...]:
         """Where each rank's range begins."""
-        return (0, *itertools.accumulate(self.shares[:-1]))
+        return (0, *itertools.accumulate(self.work_split[:-1]))
 
     @functools.cached_property
-    def computing(self) -> tuple[int, ...]:
-        """The ranks that have shards."""
-        return tuple(rank for rank, share in enumerate(self.shares) if share)
+    def active(self) -> tuple[int, ...]:
+        """The ranks that have micro-batches."""
+        return tuple(rank for rank, share in enumerate(self.work_split) if share)
 
     @functools.cached_property
-    def nodes(self) -> tuple[tuple[Node, ...], ...]:
+    def subtrees(self) -> tuple[tuple[Subtree, ...], ...]:
         """Each rank's nodes; a node lives in the slot of its position in this tuple."""
-        ranges = (self.shards_of(rank) for rank in range(self.world_size))
-        if self.in_rounds:
-            return tuple(tuple(Node(shard, 1) for shard in shards) for shards in ranges)
-        if self.kind == "fast":
-            return tuple((Node(shards.start, len(shards)),) if shards else () for shards in ranges)
-        return tuple(whole_subtrees(shards) for shards in ranges)
+        ranges = (self.microbatches_of(rank) for rank in range(self.world_size))
+        if self.interleaved:
+            return tuple(tuple(Subtree(microbatch, 1) for microbatch in microbatches) for microbatches in ranges)
+        if self.kind == "allreduce":
+            return tuple(
+                (Subtree(microbatches.start, len(microbatches)),) if microbatches else () for microbatches in ranges
+            )
+        return tuple(whole_subtrees(microbatches) for microbatches in ranges)
 
     @functools.cached_property
-    def slots(self) -> tuple[int, ...]:
+    def grad_buffers(self) -> tuple[int, ...]:
         """How many gradient buffers each rank needs at most; a spare needs one, for the total."""
         return tuple(
             max((position + _depth(node, self.kind) for position, node in enumerate(nodes)), default=1)
-            for nodes in self.nodes
+            for nodes in self.subtrees
         )
 
     def accumulation(self, rank: int, present: Sequence[int]) -> tuple[Accumulate, ...]:
-        """What ``rank`` does with each of its ``present`` shards, in that order."""
-        return _accumulation(self.nodes[rank], tuple(present), self.kind)
+        """What ``rank`` does with each of its ``present`` micro-batches, in that order."""
+        return _accumulation(self.subtrees[rank], tuple(present), self.kind)
 
-    def kept_between_rounds(self, ranks: int) -> int:
-        """How many sums rank 0 holds at most while it waits, if its shards come from ``ranks`` at a time."""
+    def kept_between_micro_steps(self, ranks: int) -> int:
+        """How many sums rank 0 holds at most while it waits, if its micro-batches come from ``ranks`` at a time."""
         open_sums: set[int] = set()
         most = 0
-        for number, step in enumerate(self.accumulation(0, self.shards_of(0)), start=1):
+        for number, step in enumerate(self.accumulation(0, self.microbatches_of(0)), start=1):
             open_sums.add(step.slot)
             open_sums.difference_update(other for _, other in step.merges)
-            if number % ranks == 0 and number < self.num_shards:
+            if number % ranks == 0 and number < self.num_microbatches:
                 most = max(most, len(open_sums))
         return most
 
     def combination(self, present: tuple[bool, ...]) -> Combine:
         """How the nodes of all ranks are added up, given which of them hold anything."""
-        return _combination(tuple(n for nodes in self.nodes for n in nodes), present, self.kind)
+        return _combination(tuple(n for nodes in self.subtrees for n in nodes), present, self.kind)
 
 
-def equal_shares(num_shards: int, ranks: int) -> tuple[int, ...]:
+def equal_work_split(num_microbatches: int, ranks: int) -> tuple[int, ...]:
     """Shares that differ by at most one."""
-    bounds = [rank * num_shards // ranks for rank in range(ranks + 1)]
+    bounds = [rank * num_microbatches // ranks for rank in range(ranks + 1)]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
 
-def whole_subtrees(shards: range) -> tuple[Node, ...]:
-    """Cut a range of shards into the fewest aligned nodes, from left to right."""
+def whole_subtrees(microbatches: range) -> tuple[Subtree, ...]:
+    """Cut a range of micro-batches into the fewest aligned nodes, from left to right."""
     nodes = []
-    start = shards.start
-    while start < shards.stop:
-        alignment = start & -start if start else 1 << shards.stop.bit_length()
-        size = min(alignment, 1 << (shards.stop - start).bit_length() - 1)
-        nodes.append(Node(start, size))
+    start = microbatches.start
+    while start < microbatches.stop:
+        alignment = start & -start if start else 1 << microbatches.stop.bit_length()
+        size = min(alignment, 1 << (microbatches.stop - start).bit_length() - 1)
+        nodes.append(Subtree(start, size))
         start += size
     return tuple(nodes)
 
 
-def _depth(node: Node, kind: Kind) -> int:
+def _depth(node: Subtree, kind: Kind) -> int:
     # Two neighbouring leaves share a buffer, so a node of 2^k leaves holds at most k open buffers.
-    return 1 if kind == "fast" else max(1, node.size.bit_length() - 1)
+    return 1 if kind == "allreduce" else max(1, node.size.bit_length() - 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _accumulation(nodes: tuple[Node, ...], present: tuple[int, ...], kind: Kind) -> tuple[Accumulate, ...]:
+def _accumulation(nodes: tuple[Subtree, ...], present: tuple[int, ...], kind: Kind) -> tuple[Accumulate, ...]:
     steps: list[Accumulate] = []
     for position, node in enumerate(nodes):
-        leaves = [shard for shard in present if node.start <= shard < node.stop]
-        if kind == "fast":
+        leaves = [microbatch for microbatch in present if node.start <= microbatch < node.stop]
+        if kind == "allreduce":
             steps += [Accumulate(position, leaf == leaves[0], ()) for leaf in leaves]
         else:
             steps += _node_accumulation(position, leaves)
@@ -182,7 +184,7 @@ def _accumulation(nodes: tuple[Node, ...], present: tuple[int, ...], kind: Kind)
 def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
     """Sum one node's present leaves depth first, keeping open partial sums in a stack of buffers."""
     steps: list[Accumulate] = []
-    stack: list[int] = []  # the shard at which each open partial sum starts
+    stack: list[int] = []  # the micro-batch at which each open partial sum starts
     for index, leaf in enumerate(leaves):
         fresh = not (stack and leaf % 2 == 1 and stack[-1] == leaf - 1)
         if fresh:
@@ -202,10 +204,10 @@ def _node_accumulation(first_slot: int, leaves: list[int]) -> list[Accumulate]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _combination(nodes: tuple[Node, ...], present: tuple[bool, ...], kind: Kind) -> Combine:
+def _combination(nodes: tuple[Subtree, ...], present: tuple[bool, ...], kind: Kind) -> Combine:
     held = [number for number, there in enumerate(present) if there]
     assert held, "a step without a single sample"
-    if kind == "fast":
+    if kind == "allreduce":
         return Combine(tuple((held[0], number) for number in held[1:]), held[0])
     additions: list[tuple[int, int]] = []
 

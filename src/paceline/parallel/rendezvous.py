@@ -34,7 +34,7 @@ _RETRY_S = 0.02
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousInfo:
     """What all ranks of a world know once they have met.
 
     Attributes:
@@ -49,14 +49,14 @@ class Meeting:
 
 
 @contextmanager
-def met(
+def rendezvous(
     environment: Environment,
     member: Mapping[str, Any],
     *,
     generation: int,
     interface: str | None,
     timeout_s: float,
-) -> Iterator[Meeting]:
+) -> Iterator[RendezvousInfo]:
     """Find the store, wait for all ranks, and leave nothing behind at exit.
 
     Raises:
@@ -86,7 +86,7 @@ def _meet(
     generation: int,
     deadline: float,
     timeout_s: float,
-) -> Meeting:
+) -> RendezvousInfo:
     """Agree on a term that no earlier incarnation of any rank has used, and exchange ``member``.
 
     torchrun's agent keeps one store while it restarts its workers, and counts restarts for each machine
@@ -109,12 +109,10 @@ def _meet(
         store.set(f"confirm/{term}/{rank}", hello)
         roster = _wait_for(store, f"roster/{term}", world_size, f"confirm/{term}", deadline, timeout_s)
     document = json.loads(roster)
-    return Meeting(PrefixStore(f"gen{term}", store), document["generation"], tuple(document["members"]))
+    return RendezvousInfo(PrefixStore(f"gen{term}", store), document["generation"], tuple(document["members"]))
 
 
-def _confirmed_hellos(
-    store: Store, world_size: int, term: int, deadline: float, timeout_s: float
-) -> list[str]:
+def _confirmed_hellos(store: Store, world_size: int, term: int, deadline: float, timeout_s: float) -> list[str]:
     acknowledged: dict[int, bytes] = {}
     confirmed: dict[int, str] = {}
     while len(confirmed) < world_size - 1:
@@ -134,9 +132,7 @@ def _confirmed_hellos(
     return [confirmed[rank] for rank in range(1, world_size)]
 
 
-def _wait_for(
-    store: Store, key: str, world_size: int, arrivals: str, deadline: float, timeout_s: float
-) -> str:
+def _wait_for(store: Store, key: str, world_size: int, arrivals: str, deadline: float, timeout_s: float) -> str:
     try:
         # A little longer than rank 0 waits, so that it is the one to say who is missing.
         store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic()) + 1))
@@ -176,14 +172,14 @@ def _served_store(environment: Environment, interface: str | None, timeout_s: fl
                 wait_for_workers=False,
                 master_listen_fd=os.dup(listener.fileno()),
             )
-        token = secrets.token_hex(16) if _meets_by_file(environment) else environment.job_id or ""
+        token = secrets.token_hex(16) if _uses_file(environment) else environment.job_id or ""
         store.set(_TOKEN, token)
         _SERVED[key] = store, token
     store, token = _SERVED[key]
-    if not _meets_by_file(environment):
+    if not _uses_file(environment):
         yield store
         return
-    place = _meeting_file(environment)
+    place = _rendezvous_file(environment)
     write_atomically(place, json.dumps({"port": store.port, "token": token}).encode())
     try:
         yield store
@@ -191,20 +187,20 @@ def _served_store(environment: Environment, interface: str | None, timeout_s: fl
         place.unlink(missing_ok=True)
 
 
-def _meets_by_file(environment: Environment) -> bool:
-    return environment.one_machine and (environment.master_addr is None or environment.master_port is None)
+def _uses_file(environment: Environment) -> bool:
+    return environment.is_single_node and (environment.master_addr is None or environment.master_port is None)
 
 
 def _bound_listener(environment: Environment, interface: str | None) -> socket.socket:
     if environment.listen_fd is not None:
         return inherited_socket(environment.listen_fd)
-    if _meets_by_file(environment):
+    if _uses_file(environment):
         return bound_socket(LOOPBACK, 0)
     if environment.master_addr is not None and environment.master_port is not None:
         host, ports = environment.master_addr, [environment.master_port]
     else:
         host, ports = "", _agreed_ports(environment)
-    if environment.one_machine or is_loopback(host):
+    if environment.is_single_node or is_loopback(host):
         host = LOOPBACK
     else:
         host = meeting_address(host, interface)
@@ -235,9 +231,7 @@ def _found_store(environment: Environment, deadline: float, timeout_s: float) ->
                     is_master=False,
                     timeout=timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic()))),
                 )
-                if environment.uses_agent_store or (
-                    store.check([_TOKEN]) and store.get(_TOKEN).decode() == token
-                ):
+                if environment.uses_agent_store or (store.check([_TOKEN]) and store.get(_TOKEN).decode() == token):
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store
             except (OSError, DistError):
@@ -245,7 +239,7 @@ def _found_store(environment: Environment, deadline: float, timeout_s: float) ->
         _pause(environment, deadline, timeout_s)
 
 
-def settled(
+def agree_once(
     environment: Environment,
     key: str,
     decide: Callable[[], str],
@@ -286,11 +280,11 @@ def _candidates(environment: Environment) -> list[tuple[str, int, str]]:
     """Where rank 0's store may be: host, port, and what it must hold to be ours."""
     token = environment.job_id or ""
     if environment.master_addr is not None and environment.master_port is not None:
-        local = environment.one_machine and not environment.uses_agent_store
+        local = environment.is_single_node and not environment.uses_agent_store
         return [(LOOPBACK if local else environment.master_addr, environment.master_port, token)]
-    if _meets_by_file(environment):
+    if _uses_file(environment):
         try:
-            place = json.loads(_meeting_file(environment).read_bytes())
+            place = json.loads(_rendezvous_file(environment).read_bytes())
             return [(LOOPBACK, int(place["port"]), str(place["token"]))]
         except FileNotFoundError:
             return []
@@ -318,7 +312,7 @@ def _agreed_ports(environment: Environment) -> list[int]:
     return [job_port(environment.job_id, attempt) for attempt in range(8)]
 
 
-def _meeting_file(environment: Environment) -> Path:
+def _rendezvous_file(environment: Environment) -> Path:
     """The file that names rank 0's port, in a directory that only this user can enter."""
     directory = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)

@@ -17,7 +17,7 @@ from paceline.core.errors import TaskError
 
 
 @contextmanager
-def mixing_explained() -> Iterator[None]:
+def explain_dtensor_mixing() -> Iterator[None]:
     """Say what to do where a model uses a split layer's weight past the layer itself.
 
     Raises:
@@ -52,7 +52,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Keep this rank's part of a state as one process has it; all ranks call this together."""
 
 
-def gathered(state: Any, *, keep: bool = True) -> Any:
+def gather_full(state: Any, *, keep: bool = True) -> Any:
     """The same state with every distributed tensor whole, on the CPU; all ranks call this together.
 
     Args:
@@ -63,9 +63,9 @@ def gathered(state: Any, *, keep: bool = True) -> Any:
         whole = state.full_tensor()
         return whole.detach().cpu() if keep else None
     if isinstance(state, Mapping):
-        return {name: gathered(value, keep=keep) for name, value in state.items()}
+        return {name: gather_full(value, keep=keep) for name, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(gathered(value, keep=keep) for value in state)
+        return type(state)(gather_full(value, keep=keep) for value in state)
     return state
 
 
@@ -77,7 +77,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     now = module.state_dict()
     module.load_state_dict(
-        {name: laid_out(value, now[name]) if name in now else value for name, value in state.items()}
+        {name: distribute_like(value, now[name]) if name in now else value for name, value in state.items()}
     )
 
 
@@ -88,14 +88,14 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     laid = {
-        number: {name: laid_out(value, parameters[int(number)]) for name, value in values.items()}
+        number: {name: distribute_like(value, parameters[int(number)]) for name, value in values.items()}
         for number, values in state["state"].items()
         if not parameters[int(number)].is_meta  # another rank holds it
     }
     optimizer.load_state_dict({**state, "state": laid})
 
 
-def laid_out(value: Any, like: Any) -> Any:
+def distribute_like(value: Any, like: Any) -> Any:
     """A whole tensor, distributed as ``like`` is, or on ``meta`` where another rank holds it.
 
     Anything else is returned as it is. No rank needs another for it.
@@ -109,7 +109,7 @@ def laid_out(value: Any, like: Any) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     if not is_distributed(tensor):
         return tensor

@@ -21,7 +21,7 @@ from paceline.parallel.reduction_tree import Kind
 # --- How a model lies on the ranks ---
 
 
-class Rehearsal(Protocol):
+class ExampleBatchProvider(Protocol):
     """What may be tried of a task before its model is laid out."""
 
     def parts(self, module: nn.Module) -> Sequence[Any] | None:
@@ -31,14 +31,14 @@ class Rehearsal(Protocol):
         """The loss of a micro-batch of the training data."""
 
 
-class Placement(Protocol):
+class ParameterLayout(Protocol):
     """Lays a model out before anything is built from its parameters.
 
     Attributes:
         in_step: whether whoever calls the model needs the other ranks to call theirs.
     """
 
-    in_step: bool
+    is_collective: bool
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         """The model as this rank is to hold it, on its device; all ranks call this together.
@@ -51,7 +51,7 @@ class Placement(Protocol):
             ConfigError: the model cannot be laid out so.
         """
 
-    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         """A second model, laid out as the first and equal to it, that is only evaluated; all ranks together.
 
         Args:
@@ -60,7 +60,7 @@ class Placement(Protocol):
             device: this rank's.
         """
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         """What steps in place of the optimizers that were built for the model, by name.
 
         That is often they themselves. They have no state yet. All ranks call this together.
@@ -69,7 +69,7 @@ class Placement(Protocol):
             ConfigError: they cannot work so.
         """
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
+    def full(self, state: Any, *, keep: bool) -> Any:
         """A state, or a part of one, as one process would have it; all ranks call this together.
 
         Args:
@@ -81,16 +81,16 @@ class Placement(Protocol):
         """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
 
 
-class InTurn:
+class ComposedLayout:
     """One layout after the other, inner ones last: layers are split before their parts are sharded.
 
     Args:
         layouts: what lays out, the one of the outermost axis of the mesh first.
     """
 
-    in_step = True
+    is_collective = True
 
-    def __init__(self, layouts: Sequence[Placement]) -> None:
+    def __init__(self, layouts: Sequence[ParameterLayout]) -> None:
         self._layouts = layouts
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
@@ -98,45 +98,45 @@ class InTurn:
             module = layout.place(module, device)
         return module
 
-    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("layers that are split have no moving average")
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         for layout in self._layouts:
-            optimizers = layout.take_optimizers(optimizers)
+            optimizers = layout.wrap_optimizers(optimizers)
         return optimizers
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
+    def full(self, state: Any, *, keep: bool) -> Any:
         for layout in reversed(self._layouts):
-            state = layout.whole(state, keep=keep)
+            state = layout.full(state, keep=keep)
         return state
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         self._layouts[0].clip_gradients(module, max_norm)
 
 
-class Whole:
+class Replicated:
     """Every rank holds the whole model."""
 
-    in_step = False
+    is_collective = False
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module.to(device)
 
-    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         return deepcopy(like)
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         return optimizers
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
+    def full(self, state: Any, *, keep: bool) -> Any:
         return state
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         clip_gradients(module.parameters(), max_norm)
 
 
-# --- What a strategy answers: which shards are mine, and how a step's contributions become one ---
+# --- What a strategy answers: which micro-batches are mine, and how a step's contributions become one ---
 
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -148,7 +148,7 @@ class StrategyOptions:
     """What every strategy is built with.
 
     Attributes:
-        shares: the number of shards of each rank that has data of its own; together S.
+        shares: the number of micro-batches of each rank that has data of its own; together S.
         kind: the order in which gradients are summed.
         row_length: numbers that a rank adds to a step's sums.
         timeout_s: how long a rank may keep the others waiting.
@@ -158,7 +158,7 @@ class StrategyOptions:
         directory: the run's; rank 0 may write to it.
     """
 
-    shares: tuple[int, ...]
+    work_split: tuple[int, ...]
     kind: Kind
     row_length: int
     timeout_s: float
@@ -168,66 +168,66 @@ class StrategyOptions:
     directory: Path
 
 
-class ShardWork(Protocol):
-    """What a shard's forward and backward are; the trainer knows."""
+class MicrobatchWork(Protocol):
+    """What a micro-batch's forward and backward are; the trainer knows."""
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
-        """The shard's loss, with the randomness of this step and shard.
+        """The micro-batch's loss, with the randomness of this step and micro-batch.
 
         Args:
             model: what the task's ``loss`` is called with.
-            microbatch: the shard's.
-            ahead: by how many steps the shard's step comes after the one under way.
+            microbatch: the micro-batch's.
+            ahead: by how many steps the micro-batch's step comes after the one under way.
 
         Raises:
             TaskError: the loss is none, or nothing can be learned from it.
         """
 
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
-        """The shard's loss with whatever randomness there is; several threads may call this at once.
+        """The micro-batch's loss with whatever randomness there is; several threads may call this at once.
 
         Raises:
             TaskError: as :meth:`forward`.
         """
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward gets it."""
 
-    def done(self) -> None:
-        """The shard's backward has been run, or enqueued."""
+    def backward_done(self) -> None:
+        """The micro-batch's backward has been run, or enqueued."""
 
 
 class Strategy(Protocol):
     """Places a model's work on the ranks and sums a step over them.
 
-    A step is :meth:`begin_step`, :meth:`compute` and :meth:`finish_step`.
+    A step is :meth:`begin_step`, :meth:`run_microbatches` and :meth:`reduce`.
 
     Attributes:
         module: the model itself, whose state is saved.
         model: what the task's ``loss`` is called with (it may be wrapped or compiled).
-        shards: the shards that this rank computes.
-        spare_rounds: how many more forwards and backwards, weighing nothing, this rank must run in the step
-            after those of its shards, because the others wait for it in theirs.
+        microbatches: the micro-batches that this rank computes.
+        num_dummy_steps: how many more forwards and backwards, weighing nothing, this rank must run in the step
+            after those of its micro-batches, because the others wait for it in theirs.
         overlaps_steps: the next step's first forwards may run before this step's end: see :meth:`go_on`.
         figures: what there is to tell of how the work went, for the run's result, by name.
     """
 
     module: nn.Module
     model: nn.Module
-    shards: range
+    microbatches: range
 
     overlaps_steps: bool
 
     @property
-    def spare_rounds(self) -> int: ...
+    def num_dummy_steps(self) -> int: ...
 
     @property
-    def figures(self) -> Mapping[str, Any]: ...
+    def stats(self) -> Mapping[str, Any]: ...
 
     def begin_step(self, present: Sequence[int]) -> None:
-        """Start a step in which this rank computes the shards ``present``."""
+        """Start a step in which this rank computes the micro-batches ``present``."""
 
-    def go_on(self, following: Sequence[MicroBatch]) -> None:
+    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
         """In the step that was begun: another one follows at once; called where steps may overlap.
 
         Where this is not called, all ranks have done the step when they finish it, and nothing of another.
@@ -236,18 +236,18 @@ class Strategy(Protocol):
             following: what this rank computes in the next step.
         """
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
-        """Forward and backward of this rank's shards, and what they add to the step's sums."""
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
+        """Forward and backward of this rank's micro-batches, and what they add to the step's sums."""
 
-    def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+    def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
         """Forward and backward of one of the rounds that weigh nothing.
 
         Args:
             loss: called with the model.
         """
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
-        """Sum over all shards; gradients and buffers then hold the step's means on every rank.
+    def reduce(self, row: Sequence[float]) -> StepSums:
+        """Sum over all micro-batches; gradients and buffers then hold the step's means on every rank.
 
         In a step that another one overlaps with, the rows are those of the step before it, or none: all
         ranks see the same, and none waits for another.
@@ -259,7 +259,7 @@ class Strategy(Protocol):
             PeerLostError: a rank went away.
         """
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         """Undo what a step that cannot be finished has changed in the module."""
 
     def close(self) -> None:

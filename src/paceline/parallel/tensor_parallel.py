@@ -24,18 +24,18 @@ from paceline.data.order import derive_key
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
 from paceline.parallel.microbatches import ReducerStrategy
-from paceline.parallel.sharded_state import gathered, mixing_explained
-from paceline.parallel.strategy import ShardWork
+from paceline.parallel.sharded_state import explain_dtensor_mixing, gather_full
+from paceline.parallel.strategy import MicrobatchWork
 from paceline.parallel.tp_autoplan import (
-    described,
-    found_plan,
+    describe_tp_plan,
+    find_tied_parameters,
+    infer_tp_plan,
     is_shard,
-    named_plan,
     require_equal_parts,
     require_whole_heads,
-    tied,
+    tp_plan_from_task,
 )
-from paceline.parallel.world import Mesh, lost_peers_reported
+from paceline.parallel.world import ParallelDims, translate_peer_errors
 
 # --- Randomness in the parts of a model where each rank of a tensor-parallel copy holds other features ---
 
@@ -43,10 +43,10 @@ from paceline.parallel.world import Mesh, lost_peers_reported
 _TAG = 15  # beside those of paceline.training.reproducibility
 
 
-class PartedRandomness:
+class ShardedRNGTracker:
     """Has the ranks draw different numbers where they hold different parts, and else the same.
 
-    All ranks of a copy begin a shard with the same generator. From a layer that splits its output to the
+    All ranks of a copy begin a micro-batch with the same generator. From a layer that splits its output to the
     one that takes the parts in, each goes on with a generator of its own, which follows from where the
     common one stands, from the layer and from the rank; then with the common one, as if nothing had been
     drawn. So what is drawn outside of split parts is what one process draws.
@@ -122,13 +122,11 @@ class TensorParallel:
         along_sequence: also split what lies between the layers, as the task says.
     """
 
-    in_step = True
+    is_collective = True
 
-    def __init__(self, mesh: Mesh, task: Task, *, along_sequence: bool) -> None:
+    def __init__(self, mesh: ParallelDims, task: Task, *, along_sequence: bool) -> None:
         if mesh.device_mesh is None:
-            raise ConfigError(
-                "--strategy tp splits layers over processes, but there is one. Use --strategy single."
-            )
+            raise ConfigError("--strategy tp splits layers over processes, but there is one. Use --strategy single.")
         self._world = mesh.world
         self._mesh = mesh.device_mesh["tp"]
         self._task = task
@@ -172,7 +170,7 @@ class TensorParallel:
         """Split the layers that are here: those whose parameters are not on the ``meta`` device."""
         layers = {name: module.get_submodule(name) for name in self._plan}
         here = {name: style for name, style in self._plan.items() if _is_here(layers[name])}
-        shared = tied(module)
+        shared = find_tied_parameters(module)
         try:
             # Every rank has the whole; none has to be told.
             parallelize_module(module, self._mesh, here, src_data_rank=None)
@@ -180,7 +178,7 @@ class TensorParallel:
             raise TaskError(f"{type(self._task).__name__}.tensor_parallel_plan: {error}") from error
         _tie(module, shared)
         require_equal_parts(module, self.degree)
-        PartedRandomness(
+        ShardedRNGTracker(
             module,
             [layers[name] for name, style in self._plan.items() if _splits_output(style)],
             [layers[name] for name, style in self._plan.items() if _takes_split_input(style)],
@@ -195,16 +193,16 @@ class TensorParallel:
         # A transformer layer's short cut in evaluations reads its layers' weights past their own code.
         torch.backends.mha.set_fastpath_enabled(False)
         if self._world.rank == 0:
-            _log.info("%s", described(module, self._plan, self.degree))
+            _log.info("%s", describe_tp_plan(module, self._plan, self.degree))
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         return optimizers  # their state follows the parameters
 
-    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("layers that are split have no moving average")
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
-        return gathered(state, keep=keep)
+    def full(self, state: Any, *, keep: bool) -> Any:
+        return gather_full(state, keep=keep)
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         clip_gradients(module.parameters(), max_norm)
@@ -221,25 +219,25 @@ class TensorParallel:
         else:
             given, where = task.tensor_parallel_plan(module), "tensor_parallel_plan"
         if given is None:
-            return found_plan(module, self._mesh.size())
-        plan = named_plan(given, module, f"{type(task).__name__}.{where}")
+            return infer_tp_plan(module, self._mesh.size())
+        plan = tp_plan_from_task(given, module, f"{type(task).__name__}.{where}")
         require_whole_heads(module, plan, self._mesh.size())
         return plan
 
 
 class TP(ReducerStrategy):
-    """Every rank of a copy of the model computes the copy's shards, each its part of the layers.
+    """Every rank of a copy of the model computes the copy's micro-batches, each its part of the layers.
 
     What a rank holds of the gradients is summed over the copies, by the reducer.
     """
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
-        activity = self._mesh.world.activity
+    def compute(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
+        activity = self._mesh.world.progress_tracker
         # Somewhere in each layer, forward and backward.
-        activity.enter("all-reduce")
-        with lost_peers_reported(), mixing_explained():
-            super().compute(microbatches, work)
-        activity.leave()
+        activity.begin_collective("all-reduce")
+        with translate_peer_errors(), explain_dtensor_mixing():
+            super().run_microbatches(microbatches, work)
+        activity.end_collective()
 
 
 def _tie(module: nn.Module, shared: Mapping[int, Sequence[tuple[str, str]]]) -> None:

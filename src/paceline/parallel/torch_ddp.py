@@ -12,10 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.microbatches import SummedElsewhere, compiled
+from paceline.parallel.microbatches import ExternalReduceStrategy, compile_model
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.strategy import StrategyOptions
-from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- Compressed gradients for ``DistributedDataParallel`` (``--comm-hook``), by torch's own hooks ---
 #
@@ -97,7 +97,7 @@ class PowerSGD:
         self._last = answer if self._world.backend == "gloo" and not bucket.is_last() else None
         return answer
 
-    def gathered(self) -> dict[str, Any]:
+    def gather_state(self) -> dict[str, Any]:
         """All ranks' memory, on the first rank; all of them call this together.
 
         Raises:
@@ -105,7 +105,7 @@ class PowerSGD:
         """
         errors, factors = self._by_parameter()
         of_all: dict[str, torch.Tensor] = {}
-        with lost_peers_reported():
+        with translate_peer_errors():
             for name, parameter in self._named.items():
                 if id(parameter) in errors:
                     of_all[name] = self._of_all_ranks(errors[id(parameter)] / self._scale)
@@ -201,11 +201,11 @@ def _columns(parameter: torch.Tensor) -> int:
     return parameter.numel() // max(1, parameter.shape[0])
 
 
-# --- Data parallelism by torch's own ``DistributedDataParallel`` (``--reduction torch``, ``--comm-hook``) ---
+# --- Data parallelism by torch's own ``DistributedDataParallel`` (``--reduction ddp``, ``--comm-hook``) ---
 
 
-class TorchDDP(SummedElsewhere):
-    """``DistributedDataParallel`` sums the gradients while the backward of a rank's last shard runs.
+class TorchDDP(ExternalReduceStrategy):
+    """``DistributedDataParallel`` sums the gradients while the backward of a rank's last micro-batch runs.
 
     Args:
         module, mesh, options: as for every strategy.
@@ -222,16 +222,16 @@ class TorchDDP(SummedElsewhere):
     def __init__(
         self,
         module: nn.Module,
-        mesh: Mesh,
+        mesh: ParallelDims,
         options: StrategyOptions,
         hook: str = "none",
         powersgd_rank: int = 1,
     ) -> None:
         world = mesh.world
         if world.world_size == 1:
-            option = "--reduction torch" if hook == "none" else f"--comm-hook {hook}"
+            option = "--reduction ddp" if hook == "none" else f"--comm-hook {hook}"
             raise ConfigError(f"{option} needs at least two processes; with one, leave it out.")
-        plan = ReductionPlan(sum(options.shares), world.world_size, "fast", options.shares)
+        plan = ReductionPlan(sum(options.work_split), world.world_size, "allreduce", options.work_split)
         super().__init__(module, mesh, plan, options)
         self._ddp = DistributedDataParallel(
             module,
@@ -239,7 +239,7 @@ class TorchDDP(SummedElsewhere):
             forward_sync_buffers=False,  # the reducer takes their mean
             gradient_as_bucket_view=True,
             # Its static graph fails an assertion of torch's where a backward is not followed by a sum.
-            static_graph=options.static_graph and max(options.shares) == 1,
+            static_graph=options.static_graph and max(options.work_split) == 1,
         )
         self._scale = 1.0
         self.powersgd: PowerSGD | None = None
@@ -252,21 +252,21 @@ class TorchDDP(SummedElsewhere):
             self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
         elif hook != "none":
             register(self._ddp, world.group, hook)
-        self.model = compiled(self._ddp) if options.compile else self._ddp
+        self.model = compile_model(self._ddp) if options.compile else self._ddp
         self._world = world
 
-    def _begin_shard(self) -> None:
-        super()._begin_shard()
-        # Gradients travel with the rank's last shard, as under DDP.no_sync().
-        self._ddp.require_backward_grad_sync = self._rounds_left == 0
+    def _begin_microbatch(self) -> None:
+        super()._begin_microbatch()
+        # Gradients travel with the rank's last micro-batch, as under DDP.no_sync().
+        self._ddp.require_backward_grad_sync = self._micro_steps_left == 0
 
     def backward(self, loss: torch.Tensor) -> None:
-        if self._rounds_left == 0:
-            self._world.activity.enter("all-reduce")  # somewhere in it, DistributedDataParallel does
-        with lost_peers_reported():
+        if self._micro_steps_left == 0:
+            self._world.progress_tracker.begin_collective("all-reduce")  # somewhere in it, DistributedDataParallel does
+        with translate_peer_errors():
             super().backward(loss * self._scale)
-        if self._rounds_left == 0:
-            self._world.activity.leave()
+        if self._micro_steps_left == 0:
+            self._world.progress_tracker.end_collective()
 
     def _take_mean(self, gradients: list[torch.Tensor], weight: float) -> None:
         # DDP divides by the number of ranks; what is wanted is the sum over the summed weights.

@@ -144,9 +144,7 @@ class _Flow:
         }
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         self._linears = {
-            name: layer
-            for name, layer in self._modules.items()
-            if type(layer) is nn.Linear and calls[name] == 1
+            name: layer for name, layer in self._modules.items() if type(layer) is nn.Linear and calls[name] == 1
         }
         self._unfit: set[str] = set()
         self._rows: dict[str, _Split] = {}
@@ -224,11 +222,7 @@ class _Flow:
             return split if all(value in self._values for value in node.all_input_nodes) else None
         if node.target is functional.scaled_dot_product_attention:
             first_three = list(node.args[:3])
-            return (
-                split
-                if len(first_three) == 3 and _all_in(first_three, self._values) and split.dim < -2
-                else None
-            )
+            return split if len(first_three) == 3 and _all_in(first_three, self._values) and split.dim < -2 else None
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         move = _MOVES.get(name)
         return None if move is None else move(node, split)
@@ -246,12 +240,7 @@ def _arguments(node: fx.Node, names: Sequence[str]) -> list[Any]:
 def _unflatten(node: fx.Node, split: _Split) -> _Split | None:
     dim, sizes = _arguments(node, ("dim", "sizes"))
     ndim = split.ndim if dim < 0 else dim + 1
-    if (
-        split.dim != -1
-        or split.width != 1
-        or split.ndim not in (None, ndim)
-        or dim not in (-1, (ndim or 0) - 1)
-    ):
+    if split.dim != -1 or split.width != 1 or split.ndim not in (None, ndim) or dim not in (-1, (ndim or 0) - 1):
         return None
     return _in_heads(split, tuple(sizes), None if ndim is None else ndim + 1)
 
@@ -306,7 +295,7 @@ _MOVES: dict[str, Callable[[fx.Node, _Split], _Split | None]] = {
 Plan = Mapping[str, ParallelStyle]
 
 
-def found_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
+def infer_tp_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
     """How the layers of a model can be split: pairs of layers, embeddings, and linear layers by themselves.
 
     Raises:
@@ -322,7 +311,7 @@ def found_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
         style = None if name in plan or not name else _alone(layer, degree)
         if style is not None:
             plan[name] = style
-    for owners in tied(module).values():
+    for owners in find_tied_parameters(module).values():
         # What two layers share has to be split in one way.
         ways = {_split_dim(module.get_submodule(name), plan.get(name)) for name, _ in owners}
         if len(ways) > 1:
@@ -336,7 +325,7 @@ def found_plan(module: nn.Module, degree: int) -> dict[str, ParallelStyle]:
     return plan
 
 
-def described(module: nn.Module, plan: Plan, degree: int) -> str:
+def describe_tp_plan(module: nn.Module, plan: Plan, degree: int) -> str:
     """What is split, and how, in a line; numbered blocks are named once."""
     parameters = [parameter for parameter in module.parameters() if not parameter.is_meta]  # of other stages
     split = sum(p.numel() for p in parameters if isinstance(p, DTensor) and any(map(is_shard, p.placements)))
@@ -389,7 +378,7 @@ def _split_dim(layer: nn.Module, style: ParallelStyle | None) -> int | None:
     return int(isinstance(style, ColwiseParallel) == isinstance(layer, nn.Embedding))
 
 
-def named_plan(given: Plan, module: nn.Module, where: str) -> dict[str, ParallelStyle]:
+def tp_plan_from_task(given: Plan, module: nn.Module, where: str) -> dict[str, ParallelStyle]:
     """A task's plan with its patterns written out.
 
     Args:
@@ -423,7 +412,7 @@ def require_whole_heads(module: nn.Module, plan: Plan, degree: int) -> None:
         _require_divisible(pair, found, degree)
 
 
-def tied(module: nn.Module) -> dict[int, list[tuple[str, str]]]:
+def find_tied_parameters(module: nn.Module) -> dict[int, list[tuple[str, str]]]:
     """The parameters that several modules share: for each, the modules' names and what they call it."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, owner in module.named_modules():

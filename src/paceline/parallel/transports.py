@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.core.errors import PeerLostError
 from paceline.parallel.reduction_tree import Combine, ReductionPlan
-from paceline.parallel.world import World, lost_peers_reported
+from paceline.parallel.world import World, translate_peer_errors
 
 # --- How the ranks' partial sums meet: what every transport offers, and the one for a single process ---
 #
@@ -25,7 +25,7 @@ from paceline.parallel.world import World, lost_peers_reported
 # the sum of one node of the :class:`~paceline.parallel.reduction_tree.ReductionPlan`.
 
 
-Slot = dict[torch.dtype, torch.Tensor]
+GradBuffer = dict[torch.dtype, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Bucket:
 class Transport(Protocol):
     """Adds up the slots of all ranks, step after step."""
 
-    slots: list[Slot]
+    grad_buffers: list[GradBuffer]
     """This rank's buffers; after :meth:`reduce` slot 0 holds the total."""
     overlaps: bool
     """Whether :meth:`launch` sends while backward still runs."""
@@ -64,7 +64,7 @@ class LocalTransport:
     overlaps = False
 
     def __init__(self, slots: int, lanes: Mapping[torch.dtype, int], device: torch.device) -> None:
-        self.slots: list[Slot] = [
+        self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in lanes.items()}
             for _ in range(slots)
         ]
@@ -77,16 +77,16 @@ class LocalTransport:
 
     def reduce(self, combine: Combine) -> None:
         for into, other in combine.additions:
-            add_slot(self.slots[into], self.slots[other])
+            add_grad_buffer(self.grad_buffers[into], self.grad_buffers[other])
         if combine.root != 0:
-            for dtype, lane in self.slots[0].items():
-                lane.copy_(self.slots[combine.root][dtype])
+            for dtype, lane in self.grad_buffers[0].items():
+                lane.copy_(self.grad_buffers[combine.root][dtype])
 
     def close(self) -> None:
-        self.slots.clear()
+        self.grad_buffers.clear()
 
 
-def add_slot(into: Slot, other: Slot) -> None:
+def add_grad_buffer(into: GradBuffer, other: GradBuffer) -> None:
     """Add every lane of ``other`` to ``into``."""
     for dtype, lane in into.items():
         lane.add_(other[dtype])
@@ -94,10 +94,10 @@ def add_slot(into: Slot, other: Slot) -> None:
 
 # --- The transport over a process group (gloo or NCCL): several hosts, or GPUs ---
 #
-# Each rank that has shards owns one chunk of every bucket; the chunks are equal, whatever the shares, for
+# Each rank that has micro-batches owns one chunk of every bucket; the chunks are equal, whatever the shares, for
 # a slow processor need not have a slow network. While backward still runs, the others send it their
 # nodes' parts of that chunk; it adds them up in the order of the tree and sends the total back to
-# everybody. Where each rank's shards are one node, the volume is that of a ring all-reduce. A spare
+# everybody. Where each rank's micro-batches are one node, the volume is that of a ring all-reduce. A spare
 # only receives.
 
 
@@ -110,7 +110,7 @@ class _Sending:
 
 
 class GroupTransport:
-    """Sums the slots of all ranks by point-to-point messages (``exact``) or all-reduce (``fast``).
+    """Sums the slots of all ranks by point-to-point messages (``exact``) or all-reduce (``allreduce``).
 
     Args:
         world: the ranks; all of them construct the transport together.
@@ -130,22 +130,22 @@ class GroupTransport:
         self._world = world
         self._plan = plan
         self._buckets = buckets
-        self._nodes = [(rank, slot) for rank, nodes in enumerate(plan.nodes) for slot in range(len(nodes))]
-        self.slots: list[Slot] = [
+        self._nodes = [(rank, slot) for rank, nodes in enumerate(plan.subtrees) for slot in range(len(nodes))]
+        self.grad_buffers: list[GradBuffer] = [
             {dtype: torch.zeros(numel, dtype=dtype, device=world.device) for dtype, numel in lanes.items()}
-            for _ in range(plan.slots[world.rank])
+            for _ in range(plan.grad_buffers[world.rank])
         ]
         self._sent: dict[int, _Sending] = {}
 
     def launch(self, bucket: int) -> None:
-        self._sent[bucket] = self._all_reduce(bucket) if self._plan.kind == "fast" else self._scatter(bucket)
+        self._sent[bucket] = self._all_reduce(bucket) if self._plan.kind == "allreduce" else self._scatter(bucket)
 
     def exchange(self, header: Sequence[float]) -> list[Sequence[float]]:
-        return gathered_headers(self._world, header)
+        return gather_headers(self._world, header)
 
     def reduce(self, combine: Combine) -> None:
         gathering: list[dist.Work] = []
-        with lost_peers_reported():
+        with translate_peer_errors():
             for bucket, sending in sorted(self._sent.items()):
                 _wait(sending.works)
                 if self._plan.kind == "exact":
@@ -157,10 +157,10 @@ class GroupTransport:
 
     def close(self) -> None:
         self._sent.clear()
-        self.slots.clear()
+        self.grad_buffers.clear()
 
     def _all_reduce(self, bucket: int) -> _Sending:
-        with lost_peers_reported():
+        with translate_peer_errors():
             work = dist.all_reduce(self._part(0, bucket), group=self._world.group, async_op=True)
         assert work is not None
         return _Sending([work])
@@ -175,9 +175,7 @@ class GroupTransport:
                 part = self._part(slot, bucket)
                 parts[number] = part[own]
                 sends += [
-                    (part[self._chunk(bucket, owner)], owner, number)
-                    for owner in self._plan.computing
-                    if owner != rank
+                    (part[self._chunk(bucket, owner)], owner, number) for owner in self._plan.active if owner != rank
                 ]
             else:
                 parts[number] = torch.empty_like(self._part(0, bucket)[own])
@@ -191,7 +189,7 @@ class GroupTransport:
         own = result[self._chunk(bucket, rank)]
         if own.data_ptr() != total.data_ptr():
             own.copy_(total)
-        everybody, owners = range(self._world.world_size), self._plan.computing
+        everybody, owners = range(self._world.world_size), self._plan.active
         return self._send_and_receive(
             [(own, peer, number) for peer in everybody if peer != rank],
             [(result[self._chunk(bucket, peer)], peer, number) for peer in owners if peer != rank],
@@ -210,23 +208,23 @@ class GroupTransport:
             for tensor, peer, tag in messages
             if tensor.numel()
         ]
-        with lost_peers_reported():
+        with translate_peer_errors():
             return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def _part(self, slot: int, bucket: int) -> torch.Tensor:
         where = self._buckets[bucket]
-        return self.slots[slot][where.dtype][where.start : where.stop]
+        return self.grad_buffers[slot][where.dtype][where.start : where.stop]
 
     def _chunk(self, bucket: int, rank: int) -> slice:
         """What ``rank`` adds up; nothing where it is a spare."""
-        where, owners = self._buckets[bucket], self._plan.computing
+        where, owners = self._buckets[bucket], self._plan.active
         if rank not in owners:
             return slice(0, 0)
         numel, position = where.stop - where.start, owners.index(rank)
         return slice(position * numel // len(owners), (position + 1) * numel // len(owners))
 
 
-def gathered_headers(world: World, header: Sequence[float]) -> list[Sequence[float]]:
+def gather_headers(world: World, header: Sequence[float]) -> list[Sequence[float]]:
     """Every rank's header, by rank; all ranks call this together.
 
     Raises:
@@ -234,7 +232,7 @@ def gathered_headers(world: World, header: Sequence[float]) -> list[Sequence[flo
     """
     mine = torch.tensor(header, dtype=torch.float64)
     rows = [torch.empty_like(mine) for _ in range(world.world_size)]
-    with lost_peers_reported():
+    with translate_peer_errors():
         dist.all_gather(rows, mine, group=world.group)
     return [row.tolist() for row in rows]
 
@@ -302,46 +300,43 @@ class SharedMemoryTransport:
         header_bytes = _round_up(header_length * 8)
         headers_at = world.world_size * _CACHE_LINE
         slots_at = headers_at + 2 * world.world_size * header_bytes
-        memory = map_shared(world, slots_at + sum(plan.slots) * slot_bytes)
+        memory = map_shared(world, slots_at + sum(plan.grad_buffers) * slot_bytes)
 
         words = memoryview(memory)
         arrivals = words[:headers_at].cast("q")[:: _CACHE_LINE // 8]
         headers = [
-            words[headers_at + r * header_bytes :][: header_length * 8].cast("d")
-            for r in range(2 * world.world_size)
+            words[headers_at + r * header_bytes :][: header_length * 8].cast("d") for r in range(2 * world.world_size)
         ]
         self._headers, self._next_headers = headers[: world.world_size], headers[world.world_size :]
-        all_slots: list[list[Slot]] = []
+        all_slots: list[list[GradBuffer]] = []
         offset = slots_at
-        for slots_of_rank in plan.slots:
+        for slots_of_rank in plan.grad_buffers:
             all_slots.append([])
             for _ in range(slots_of_rank):
-                slot: Slot = {}
+                slot: GradBuffer = {}
                 for dtype, numel in lanes.items():
                     slot[dtype] = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
                     offset += lane_bytes[dtype]
                 all_slots[-1].append(slot)
-        self.slots = all_slots[self._rank]
+        self.grad_buffers = all_slots[self._rank]
 
-        first = plan.first_shards[self._rank]
-        shards = range(first, first + plan.shares[self._rank])
-        self._is_spare = not shards
-        chunks = {dtype: _chunk(numel, shards, plan.num_shards) for dtype, numel in lanes.items()}
+        first = plan.first_microbatches[self._rank]
+        microbatches = range(first, first + plan.work_split[self._rank])
+        self._is_spare = not microbatches
+        chunks = {dtype: _chunk(numel, microbatches, plan.num_microbatches) for dtype, numel in lanes.items()}
         mine = {dtype: chunk for dtype, chunk in chunks.items() if chunk.stop > chunk.start}
         self._node_chunks = [
             [slots[position][dtype][chunk] for dtype, chunk in mine.items()]
-            for slots, nodes in zip(all_slots, plan.nodes, strict=True)
+            for slots, nodes in zip(all_slots, plan.subtrees, strict=True)
             for position in range(len(nodes))
         ]
-        self._result_chunks = [
-            [slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots
-        ]
+        self._result_chunks = [[slots[0][dtype][chunk] for dtype, chunk in mine.items()] for slots in all_slots]
         self._barrier = _SpinBarrier(
             arrivals,
             self._rank,
-            world.all_gather_json(os.getpid()),
+            world.all_gather_object(os.getpid()),
             timeout_s,
-            world.abandoned,
+            world.is_broken,
             at_leisure=self._is_spare,
         )
 
@@ -371,7 +366,13 @@ class SharedMemoryTransport:
     def close(self) -> None:
         # Tensors may still view the mapping (as gradients); it is unmapped when the last one goes.
         self._barrier.close()
-        for views in (self.slots, self._node_chunks, self._result_chunks, self._headers, self._next_headers):
+        for views in (
+            self.grad_buffers,
+            self._node_chunks,
+            self._result_chunks,
+            self._headers,
+            self._next_headers,
+        ):
             views.clear()
 
 
@@ -451,9 +452,7 @@ class _SpinBarrier:
         if self._abandoned():
             raise PeerLostError(f"a rank was lost while rank {self._rank} waited for rank {peer}")
         if time.monotonic() > deadline:
-            raise PeerLostError(
-                f"rank {peer} kept rank {self._rank} waiting for more than {self._timeout_s:g} s", peer
-            )
+            raise PeerLostError(f"rank {peer} kept rank {self._rank} waiting for more than {self._timeout_s:g} s", peer)
 
     def close(self) -> None:
         self._arrivals.release()
@@ -466,10 +465,13 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // _CACHE_LINE) * _CACHE_LINE
 
 
-def _chunk(numel: int, shards: range, num_shards: int) -> slice:
+def _chunk(numel: int, microbatches: range, num_microbatches: int) -> slice:
     """A rank's part of a lane, cut at multiples of 16 elements so that no cache line has two writers."""
     blocks = -(-numel // 16)
-    start, stop = shards.start * blocks // num_shards * 16, shards.stop * blocks // num_shards * 16
+    start, stop = (
+        microbatches.start * blocks // num_microbatches * 16,
+        microbatches.stop * blocks // num_microbatches * 16,
+    )
     return slice(min(start, numel), min(stop, numel))
 
 
@@ -494,7 +496,7 @@ def map_shared(world: World, nbytes: int) -> mmap.mmap:
                 place = f"/proc/{os.getpid()}/fd/{descriptor}"
             except OSError as error:
                 failure = _too_little(nbytes, error)
-        place, failure = world.broadcast_json([place, failure])
+        place, failure = world.broadcast_object([place, failure])
         if not failure and world.rank != 0:
             try:
                 descriptor = os.open(place, os.O_RDWR | os.O_CLOEXEC)
@@ -502,7 +504,7 @@ def map_shared(world: World, nbytes: int) -> mmap.mmap:
             except OSError as error:
                 failure = _too_little(nbytes, error)
         # Also says that everybody has opened it.
-        failures = [text for text in world.all_gather_json(failure) if text]
+        failures = [text for text in world.all_gather_object(failure) if text]
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -21,12 +21,12 @@ from torch import distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import set_debug_level_from_env
 
-from paceline.core.environment import Environment, variables_set
+from paceline.core.environment import Environment, patch_environ
 from paceline.core.errors import ConfigError, PeerLostError
 from paceline.core.parallel_config import DATA_AXES
 from paceline.core.sockets import interface_address, loopback_interface
-from paceline.parallel.progress import Activity
-from paceline.parallel.rendezvous import met
+from paceline.parallel.progress import ProgressTracker
+from paceline.parallel.rendezvous import rendezvous
 from paceline.parallel.sharded_state import is_distributed
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _LOST_PEER = re.compile(
 
 
 @contextmanager
-def lost_peers_reported() -> Iterator[None]:
+def translate_peer_errors() -> Iterator[None]:
     """Turn what torch.distributed raises when a peer is gone into a :class:`PeerLostError`."""
     try:
         yield
@@ -86,16 +86,16 @@ class World:
     backend: str
     generation: int
     one_host: bool
-    abandoned: Callable[[], bool] = lambda: False
-    computing: int | None = None
+    is_broken: Callable[[], bool] = lambda: False
+    active: int | None = None
     subgroup: Callable[[], dist.ProcessGroup] | None = None
-    activity: Activity = field(default_factory=Activity)
-    ending: ExitStack = field(default_factory=ExitStack)
+    progress_tracker: ProgressTracker = field(default_factory=ProgressTracker)
+    cleanup: ExitStack = field(default_factory=ExitStack)
 
     @property
-    def num_computing(self) -> int:
+    def num_active(self) -> int:
         """How many ranks share the work."""
-        return self.world_size if self.computing is None else self.computing
+        return self.world_size if self.active is None else self.active
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -105,7 +105,7 @@ class World:
             return None
         return dist.group.WORLD if self.subgroup is None else self.subgroup()
 
-    def all_gather_json(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (JSON types), by rank.
 
         Raises:
@@ -123,7 +123,7 @@ class World:
             dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(bytes(g[: int(size)].numpy())) for g, size in zip(gathered, sizes, strict=True)]
 
-    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The ``value`` (JSON types) of rank ``source``; the other ranks' is ignored.
 
         Raises:
@@ -167,10 +167,10 @@ class World:
 
     @contextmanager
     def _exchange(self, kind: str) -> Iterator[None]:
-        self.activity.enter(kind)
-        with lost_peers_reported():
+        self.progress_tracker.begin_collective(kind)
+        with translate_peer_errors():
             yield
-        self.activity.leave()
+        self.progress_tracker.end_collective()
 
 
 @contextmanager
@@ -203,14 +203,11 @@ def open_world(
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is already initialised in this process. Let Paceline do it: "
-            "remove init_process_group()."
+            "torch.distributed is already initialised in this process. Let Paceline do it: remove init_process_group()."
         )
     chosen = _choose_device(environment, device)
     if backend == "nccl" and chosen.type != "cuda":
-        raise ConfigError(
-            f"--backend nccl needs GPUs, but the device is {chosen.type}. Use --backend gloo or auto."
-        )
+        raise ConfigError(f"--backend nccl needs GPUs, but the device is {chosen.type}. Use --backend gloo or auto.")
     device_backend = "nccl" if chosen.type == "cuda" and backend != "gloo" else "gloo"
     world = World(
         rank=environment.rank,
@@ -229,7 +226,7 @@ def open_world(
         interface_address(interface)
     collect_at_exit()
     member = {"host": _host_identity(), "gpu": _gpu_identity(chosen)}
-    with met(
+    with rendezvous(
         environment, member, generation=generation, interface=interface, timeout_s=init_timeout_s
     ) as meeting:
         if device_backend == "nccl":
@@ -237,7 +234,7 @@ def open_world(
         one_host = all(m["host"] == member["host"] for m in meeting.members)
         with _communication_variables(interface, one_host, comm_debug):
             try:
-                with lost_peers_reported():
+                with translate_peer_errors():
                     dist.init_process_group(
                         f"cpu:gloo,cuda:{device_backend}" if chosen.type == "cuda" else "gloo",
                         store=meeting.store,
@@ -248,7 +245,7 @@ def open_world(
                 yield replace(world, generation=meeting.generation, one_host=one_host)
             finally:
                 # Also after an error, and at once: the neighbours' pending waits end with it.
-                world.ending.close()
+                world.cleanup.close()
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
@@ -316,7 +313,7 @@ def _communication_variables(interface: str | None, one_host: bool, comm_debug: 
     if comm_debug:
         values |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     try:
-        with variables_set(values):
+        with patch_environ(values):
             set_debug_level_from_env()
             yield
     finally:
@@ -326,12 +323,12 @@ def _communication_variables(interface: str | None, one_host: bool, comm_debug: 
 # --- The ranks as a grid: who of them share the data, and who of them make up one copy of the model ---
 
 
-class Mesh:
+class ParallelDims:
     """The ranks of a world, laid out along named axes.
 
     Attributes:
         world: all ranks.
-        data: this rank and those with the same place in their copies of the model, who share the shards.
+        data: this rank and those with the same place in their copies of the model, who share the micro-batches.
         device_mesh: of all axes; None where all ranks only share the data.
 
     Args:
@@ -347,16 +344,14 @@ class Mesh:
             return
         from torch.distributed.device_mesh import init_device_mesh
 
-        with lost_peers_reported():
-            self.device_mesh = init_device_mesh(
-                world.device.type, tuple(axes.values()), mesh_dim_names=self._axes
-            )
+        with translate_peer_errors():
+            self.device_mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=self._axes)
         # DTensor's caches keep every mesh for ever, and it the groups, though it finds them by their names.
-        world.ending.callback(self.device_mesh._pg_registry.clear)
+        world.cleanup.callback(self.device_mesh._pg_registry.clear)
         if not set(axes) <= set(DATA_AXES):
-            self.data = self.part(DATA_AXES)
+            self.data = self.submesh(DATA_AXES)
 
-    def part(self, names: Sequence[str]) -> World:
+    def submesh(self, names: Sequence[str]) -> World:
         """This rank and those that differ from it only along these axes, as a world of their own."""
         there = tuple(name for name in self._axes if name in names)
         if not there:
@@ -364,14 +359,14 @@ class Mesh:
         assert self.device_mesh is not None
         mesh = self.device_mesh[there]
         if len(there) > 1:
-            with lost_peers_reported():
+            with translate_peer_errors():
                 mesh = mesh._flatten("_".join(there))
         return _part(self.world, mesh.get_local_rank(), mesh.size(), mesh)
 
     @property
-    def alone(self) -> Mesh:
+    def single_rank(self) -> ParallelDims:
         """This rank by itself."""
-        return Mesh(_part(self.world, 0, 1, None), {})
+        return ParallelDims(_part(self.world, 0, 1, None), {})
 
     @property
     def is_flat(self) -> bool:
@@ -379,11 +374,11 @@ class Mesh:
         return self.data is self.world
 
     @property
-    def leads(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Whether this rank speaks for its copy of the model: one rank of each copy does."""
-        return self.is_first_beside(DATA_AXES)
+        return self.is_first_along(DATA_AXES)
 
-    def is_first_beside(self, names: Sequence[str]) -> bool:
+    def is_first_along(self, names: Sequence[str]) -> bool:
         """Whether this rank is the first one along all axes but these."""
         if self.device_mesh is None:
             return set(self._axes) <= set(names) or self.world.rank == 0
@@ -399,16 +394,16 @@ class Mesh:
         """
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world.world_size)]
-        self.world.activity.enter("all-gather")
-        with lost_peers_reported():
+        self.world.progress_tracker.begin_collective("all-gather")
+        with translate_peer_errors():
             dist.all_gather(rows, mine, group=self.world.group)
-        self.world.activity.leave()
+        self.world.progress_tracker.end_collective()
         return [row.tolist() for row in rows]
 
 
 def _part(world: World, rank: int, size: int, mesh: DeviceMesh | None) -> World:
     subgroup = None if mesh is None else partial(_group_of, mesh)
-    return replace(world, rank=rank, world_size=size, computing=None, subgroup=subgroup)
+    return replace(world, rank=rank, world_size=size, active=None, subgroup=subgroup)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

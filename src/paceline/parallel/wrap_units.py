@@ -27,7 +27,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
-def blocks(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> list[nn.Module]:
+def wrap_units(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> list[nn.Module]:
     """The modules below ``module`` that are one block each, inner ones first.
 
     Args:
@@ -56,14 +56,14 @@ def blocks(module: nn.Module, wrap: str, option: str = "--fsdp-wrap") -> list[nn
     return list(reversed(found))
 
 
-def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+def repeated_units(module: nn.Module) -> list[nn.Module]:
     """The members of the model's lists that are made of modules themselves, such as a transformer's blocks.
 
     A list within a list is looked into; what is inside of a block is not.
     """
     found: list[nn.Module] = []
     for child in module.children():
-        inside = repeated_blocks(child)
+        inside = repeated_units(child)
         composite = any(True for _ in child.children()) and any(True for _ in child.parameters())
         listed = isinstance(module, _LISTS) and composite and not isinstance(child, _NEVER_CALLED)
         if listed and not (isinstance(child, _LISTS) and inside):
@@ -73,7 +73,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def untied(module: nn.Module, found: Iterable[nn.Module]) -> list[nn.Module]:
+def exclude_tied(module: nn.Module, found: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of the modules that share no parameter with what lies outside of them.
 
     A parameter that two modules share, each sharded by itself, would become two. What is dropped here is
@@ -156,7 +156,7 @@ def checkpoint_activations(
     Raises:
         ConfigError: the model has no such blocks.
     """
-    chosen = repeated_blocks(module) if wrap == "auto" else blocks(module, wrap, "--checkpoint-blocks")
+    chosen = repeated_units(module) if wrap == "auto" else wrap_units(module, wrap, "--checkpoint-blocks")
     if not chosen:
         there = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ConfigError(

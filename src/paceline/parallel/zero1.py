@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.optim import Optimizer
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.strategy import Whole
-from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.parallel.strategy import Replicated
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 _BUCKET_BYTES = 32 * 2**20
 
 
-class ShardedOptimizers(Whole):
+class ShardedOptimizers(Replicated):
     """Every rank holds the whole model, and a part of the optimizers' state.
 
     Args:
@@ -34,11 +34,10 @@ class ShardedOptimizers(Whole):
         ConfigError: there is only one process.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: ParallelDims) -> None:
         if mesh.world.world_size == 1:
             raise ConfigError(
-                "--strategy zero1 shards the optimizer's state over processes, but there is one. "
-                "Use --strategy single."
+                "--strategy zero1 shards the optimizer's state over processes, but there is one. Use --strategy single."
             )
         self._world = mesh.world
         self._parts: dict[str, _OptimizerPart] = {}
@@ -49,15 +48,15 @@ class ShardedOptimizers(Whole):
         self._world.broadcast_module(module)
         return module
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         self._parts = {name: _OptimizerPart(optimizer, self._world) for name, optimizer in optimizers.items()}
         return optimizers
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
+    def full(self, state: Any, *, keep: bool) -> Any:
         if not (isinstance(state, Mapping) and "optimizers" in state):
             return state
         optimizers = {
-            name: {**part, "state": self._parts[name].gathered(part["state"], keep=keep)}
+            name: {**part, "state": self._parts[name].gather_state(part["state"], keep=keep)}
             for name, part in state["optimizers"].items()
         }
         return {**state, "optimizers": optimizers}
@@ -75,7 +74,7 @@ class _OptimizerPart:
         self._optimizer = optimizer
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._owners = owners([parameter.numel() for parameter in self._parameters], world.world_size)
-        self._aside: list[torch.Tensor | None] = []
+        self._scratch: list[torch.Tensor | None] = []
         self._checked = False
         self._depth = 0
         for parameter in self._others:
@@ -94,7 +93,7 @@ class _OptimizerPart:
         self._depth += 1
         if self._depth > 1:
             return  # a step that calls its base class's
-        self._aside = [parameter.grad for parameter in self._others]
+        self._scratch = [parameter.grad for parameter in self._others]
         for parameter in self._others:
             parameter.grad = None
 
@@ -102,15 +101,15 @@ class _OptimizerPart:
         self._depth -= 1
         if self._depth:
             return
-        for parameter, gradient in zip(self._others, self._aside, strict=True):
+        for parameter, gradient in zip(self._others, self._scratch, strict=True):
             parameter.grad = gradient
-        self._aside = []
+        self._scratch = []
         if not self._checked:
             self._check()
         world = self._world
         assert world.group is not None
-        world.activity.enter("broadcast")
-        with lost_peers_reported():
+        world.progress_tracker.begin_collective("broadcast")
+        with translate_peer_errors():
             for owner in range(world.world_size):
                 values = [
                     parameter.data
@@ -119,7 +118,7 @@ class _OptimizerPart:
                 ]
                 if values:
                     _broadcast_coalesced(world.group, values, _BUCKET_BYTES, owner)
-        world.activity.leave()
+        world.progress_tracker.end_collective()
 
     def _check(self) -> None:
         self._checked = True
@@ -133,33 +132,29 @@ class _OptimizerPart:
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         mine = {
-            number: values
-            for number, values in state["state"].items()
-            if self._owners[int(number)] == self._world.rank
+            number: values for number, values in state["state"].items() if self._owners[int(number)] == self._world.rank
         }
         return {**state, "state": mine}
 
-    def gathered(self, mine: Mapping[int, Mapping[str, Any]], *, keep: bool) -> dict[int, dict[str, Any]]:
+    def gather_state(self, mine: Mapping[int, Mapping[str, Any]], *, keep: bool) -> dict[int, dict[str, Any]]:
         """Every rank's part, on rank 0 and on the CPU; all ranks call this together."""
         world = self._world
-        told = world.all_gather_json(
+        told = world.all_gather_object(
             {number: {name: _described(value) for name, value in of.items()} for number, of in mine.items()}
         )
         whole = {int(number): dict(values) for number, values in mine.items()} if keep else {}
-        world.activity.enter("gather")
-        with lost_peers_reported():
+        world.progress_tracker.begin_collective("gather")
+        with translate_peer_errors():
             for source in range(1, world.world_size):
                 for number, values in told[source].items():
                     for name, described in values.items():
                         value = self._moved(mine, int(number), name, described, source)
                         if keep:
                             whole.setdefault(int(number), {})[name] = value
-        world.activity.leave()
+        world.progress_tracker.end_collective()
         return dict(sorted(whole.items()))
 
-    def _moved(
-        self, mine: Mapping[int, Mapping[str, Any]], number: int, name: str, described: Any, source: int
-    ) -> Any:
+    def _moved(self, mine: Mapping[int, Mapping[str, Any]], number: int, name: str, described: Any, source: int) -> Any:
         """A value of rank ``source``, on rank 0."""
         if not isinstance(described, list):
             return described

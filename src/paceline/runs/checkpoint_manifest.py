@@ -78,7 +78,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _open = partial(open_listed, MANIFEST, CheckpointError)
 _compare = partial(require_equal, MANIFEST, CheckpointError)
 
-Pin = str | int | float | bool | None | list[str | int | float | bool | None]
+NumericsValue = str | int | float | bool | None | list[str | int | float | bool | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class CheckpointInfo:
         state_version: transitions of the state done; it orders checkpoints.
         epoch: epochs done.
         generation: how often the run had been restarted.
-        shards: the run's number of logical shards, S.
+        microbatches: the run's number of logical micro-batches, S.
         pins: what the bits depend on (torch version, threads, ...): JSON scalars or lists of them.
         best_version: the state_version of the best model so far, whose checkpoint is kept for as
             long as this one is.
@@ -106,8 +106,8 @@ class CheckpointInfo:
     state_version: int
     epoch: int
     generation: int
-    shards: int
-    pins: Mapping[str, Pin]
+    microbatches: int
+    pins: Mapping[str, NumericsValue]
     best_version: int | None = None
     run: str = ""
 
@@ -115,10 +115,8 @@ class CheckpointInfo:
         for name in ("task", "run"):
             value = getattr(self, name)
             if type(value) is not str or len(value) > 4096:
-                raise CheckpointError(
-                    f"{name} must be a string of at most 4,096 characters, but is {value!r:.80}"
-                )
-        for name in ("step", "state_version", "epoch", "generation", "shards"):
+                raise CheckpointError(f"{name} must be a string of at most 4,096 characters, but is {value!r:.80}")
+        for name in ("step", "state_version", "epoch", "generation", "microbatches"):
             _check_count(name, getattr(self, name))
         if self.best_version is not None:
             _check_count("best_version", self.best_version)
@@ -129,9 +127,7 @@ class CheckpointInfo:
             if type(name) is not str or not all(
                 value is None or type(value) in (str, int, float, bool) for value in values
             ):
-                raise CheckpointError(
-                    f"pin {name!r:.80} must be a JSON scalar or a list of them: {pin!r:.80}"
-                )
+                raise CheckpointError(f"pin {name!r:.80} must be a JSON scalar or a list of them: {pin!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -185,9 +181,7 @@ class Manifest:
             if type(document) is not dict:
                 raise CheckpointError("it is not a JSON object")
             if document.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"its format is {document.get('format')!r:.80}; this version reads {FORMAT}"
-                )
+                raise CheckpointError(f"its format is {document.get('format')!r:.80}; this version reads {FORMAT}")
             files = document["files"]
             info = {k: v for k, v in document.items() if k not in ("format", "files", "manifest_sha256")}
             manifest = cls(CheckpointInfo(**info), {name: FileRecord(**files[name]) for name in files})
@@ -429,7 +423,7 @@ def remove(path: Path) -> None:
 # --- Whether a checkpoint is one of this run, and in what this process differs from the one that wrote it ---
 
 
-def differences(recorded: Mapping[str, Pin], current: Mapping[str, Pin]) -> list[str]:
+def differences(recorded: Mapping[str, NumericsValue], current: Mapping[str, NumericsValue]) -> list[str]:
     """One line for each pin that differs: ``threads: 1 in the checkpoint, 2 now``."""
     missing = object()
     lines = []
@@ -443,20 +437,20 @@ def differences(recorded: Mapping[str, Pin], current: Mapping[str, Pin]) -> list
 
 
 def require_same_run(path: Path, recorded: CheckpointInfo, current: CheckpointInfo) -> None:
-    """Refuse a checkpoint of another task or run, or with another number of shards.
+    """Refuse a checkpoint of another task or run, or with another number of micro-batches.
 
     Raises:
         CheckpointError: says which of them differs, and what to do.
     """
     if recorded.task != current.task:
         raise CheckpointError(
-            f"checkpoint {path} is of the task {recorded.task!r}, not {current.task!r}. "
-            "Choose another --run DIR."
+            f"checkpoint {path} is of the task {recorded.task!r}, not {current.task!r}. Choose another --run-dir DIR."
         )
-    if recorded.shards != current.shards:
+    if recorded.microbatches != current.microbatches:
         raise CheckpointError(
-            f"checkpoint {path} was made with --shards {recorded.shards}, not {current.shards}; a run keeps "
-            f"its number of shards. Resume with --shards {recorded.shards}, or choose another --run DIR."
+            f"checkpoint {path} was made with --microbatches {recorded.microbatches}, not {current.microbatches}; a "
+            f"run keeps its number of micro-batches. Resume with --microbatches {recorded.microbatches}, or choose "
+            "another --run-dir DIR."
         )
     if recorded.run != current.run:
         raise CheckpointError(

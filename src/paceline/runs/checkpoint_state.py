@@ -49,7 +49,7 @@ _FILE_ALIGNMENT = 64  # bytes; each file's data starts on a cache line of the sh
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _TensorSlot:
     """Where one tensor lies in the buffer; the data is row-major."""
 
     start: int
@@ -99,7 +99,7 @@ class Snapshot:
         # The old buffer goes first: two would be a second copy of the model.
         self._layout, self._views, self._files = [], [], {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        slots: list[_Slot] = []
+        slots: list[_TensorSlot] = []
         offset = 0
         for file, tensors in files.items():
             file_slots = _arrange(tensors, offset)
@@ -115,23 +115,21 @@ class Snapshot:
             raise CheckpointError(
                 f"no memory for a snapshot of {offset / 2**20:.0f} MiB: {str(error).splitlines()[0]}"
             ) from error
-        self._views = [
-            self._buffer[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots
-        ]
+        self._views = [self._buffer[slot.start : slot.stop].view(slot.dtype).view(slot.shape) for slot in slots]
 
 
-def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _Slot]:
+def _arrange(tensors: Mapping[str, Tensor], start: int) -> dict[str, _TensorSlot]:
     """Give each tensor its place: widest dtypes first, so that each is aligned without holes."""
     slots = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         tensor = tensors[name]
         stop = start + tensor.numel() * tensor.element_size()
-        slots[name] = _Slot(start, stop, tensor.dtype, tensor.shape)
+        slots[name] = _TensorSlot(start, stop, tensor.dtype, tensor.shape)
         start = stop
     return slots
 
 
-def _header(slots: Mapping[str, _Slot], base: int) -> bytes:
+def _header(slots: Mapping[str, _TensorSlot], base: int) -> bytes:
     entries = {
         name: {
             "dtype": SAFETENSORS_DTYPES[slot.dtype],

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.core.errors import CheckpointError, ConfigError, NotSavedError, UnwritableError
+from paceline.core.errors import CheckpointError, CheckpointWriteError, ConfigError, RunDirectoryWriteError
 from paceline.core.files import fsync_directory
 from paceline.runs.checkpoint_manifest import (
     MANIFEST,
@@ -87,7 +87,7 @@ def newest_verified(directory: Path, excluding: Collection[str] = ()) -> Found:
     """
     skipped = []
     hint = _read_hint(directory)
-    named = candidates(directory)
+    named = scan(directory)
     if hint is not None and hint not in (path.name for path in named):
         skipped.append(f"{LATEST} names {hint}, which is not there")
     for path in named:
@@ -106,7 +106,7 @@ def find_version(directory: Path, state_version: int) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for path in candidates(directory):
+    for path in scan(directory):
         if path.name.endswith(f"-v{state_version:08d}"):
             return path
     raise CheckpointError(f"{directory} holds no checkpoint of state version {state_version}.")
@@ -114,7 +114,7 @@ def find_version(directory: Path, state_version: int) -> Path:
 
 def holds_version(directory: Path, state_version: int) -> bool:
     """Whether there is a checkpoint of this state version."""
-    return any(path.name.endswith(f"-v{state_version:08d}") for path in candidates(directory))
+    return any(path.name.endswith(f"-v{state_version:08d}") for path in scan(directory))
 
 
 def commit(
@@ -136,7 +136,7 @@ def commit(
     bits; one that does not is moved aside.
 
     Raises:
-        NotSavedError: the disk is full, read-only or broken. What was there before is untouched.
+        CheckpointWriteError: the disk is full, read-only or broken. What was there before is untouched.
     """
     target = directory / checkpoint_name(info)
     try:
@@ -154,12 +154,12 @@ def commit(
             fsync_directory(temporary)
             _publish(temporary, target)
         fsync_directory(directory)
-    except (OSError, UnwritableError) as error:
-        raise NotSavedError(
+    except (OSError, RunDirectoryWriteError) as error:
+        raise CheckpointWriteError(
             f"cannot save the checkpoint of step {info.step} in {directory}: {_cause(error)}. "
             "Earlier checkpoints are untouched. Make room or make the directory writable."
         ) from error
-    write_hint(directory)
+    write_latest(directory)
     return target
 
 
@@ -170,7 +170,7 @@ def copy(source: Path, directory: Path) -> Path:
     copy gets its name; a copy that is there and verifies is left as it is.
 
     Raises:
-        NotSavedError: the disk is full, read-only or broken, or gave back something else.
+        CheckpointWriteError: the disk is full, read-only or broken, or gave back something else.
         CheckpointError: the source is damaged or gone.
     """
     target = directory / source.name
@@ -190,14 +190,12 @@ def copy(source: Path, directory: Path) -> Path:
                 try:
                     verify(temporary)
                 except CheckpointError as error:
-                    raise NotSavedError(
-                        f"{directory} does not give back what it was given: {error}"
-                    ) from error
+                    raise CheckpointWriteError(f"{directory} does not give back what it was given: {error}") from error
                 _publish(temporary, target)
             fsync_directory(directory)
         except OSError as error:
-            raise NotSavedError(f"cannot copy {source.name} to {directory}: {_cause(error)}.") from error
-    write_hint(directory)
+            raise CheckpointWriteError(f"cannot copy {source.name} to {directory}: {_cause(error)}.") from error
+    write_latest(directory)
     return target
 
 
@@ -206,7 +204,7 @@ def _cause(error: Exception) -> str:
     return (cause.strerror if isinstance(cause, OSError) else None) or str(error)
 
 
-def retain(directory: Path, keep: int, newest: Path) -> None:
+def prune(directory: Path, keep: int, newest: Path) -> None:
     """Delete all checkpoints but ``newest``, the last ``keep``, and the best one of each of these.
 
     One whose manifest cannot be read is neither counted nor deleted.
@@ -215,7 +213,7 @@ def retain(directory: Path, keep: int, newest: Path) -> None:
         CheckpointError: a directory cannot be deleted.
     """
     readable: dict[Path, CheckpointInfo] = {}
-    for path in candidates(directory):
+    for path in scan(directory):
         with suppress(CheckpointError, OSError):
             readable[path] = _info_of(path, (path / MANIFEST).lstat().st_ctime_ns)
     kept = {*list(readable)[:keep], newest}
@@ -254,7 +252,7 @@ def remove_stale(directory: Path) -> None:
                 os.close(descriptor)
 
 
-def candidates(directory: Path) -> list[Path]:
+def scan(directory: Path) -> list[Path]:
     """The directories that are named like checkpoints, in ``directory``; the highest state_version first."""
     found = []
     for entry in _entries(directory):
@@ -320,7 +318,7 @@ def delete(path: Path) -> None:
     remove(doomed)
 
 
-def write_hint(directory: Path) -> None:
+def write_latest(directory: Path) -> None:
     """Point the link ``LATEST`` at the newest checkpoint. Failure is no error: nothing relies on it.
 
     A link, because replacing a file by renaming makes ext4 write its data to the disk first. It is looked
@@ -328,7 +326,7 @@ def write_hint(directory: Path) -> None:
     """
     temporary = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
     with suppress(OSError):
-        while (newest := candidates(directory)[:1]) and _read_hint(directory) != newest[0].name:
+        while (newest := scan(directory)[:1]) and _read_hint(directory) != newest[0].name:
             temporary.symlink_to(newest[0].name)
             temporary.replace(directory / LATEST)
     with suppress(OSError):
@@ -393,7 +391,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _of_step(directory: Path, step: int) -> Path:
-    there = {parse_name(path.name)[0]: path for path in reversed(candidates(directory))}
+    there = {parse_name(path.name)[0]: path for path in reversed(scan(directory))}
     if step in there:
         return there[step]
     if not there:
@@ -410,7 +408,7 @@ OnRead = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint or backup.
 
     Attributes:
@@ -441,15 +439,15 @@ class Entry:
     problem: str | None = None
 
 
-def entries(checkpoints: Path, backup: Path | None) -> list[Entry]:
+def entries(checkpoints: Path, backup: Path | None) -> list[CheckpointEntry]:
     """All checkpoints of a run, oldest first, then its backups."""
-    own = [_entry(path, in_backup=False) for path in reversed(candidates(checkpoints))]
-    copies = [] if backup is None else [_entry(path, in_backup=True) for path in reversed(candidates(backup))]
+    own = [_entry(path, in_backup=False) for path in reversed(scan(checkpoints))]
+    copies = [] if backup is None else [_entry(path, in_backup=True) for path in reversed(scan(backup))]
     found = [*own, *copies]
     newest = max((e for e in found if e.problem is None), key=lambda e: e.version, default=None)
     backed_up = {e.name for e in copies if e.problem is None}
 
-    def marks(entry: Entry) -> tuple[str, ...]:
+    def marks(entry: CheckpointEntry) -> tuple[str, ...]:
         good = entry.problem is None
         given = {
             "latest": good and newest is not None and entry.version == newest.version,
@@ -463,7 +461,7 @@ def entries(checkpoints: Path, backup: Path | None) -> list[Entry]:
     return [replace(entry, marks=marks(entry)) for entry in found]
 
 
-def _entry(path: Path, *, in_backup: bool) -> Entry:
+def _entry(path: Path, *, in_backup: bool) -> CheckpointEntry:
     step, version = parse_name(path.name)
     epoch = best = problem = None
     size = 0
@@ -486,7 +484,7 @@ def _entry(path: Path, *, in_backup: bool) -> Entry:
     created = 0.0
     with suppress(OSError):
         created = path.stat().st_mtime
-    return Entry(
+    return CheckpointEntry(
         name=path.name,
         path=path,
         step=step,
@@ -500,7 +498,7 @@ def _entry(path: Path, *, in_backup: bool) -> Entry:
     )
 
 
-def check(listed: Sequence[Entry], on_read: OnRead) -> list[tuple[Entry, list[str]]]:
+def check(listed: Sequence[CheckpointEntry], on_read: OnRead) -> list[tuple[CheckpointEntry, list[str]]]:
     """Read every byte of these; each with all that is wrong with it."""
     total, done = sum(entry.size_bytes for entry in listed), 0
 
@@ -554,5 +552,5 @@ def remove_checkpoints(checkpoints: Path, chosen: Sequence[Path]) -> None:
     """
     for path in chosen:
         delete(path)
-    write_hint(checkpoints)
+    write_latest(checkpoints)
     remove_stale(checkpoints)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError, NotSavedError
+from paceline.core.errors import CheckpointError, CheckpointWriteError
 from paceline.runs.checkpoint_manifest import CheckpointInfo, Manifest, parse_json, read_verified
 from paceline.runs.checkpoint_state import Snapshot, flatten, read_tensors, unflatten
 from paceline.runs.checkpoint_store import (
@@ -27,8 +27,8 @@ from paceline.runs.checkpoint_store import (
     find_version,
     holds_version,
     newest_verified,
+    prune,
     remove_stale,
-    retain,
 )
 
 # --- Copies of verified checkpoints in another place, made in the background ---
@@ -108,7 +108,7 @@ class Backup:
         if best not in (None, info.state_version) and not holds_version(self.directory, best or 0):
             copy(find_version(checkpoint.parent, best or 0), self.directory)
         path = copy(checkpoint, self.directory)
-        retain(self.directory, self._keep, path)
+        prune(self.directory, self._keep, path)
         return path
 
 
@@ -119,7 +119,7 @@ def restore(backup: Path, directory: Path) -> tuple[Path | None, tuple[str, ...]
         The copy, None where no backup verifies; and why newer ones cannot be used.
 
     Raises:
-        NotSavedError: the disk does not take it.
+        CheckpointWriteError: the disk does not take it.
     """
     found = newest_verified(backup)
     if found.path is None or found.manifest is None:
@@ -216,7 +216,7 @@ class Checkpointer:
             synchronous: return only when the checkpoint is committed.
 
         Raises:
-            NotSavedError: the disk did not take it, or did not take an earlier one in the background.
+            CheckpointWriteError: the disk did not take it, or did not take an earlier one in the background.
             CheckpointError: the state cannot be saved.
         """
         with self._stalled():
@@ -227,7 +227,7 @@ class Checkpointer:
             if synchronous:
                 self._settle()
 
-    def hold(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+    def keep_in_memory(self, state: Mapping[str, Any], info: CheckpointInfo) -> None:
         """Copy the best model's ``state``, and keep the copy in memory instead of writing it.
 
         Raises:
@@ -238,30 +238,25 @@ class Checkpointer:
             self._owed = None
             self._owed = self._capture(state, info, None)
 
-    def holds(self, state_version: int) -> bool:
+    def has_in_memory(self, state_version: int) -> bool:
         """Whether this state is in memory here: held, owed to the disk, or on its way there."""
         writing = self._last if self._pending is not None else None
-        return any(
-            job is not None and job.info.state_version == state_version for job in (self._owed, writing)
-        )
+        return any(job is not None and job.info.state_version == state_version for job in (self._owed, writing))
 
-    def held(self) -> Checkpoint | None:
+    def in_memory(self) -> Checkpoint | None:
         """A copy of what is held, with tensors of its own; None where nothing is."""
         job = self._owed
         if job is None:
             return None
         tensors = {name: read_tensors(b"".join(parts)) for name, parts in job.snapshot.contents()}
-        state = {
-            part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton)
-            for part, skeleton in job.skeletons.items()
-        }
+        state = {part: unflatten(tensors.get(part + _SUFFIX, {}), skeleton) for part, skeleton in job.skeletons.items()}
         return Checkpoint(Manifest(job.info, {}), state)
 
-    def write_owed(self) -> None:
+    def flush_pending(self) -> None:
         """Write what is owed to the disk, if anything is; returns when it is committed.
 
         Raises:
-            NotSavedError: the disk did not take it.
+            CheckpointWriteError: the disk did not take it.
         """
         with self._stalled():
             self._settle()
@@ -273,7 +268,7 @@ class Checkpointer:
         """Return when nothing is being written.
 
         Raises:
-            NotSavedError: the save failed.
+            CheckpointWriteError: the save failed.
         """
         with self._stalled():
             self._settle()
@@ -282,7 +277,7 @@ class Checkpointer:
         """Raise the error of a save that has failed by now; never waits.
 
         Raises:
-            NotSavedError: the save failed.
+            CheckpointWriteError: the save failed.
         """
         if self._pending is not None and self._pending.done():
             self._settle()
@@ -291,7 +286,7 @@ class Checkpointer:
         """Wait, and end the background thread.
 
         Raises:
-            NotSavedError: the save failed.
+            CheckpointWriteError: the save failed.
         """
         self._writer.shutdown(wait=True)
         self.wait()
@@ -350,7 +345,7 @@ class Checkpointer:
                 self._commit(job)
             if self._owed is not None:
                 self._commit(self._owed)
-        except NotSavedError:
+        except CheckpointWriteError:
             if job is not None and job.is_best:
                 self._owed = job
             raise
@@ -366,7 +361,7 @@ class Checkpointer:
         if self._committed is not None:
             self._committed(path, job.info)
         try:
-            retain(self.directory, self.keep, path)
+            prune(self.directory, self.keep, path)
         except CheckpointError as error:
             _log.warning("%s", error)  # what was to be saved is saved
 

@@ -34,7 +34,7 @@ _WINDOW_S = 30.0
 _SHOWN_IMBALANCE = 1.2
 
 
-class Standing(NamedTuple):
+class ProgressSnapshot(NamedTuple):
     """Where the run is at a step; sums count from this process's start.
 
     Attributes:
@@ -70,7 +70,7 @@ class Terminal:
         self._total_steps = total_steps
         self._metrics = ""
         self._warning = ""
-        self._history: deque[tuple[float, Standing]] = deque()
+        self._history: deque[tuple[float, ProgressSnapshot]] = deque()
         self._next_line_s = 0.0
         has_bar = self._console.is_terminal and not self._console.is_dumb_terminal and not quiet
         self._bar = _Bar(self._console, total_steps) if has_bar else None
@@ -80,7 +80,7 @@ class Terminal:
         """Whether there is a bar, which wants :meth:`progress` every :data:`REFRESH_S`."""
         return self._bar is not None
 
-    def progress(self, standing: Standing) -> None:
+    def progress(self, standing: ProgressSnapshot) -> None:
         """Redraw the bar; without one, print a line at an epoch's end."""
         now = time.monotonic()
         self._history.append((now, standing))
@@ -95,9 +95,7 @@ class Terminal:
             if self._metrics:
                 status.append(f"  {self._metrics}", style="cyan")
             self._bar.show(self._epoch(standing.epoch), standing.step, self._time_left(standing.step), status)
-        elif self._ends_epoch(standing.step) and (
-            now >= self._next_line_s or standing.step == self._total_steps
-        ):
+        elif self._ends_epoch(standing.step) and (now >= self._next_line_s or standing.step == self._total_steps):
             # Very short epochs would fill a file: not more than a line a second.
             self._next_line_s = now + _LINE_S
             rate = self._samples_per_s()
@@ -108,18 +106,16 @@ class Terminal:
     def imbalance(self, found: Imbalance | None) -> None:
         """Keep in view that a rank is slow."""
         is_large = found is not None and found.ratio > _SHOWN_IMBALANCE
-        self._warning = (
-            f"rank {found.rank} is {found.ratio:.1f}x slower than the mean" if found and is_large else ""
-        )
+        self._warning = f"rank {found.rank} is {found.ratio:.1f}x slower than the mean" if found and is_large else ""
 
-    def evaluated(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Print an evaluation's metrics and keep them in view."""
         values = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         self._metrics = f"{split} {values}"
-        self.activity("")
+        self.set_status("")
         self.print(Text.assemble(f"{self._epoch(epoch)}  step {step}  ", (self._metrics, "cyan")))
 
-    def activity(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         """Say in the bar what takes time now."""
         if self._bar is not None:
             self._bar.show_activity(text)
@@ -142,9 +138,7 @@ class Terminal:
         return f"epoch {epoch + 1}/{self._epochs}" if self._epochs else f"epoch {epoch + 1}"
 
     def _ends_epoch(self, step: int) -> bool:
-        return self._steps_per_epoch is not None and (
-            step % self._steps_per_epoch == 0 or step == self._total_steps
-        )
+        return self._steps_per_epoch is not None and (step % self._steps_per_epoch == 0 or step == self._total_steps)
 
     def _samples_per_s(self) -> float | None:
         last = self._history[-1][1]
@@ -209,7 +203,7 @@ class _Bar:
             terminal, _ = terminal_and_log(stream)
             if not terminal.isatty():
                 continue
-            above = _Above(self._console, terminal)
+            above = _StreamAboveBar(self._console, terminal)
             if isinstance(stream, Tee):
                 self._restore.callback(setattr, stream, "terminal", terminal)
                 stream.terminal = cast(TextIO, above)
@@ -218,7 +212,7 @@ class _Bar:
             self._restore.callback(above.end_line)
 
 
-class _Above(io.TextIOBase):
+class _StreamAboveBar(io.TextIOBase):
     """A terminal stream whose whole lines are printed above the bar."""
 
     def __init__(self, console: Console, terminal: TextIO) -> None:

@@ -67,8 +67,8 @@ class RunDirectory:
         return self.path / "ledger"
 
     @property
-    def sample_sizes(self) -> Path:
-        """``sample-sizes.npy``: what shards are balanced by, where the task says it."""
+    def sample_lengths(self) -> Path:
+        """``sample-sizes.npy``: what micro-batches are balanced by, where the task says it."""
         return self.path / "sample-sizes.npy"
 
     @property
@@ -145,13 +145,10 @@ class RunDirectory:
             RunDirectoryError: there must be a run and is none, or the other way round.
         """
         if resume == "must" and not self.exists():
-            raise RunDirectoryError(
-                f"--resume must: {self.path} holds no run (no run.toml). Check --run DIR."
-            )
+            raise RunDirectoryError(f"--resume must: {self.path} holds no run (no run.toml). Check --run-dir DIR.")
         if resume == "never" and self.exists():
             raise RunDirectoryError(
-                f"--resume never: {self.path} holds a run already. "
-                "Choose another --run DIR, or leave --resume out."
+                f"--resume never: {self.path} holds a run already. Choose another --run-dir DIR, or leave --resume out."
             )
 
     def create(self) -> None:
@@ -172,7 +169,7 @@ class RunDirectory:
         """The error for a directory that cannot be written."""
         return RunDirectoryError(
             f"cannot write to the run directory {self.path}: {error.strerror}. "
-            "Make it writable and make room, or choose another with --run DIR."
+            "Make it writable and make room, or choose another with --run-dir DIR."
         )
 
     def read_manifest(self) -> dict[str, Any]:
@@ -187,8 +184,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is not a run directory: it has no run.toml.") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise RunDirectoryError(
-                f"{self.manifest} cannot be read: {error}. "
-                "Restore it from a copy, or choose another --run DIR."
+                f"{self.manifest} cannot be read: {error}. Restore it from a copy, or choose another --run-dir DIR."
             ) from error
 
     def read_complete_manifest(self) -> dict[str, Any]:
@@ -207,7 +203,7 @@ class RunDirectory:
         ):
             raise RunDirectoryError(
                 f"{self.manifest} is incomplete: it must hold an id and the tables task and config. "
-                "Restore it from a copy, or choose another --run DIR."
+                "Restore it from a copy, or choose another --run-dir DIR."
             )
         return manifest
 
@@ -268,7 +264,7 @@ class RunDirectory:
     def in_use(self) -> RunInUseError:
         """The error for a directory that another process works in."""
         return RunInUseError(
-            f"{self.path} is in use by another process. Wait for it to end, or choose another --run DIR."
+            f"{self.path} is in use by another process. Wait for it to end, or choose another --run-dir DIR."
         )
 
     @contextmanager

@@ -34,7 +34,7 @@ def describe_stop(event: Mapping[str, Any], directory: RunDirectory) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class FailureRecord:
     """How a rank ended.
 
     Attributes:
@@ -80,10 +80,10 @@ _LIBRARIES = (
 )
 
 
-def failure_of(rank: int, error: BaseException) -> Failure:
+def failure_of(rank: int, error: BaseException) -> FailureRecord:
     """Describe the error that ended a rank, with the notes that were added to it (PEP 678)."""
     notes = "; ".join(getattr(error, "__notes__", ()))
-    return Failure(
+    return FailureRecord(
         rank=rank,
         time=time.time(),
         type=type(error).__name__,
@@ -116,7 +116,7 @@ def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> 
     return failure.exit_code
 
 
-def read_failure(path: Path) -> Failure | None:
+def read_failure(path: Path) -> FailureRecord | None:
     """A recorded failure; None where there is none, or none that can be read."""
     try:
         return to_failure(json.loads(path.read_bytes()))
@@ -124,19 +124,19 @@ def read_failure(path: Path) -> Failure | None:
         return None
 
 
-def to_failure(document: Any) -> Failure:
+def to_failure(document: Any) -> FailureRecord:
     """What :func:`dataclasses.asdict` gave, after its way through JSON.
 
     Raises:
         ValueError, TypeError: it is no failure.
     """
-    failure = Failure(**document)
+    failure = FailureRecord(**document)
     if not all(isinstance(document[name], kind) for name, kind in _TYPES.items()):
         raise TypeError("no failure")
     return failure
 
 
-def describe(failure: Failure, directory: RunDirectory | None) -> str:
+def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:
     """The one message about a failed job: the rank that failed first, its error and its log."""
     if failure.user_error:
         # Every rank fails alike on a wrong option: whose message it is says nothing.
@@ -148,10 +148,8 @@ def describe(failure: Failure, directory: RunDirectory | None) -> str:
         # What has ranks below it and is none says itself what it is.
         lines = [f"{who} {failure.message}." if failure.rank >= 0 else f"{failure.message}."]
     elif failure.victim:
-        lines = [
-            f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."
-        ]
-    elif failure.type == errors.CorruptionError.__name__:
+        lines = [f"{who} had to end: {failure.message}. Why is said where that rank was started, and in its log."]
+    elif failure.type == errors.SilentDataCorruptionError.__name__:
         lines = [failure.message]  # names the rank itself
     elif failure.type == HangError.__name__:
         # It names the rank to blame, which need not be the one that says so.
@@ -177,7 +175,7 @@ STOPPED = (75, 130)
 
 
 @dataclass(frozen=True)
-class Exit:
+class ProcessExit:
     """A process that ended.
 
     Attributes:
@@ -195,9 +193,9 @@ class Exit:
     starter: str = ""
 
 
-def conclude(
+def report_job_failure(
     directory: RunDirectory | None,
-    exits: Sequence[Exit],
+    exits: Sequence[ProcessExit],
     asked: int | None,
     verdict: str = "",
     *,
@@ -234,7 +232,7 @@ def conclude(
     return 128 + (asked or signal.SIGTERM)
 
 
-def first_failure(directory: RunDirectory | None, exits: Sequence[Exit]) -> Failure | None:
+def first_failure(directory: RunDirectory | None, exits: Sequence[ProcessExit]) -> FailureRecord | None:
     """The failure that brought the job down, or None where there was none.
 
     A recorded error is believed, unless it only says that a peer was lost. A process killed by a
@@ -256,24 +254,22 @@ def first_failure(directory: RunDirectory | None, exits: Sequence[Exit]) -> Fail
     return min(failures, key=lambda failure: (failure.victim, failure.time, failure.rank), default=None)
 
 
-def expand(end: Exit, directory: RunDirectory | None) -> list[Exit]:
+def expand(end: ProcessExit, directory: RunDirectory | None) -> list[ProcessExit]:
     """The exits of the ranks below an agent, as they recorded them; its own code, always 1, says nothing."""
     if end.rank is not None or end.code == 0 or directory is None:
         return [end]
     recorded = [read_failure(path) for path in sorted(directory.logs.glob("rank-*.error.json"))]
-    ranks = [Exit(f.rank, f.exit_code, f.time, end.stopped) for f in recorded if f is not None]
+    ranks = [ProcessExit(f.rank, f.exit_code, f.time, end.stopped) for f in recorded if f is not None]
     # A worker that was killed records nothing: then the agent's own exit stands for it.
     return ranks if any(f is not None and not f.victim for f in recorded) else [*ranks, end]
 
 
-def _unrecorded(directory: RunDirectory | None, end: Exit) -> Failure:
+def _unrecorded(directory: RunDirectory | None, end: ProcessExit) -> FailureRecord:
     if end.rank is None and end.code > 0:
         message = f"{end.starter} ended with exit code {end.code}; what is printed above says why"
         kind = "Exited"
     elif end.code < 0:
-        name = (
-            signal.Signals(-end.code).name if -end.code in signal.valid_signals() else f"signal {-end.code}"
-        )
+        name = signal.Signals(-end.code).name if -end.code in signal.valid_signals() else f"signal {-end.code}"
         hint = " (out of memory?)" if end.code == -signal.SIGKILL else ""
         kind, message = "Killed", f"was killed by {name}{hint}"
         if end.rank is None:
@@ -283,7 +279,7 @@ def _unrecorded(directory: RunDirectory | None, end: Exit) -> Failure:
         # What rank 0 said is on the terminal; its log may be an earlier run's.
         last = _last_line(directory, end.rank) if end.rank else ""
         message += f": {last.rstrip('.')}" if last else ""
-    return Failure(
+    return FailureRecord(
         rank=-1 if end.rank is None else end.rank,
         time=end.time,
         type=kind,
@@ -303,9 +299,7 @@ def _last_line(directory: RunDirectory | None, rank: int | None) -> str:
         with directory.log_of(rank).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - 4096))
-            lines = [
-                line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()
-            ]
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
     return lines[-1] if lines else ""

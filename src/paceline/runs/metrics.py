@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from paceline.core.errors import RunDirectoryError
-from paceline.core.files import DISK_ERRORS, PatientFile, read_json_lines, write_atomically
+from paceline.core.files import DISK_ERRORS, ResilientAppendFile, read_json_lines, write_atomically
 from paceline.runs.phases import PhaseTimer
 
 # --- Where records go: ``metrics.jsonl`` and TensorBoard, without double points after a restart ---
@@ -46,7 +46,7 @@ class JsonlWriter:
 
     def __init__(self, path: Path) -> None:
         # Written at once: a killed run loses no record, and `tail -f` sees each.
-        self._file = PatientFile(path, _log.warning)
+        self._file = ResilientAppendFile(path, _log.warning)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a line."""
@@ -79,7 +79,7 @@ class TensorBoardWriter:
         self._event, self._summary = Event, Summary
         # TensorBoard reads the files of a directory in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = PatientFile(directory / name, _log.warning)
+        self._file = ResilientAppendFile(directory / name, _log.warning)
         self._frame = RecordWriter
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         restart = SessionLog(status=SessionLog.START)

@@ -117,7 +117,7 @@ class Monitor:
         """This rank's row for the reduction of ``step``; call it only when a record is due."""
         return self._telemetry.sample(step)
 
-    def step_done(
+    def on_step_end(
         self,
         step: int,
         epoch: int,
@@ -158,14 +158,14 @@ class Monitor:
         due: bool,
         logged: Mapping[str, float],
     ) -> None:
-        from paceline.runs.console import REFRESH_S, Standing
+        from paceline.runs.console import REFRESH_S, ProgressSnapshot
 
         training_s = self.timer.training_s()
         if due:
             rates = learning_rates() if callable(learning_rates) else learning_rates
             self._record(step, epoch, loss, rates, rows() if callable(rows) else rows, training_s, logged)
         if perf_counter() >= self._refresh_s or not self._terminal.refreshes or step == self._total_steps:
-            self._terminal.progress(Standing(step, epoch, loss, self._samples, training_s))
+            self._terminal.progress(ProgressSnapshot(step, epoch, loss, self._samples, training_s))
             self._refresh_s = perf_counter() + REFRESH_S if self._terminal.refreshes else math.inf
 
     def _record(
@@ -201,19 +201,19 @@ class Monitor:
             record["logged"] = dict(logged)
         self._write(record)
 
-    def activity(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         """Say on the terminal what takes time now ("evaluating val"), until the next step."""
         if self.rank == 0:
-            self._terminal.activity(text)
+            self._terminal.set_status(text)
 
-    def evaluated(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, split: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation of ``split`` after ``step`` steps.
 
         One that is on record already, since the run was resumed just before it, is not written again.
         """
         if self.rank != 0:
             return
-        self._terminal.evaluated(split, step, epoch, metrics)
+        self._terminal.on_eval_end(split, step, epoch, metrics)
         if (split, step) in self._on_record:
             return
         self._on_record.add((split, step))

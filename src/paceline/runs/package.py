@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.core.errors import PackageError, UntrustedError
 from paceline.runs.checkpoint_manifest import open_listed, require_equal
-from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
 from paceline.runs.package_registry import Registry
 
 # --- Whose programs may run: the digests of packages that this user exported, or said to trust ---
@@ -26,14 +26,10 @@ from paceline.runs.package_registry import Registry
 def trust_file() -> Path:
     """``~/.config/paceline/trusted-packages``, or where XDG_CONFIG_HOME says."""
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (
-        (configured if configured.is_absolute() else Path.home() / ".config")
-        / "paceline"
-        / "trusted-packages"
-    )
+    return (configured if configured.is_absolute() else Path.home() / ".config") / "paceline" / "trusted-packages"
 
 
-def trusted() -> frozenset[str]:
+def read_trusted() -> frozenset[str]:
     """The digests that this user trusts.
 
     Raises:
@@ -76,13 +72,13 @@ def trust(digest: str) -> None:
         ) from error
 
 
-def require_trusted(digest: str, manifest: Manifest, path: Path) -> None:
+def require_trusted(digest: str, manifest: PackageManifest, path: Path) -> None:
     """Refuse a program that this user has not trusted.
 
     Raises:
         UntrustedError: names the digest, where the package says that it comes from, and the ways on.
     """
-    if digest in trusted():
+    if digest in read_trusted():
         return
     origin = manifest.provenance
     raise UntrustedError(
@@ -123,7 +119,7 @@ class Package:
     """
 
     path: Path
-    manifest: Manifest
+    manifest: PackageManifest
     digest: str
 
     def read(self, name: str) -> bytes:
@@ -220,7 +216,7 @@ def verify_package(path: Path, on_read: Callable[[int], None] = lambda size: Non
     return Package(path, manifest, digest)
 
 
-def read_manifest(path: Path) -> tuple[Manifest, str]:
+def read_manifest(path: Path) -> tuple[PackageManifest, str]:
     """The manifest of the package in ``path`` and its digest; the other files are not looked at.
 
     Raises:
@@ -249,7 +245,7 @@ def _refused(path: Path) -> Iterator[int]:
         ) from error
 
 
-def _read_manifest(directory: int) -> tuple[Manifest, str]:
+def _read_manifest(directory: int) -> tuple[PackageManifest, str]:
     with _open(directory, MANIFEST) as file:
         content = file.read(MAX_MANIFEST_BYTES + 1)
-    return Manifest.from_bytes(content), hashlib.sha256(content).hexdigest()
+    return PackageManifest.from_bytes(content), hashlib.sha256(content).hexdigest()

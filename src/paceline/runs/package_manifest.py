@@ -19,7 +19,7 @@ from paceline.runs.checkpoint_manifest import FileRecord
 _MAX_TEXT = 65_536
 
 
-class Fields:
+class JsonReader:
     """The fields of a JSON object; each is taken once, and none may be left over.
 
     Args:
@@ -55,9 +55,7 @@ class Fields:
         """A whole number from 0."""
         value = self.take(name)
         if type(value) is not int or not 0 <= value < 2**63:
-            raise PackageError(
-                f"{self._where}.{name} must be an integer from 0 to 2**63 - 1, but is {value!r:.80}"
-            )
+            raise PackageError(f"{self._where}.{name} must be an integer from 0 to 2**63 - 1, but is {value!r:.80}")
         return value
 
     def number(self, name: str) -> float:
@@ -96,7 +94,7 @@ class Fields:
             raise PackageError(f"{self._where} has an unknown field {min(self._left)!r:.80}")
 
 
-def parse_object(content: bytes, where: str) -> Fields:
+def parse_object(content: bytes, where: str) -> JsonReader:
     """The fields of a JSON object: no NaN, no key twice, no nesting beyond Python's stack.
 
     Raises:
@@ -113,7 +111,7 @@ def parse_object(content: bytes, where: str) -> Fields:
         return mapping
 
     try:
-        return Fields(json.loads(content, parse_constant=refuse, object_pairs_hook=unique), where)
+        return JsonReader(json.loads(content, parse_constant=refuse, object_pairs_hook=unique), where)
     except (ValueError, RecursionError) as error:
         raise PackageError(f"{where} is not JSON: {error}") from error
 
@@ -125,9 +123,7 @@ def canonical_json(document: Mapping[str, Any]) -> bytes:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
-        raise PackageError(
-            f"{where} must be a text of at most {_MAX_TEXT:,} characters, but is {value!r:.80}"
-        )
+        raise PackageError(f"{where} must be a text of at most {_MAX_TEXT:,} characters, but is {value!r:.80}")
     return value
 
 
@@ -188,7 +184,7 @@ class Provenance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class FormatDifference:
     """How far a format's outputs are from the trained model's, over the test split.
 
     Attributes:
@@ -203,7 +199,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class PackageManifest:
     """All that a package says of itself.
 
     Attributes:
@@ -236,7 +232,7 @@ class Manifest:
     weights: str = "weights.safetensors"
     programs: Mapping[str, str] = field(default_factory=dict)
     quantization: str | None = None
-    differences: Mapping[str, Difference] = field(default_factory=dict)
+    differences: Mapping[str, FormatDifference] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The one text that this manifest has; its SHA-256 is the package's digest."""
@@ -257,7 +253,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Manifest:
+    def from_bytes(cls, content: bytes) -> PackageManifest:
         """Parse and check every field.
 
         Raises:
@@ -267,15 +263,13 @@ class Manifest:
             raise PackageError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes")
         fields = parse_object(content, MANIFEST)
         if (version := fields.take("format")) != FORMAT:
-            raise PackageError(
-                f"{MANIFEST} has format {version!r:.80}; this version of Paceline reads {FORMAT}"
-            )
+            raise PackageError(f"{MANIFEST} has format {version!r:.80}; this version of Paceline reads {FORMAT}")
         manifest = cls(
             name=plain_name(fields.text("name"), f"{MANIFEST}.name"),
             created=fields.text("created"),
             inputs=_specs(fields, "inputs"),
             outputs=_specs(fields, "outputs"),
-            provenance=_provenance(Fields(fields.take("provenance"), f"{MANIFEST}.provenance")),
+            provenance=_provenance(JsonReader(fields.take("provenance"), f"{MANIFEST}.provenance")),
             files={name: _record(name, v) for name, v in fields.mapping("files").items()},
             labels=fields.texts("labels"),
             probabilities=fields.optional_text("probabilities"),
@@ -299,9 +293,7 @@ class Manifest:
             if name is not None and name not in self.outputs:
                 raise PackageError(f"{MANIFEST}.{what} is {name!r:.80}, which is no output")
         if unknown := self.programs.keys() - set(PROGRAMS):
-            raise PackageError(
-                f"{MANIFEST}.programs has {min(unknown)!r:.80}; known are {', '.join(PROGRAMS)}"
-            )
+            raise PackageError(f"{MANIFEST}.programs has {min(unknown)!r:.80}; known are {', '.join(PROGRAMS)}")
         for file in (self.weights, *self.programs.values()):
             if file not in self.files:
                 raise PackageError(f"{MANIFEST} names the file {file!r:.80}, which is not in its files")
@@ -321,10 +313,10 @@ def plain_name(name: str, what: str) -> str:
     return name
 
 
-def _specs(fields: Fields, side: str) -> dict[str, TensorSpec]:
+def _specs(fields: JsonReader, side: str) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for number, item in enumerate(fields.items(side)):
-        entry = Fields(item, f"{MANIFEST}.{side}[{number}]")
+        entry = JsonReader(item, f"{MANIFEST}.{side}[{number}]")
         name, dtype, shape = entry.text("name"), entry.text("dtype"), entry.items("shape")
         entry.end()
         if dtype not in DTYPES:
@@ -339,7 +331,7 @@ def _specs(fields: Fields, side: str) -> dict[str, TensorSpec]:
     return specs
 
 
-def _provenance(fields: Fields) -> Provenance:
+def _provenance(fields: JsonReader) -> Provenance:
     provenance = Provenance(
         run=fields.text("run"),
         task=fields.text("task"),
@@ -355,14 +347,12 @@ def _provenance(fields: Fields) -> Provenance:
     return provenance
 
 
-def _difference(name: str, document: Any) -> Difference:
-    fields = Fields(document, f"{MANIFEST}.differences.{name}")
+def _difference(name: str, document: Any) -> FormatDifference:
+    fields = JsonReader(document, f"{MANIFEST}.differences.{name}")
     share = fields.take("equal_labels")
     if share is not None and not (type(share) in (int, float) and 0 <= share <= 1):
         raise PackageError(f"{MANIFEST}.differences.{name}.equal_labels is {share!r:.80}, no share")
-    difference = Difference(
-        largest=fields.number("largest"), equal_labels=share, samples=fields.count("samples")
-    )
+    difference = FormatDifference(largest=fields.number("largest"), equal_labels=share, samples=fields.count("samples"))
     fields.end()
     return difference
 
@@ -370,7 +360,7 @@ def _difference(name: str, document: Any) -> Difference:
 def _record(name: str, document: Any) -> FileRecord:
     if not _FILE.fullmatch(name) or name == MANIFEST:
         raise PackageError(f"{MANIFEST}.files has {name!r:.200}, which is no plain file name")
-    fields = Fields(document, f"{MANIFEST}.files.{name}")
+    fields = JsonReader(document, f"{MANIFEST}.files.{name}")
     size, sha256 = fields.count("size"), fields.text("sha256")
     fields.end()
     try:

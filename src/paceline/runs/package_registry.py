@@ -24,7 +24,7 @@ from paceline.core.errors import PackageError
 from paceline.core.files import fsync_directory, write_atomically
 from paceline.runs.checkpoint_manifest import temporary_directory, write_file
 from paceline.runs.checkpoint_store import remove_stale
-from paceline.runs.package_manifest import MANIFEST, Manifest, canonical_json, parse_object, plain_name
+from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json, parse_object, plain_name
 
 LATEST = "latest"
 MAX_TAG_BYTES = 2**20
@@ -34,7 +34,7 @@ _SHORT_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{8,64})")
 _MOST_EARLIER = 100
 
 
-class Reference(NamedTuple):
+class PackageReference(NamedTuple):
     """``NAME@TAG``."""
 
     name: str
@@ -81,14 +81,14 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> PackageReference:
     """The name and tag of ``NAME@TAG`` or ``NAME``, whose tag is ``latest``.
 
     Raises:
         PackageError: name or tag has another form.
     """
     name, separator, tag = text.partition("@")
-    return Reference(
+    return PackageReference(
         plain_name(name, "a package's name"), plain_name(tag if separator else LATEST, "a package's tag")
     )
 
@@ -140,7 +140,7 @@ class Registry:
             return sorted(entry.name for entry in self.packages.iterdir() if is_digest(entry.name))
         return []
 
-    def references(self) -> dict[Reference, Tag]:
+    def references(self) -> dict[PackageReference, Tag]:
         """All tags, in the order of their names."""
         found = {}
         for file in sorted(self.tags.glob("*/*.json")):
@@ -148,7 +148,7 @@ class Registry:
                 found.update(self._tag_in(file))
         return found
 
-    def all_tags(self) -> dict[Reference, Tag]:
+    def all_tags(self) -> dict[PackageReference, Tag]:
         """The same, where none may be missed.
 
         Raises:
@@ -160,14 +160,13 @@ class Registry:
                 found.update(self._tag_in(file))
             except PackageError as error:
                 raise PackageError(
-                    f"{file} cannot be read, so nobody knows which package it means. "
-                    "Restore it, or remove it."
+                    f"{file} cannot be read, so nobody knows which package it means. Restore it, or remove it."
                 ) from error
         return found
 
-    def _tag_in(self, file: Path) -> dict[Reference, Tag]:
+    def _tag_in(self, file: Path) -> dict[PackageReference, Tag]:
         """The tag, unless it has gone meanwhile."""
-        reference = Reference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
+        reference = PackageReference(plain_name(file.parent.name, "a name"), plain_name(file.stem, "a tag"))
         tag = self.find(reference)
         return {} if tag is None else {reference: tag}
 
@@ -187,7 +186,7 @@ class Registry:
         finally:
             os.close(descriptor)
 
-    def find(self, reference: Reference) -> Tag | None:
+    def find(self, reference: PackageReference) -> Tag | None:
         """What a tag means; None where there is no such tag.
 
         Raises:
@@ -213,9 +212,7 @@ class Registry:
             if len(matches) == 1:
                 return matches[0]
             if matches or text.startswith("sha256:") or is_digest(text):
-                problem = (
-                    f"is the beginning of {len(matches)} digests" if matches else "is no package's digest"
-                )
+                problem = f"is the beginning of {len(matches)} digests" if matches else "is no package's digest"
                 raise PackageError(f"{text} {problem} in the registry {self.path}. See: paceline registry ls")
         reference = parse_reference(text)
         tag = self.find(reference)
@@ -237,7 +234,7 @@ class Registry:
             raise PackageError(f"{reference} is the package {tag.digest}, which is not in {self.path}.")
         return tag.digest
 
-    def put_tag(self, reference: Reference, digest: str) -> Tag:
+    def put_tag(self, reference: PackageReference, digest: str) -> Tag:
         """Let a tag mean a package from now on.
 
         Raises:
@@ -251,7 +248,7 @@ class Registry:
             earlier = () if before is None else (before.digest, *before.earlier)[:_MOST_EARLIER]
             return self._write(reference, Tag(digest, earlier))
 
-    def roll_back(self, reference: Reference) -> tuple[Tag, Tag]:
+    def roll_back(self, reference: PackageReference) -> tuple[Tag, Tag]:
         """Let a tag mean again what it meant before; returns what it meant, and what it means now.
 
         Raises:
@@ -265,12 +262,10 @@ class Registry:
                     f"{reference} is {before.digest}, and was nothing before: there is nothing to go back to."
                 )
             if not self.holds(before.earlier[0]):
-                raise PackageError(
-                    f"{reference} was {before.earlier[0]}, which is not in {self.path} any more."
-                )
+                raise PackageError(f"{reference} was {before.earlier[0]}, which is not in {self.path} any more.")
             return before, self._write(reference, Tag(before.earlier[0], before.earlier[1:]))
 
-    def remove_tag(self, reference: Reference) -> Tag:
+    def remove_tag(self, reference: PackageReference) -> Tag:
         """Forget a tag; its package stays.
 
         Raises:
@@ -295,7 +290,7 @@ class Registry:
         with temporary_directory(self.packages) as directory:
             yield directory
 
-    def commit(self, draft: Path, manifest: Manifest) -> str:
+    def commit(self, draft: Path, manifest: PackageManifest) -> str:
         """Give a draft its manifest and its place; returns its digest. A package that is there stays.
 
         Raises:
@@ -325,16 +320,16 @@ class Registry:
             whole.rename(self.path_of(digest))
             fsync_directory(self.packages)
 
-    def _file_of(self, reference: Reference) -> Path:
+    def _file_of(self, reference: PackageReference) -> Path:
         return self.tags / reference.name / f"{reference.tag}.json"
 
-    def _write(self, reference: Reference, tag: Tag) -> Tag:
+    def _write(self, reference: PackageReference, tag: Tag) -> Tag:
         with _writable(self.path):
             write_atomically(self._file_of(reference), tag.to_bytes())
         return tag
 
     @contextmanager
-    def _changing(self, reference: Reference) -> Iterator[Tag | None]:
+    def _changing(self, reference: PackageReference) -> Iterator[Tag | None]:
         """What a tag means, while nobody else changes it."""
         with _writable(self.path):
             self._file_of(reference).parent.mkdir(parents=True, exist_ok=True)

@@ -19,8 +19,15 @@ from paceline.core.errors import PackageError
 from paceline.core.files import fsync_directory
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import verify_package
-from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from paceline.runs.package_registry import MAX_TAG_BYTES, Reference, Registry, Tag, is_digest, parse_reference
+from paceline.runs.package_manifest import MANIFEST, MAX_MANIFEST_BYTES, PackageManifest
+from paceline.runs.package_registry import (
+    MAX_TAG_BYTES,
+    PackageReference,
+    Registry,
+    Tag,
+    is_digest,
+    parse_reference,
+)
 
 # --- Where a registry's files are read: in a directory, or from a static file server by HTTP(S) ---
 
@@ -30,7 +37,7 @@ _TIMEOUT_S = 30.0  # of silence, not of the whole
 _SCHEMES = ("http", "https")
 
 
-class Source(Protocol):
+class RegistrySource(Protocol):
     """The files of a registry somewhere else."""
 
     def read(self, path: str, limit: int) -> bytes | None:
@@ -48,7 +55,7 @@ class Source(Protocol):
         """
 
 
-def source_of(place: str) -> Source:
+def source_of(place: str) -> RegistrySource:
     """The registry at a URL or in a directory.
 
     Raises:
@@ -125,9 +132,7 @@ class HttpSource:
         if response is None:
             raise PackageError(f"{self._url}/{path} is not there: the registry is not whole.")
         # Not every server knows Range: one that does not answers with the whole file.
-        partial = response.status == 206 and response.headers.get("Content-Range", "").startswith(
-            f"bytes {start}-"
-        )
+        partial = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
         return (start if partial else 0), self._read_on(path, response)
 
     def _read_on(self, path: str, response: HTTPResponse) -> Iterator[bytes]:
@@ -147,9 +152,7 @@ class HttpSource:
             with error:
                 if error.code == 404:
                     return None
-            raise PackageError(
-                f"{self._url}/{path}: the server answered {error.code} {error.reason}."
-            ) from error
+            raise PackageError(f"{self._url}/{path}: the server answered {error.code} {error.reason}.") from error
         except (OSError, HTTPException, ValueError) as error:
             raise self._broken(path, error) from error
 
@@ -200,13 +203,11 @@ class Transferred(NamedTuple):
     """
 
     digest: str
-    reference: Reference | None
+    reference: PackageReference | None
     fetched_bytes: int
 
 
-def pull(
-    what: str, place: str, registry: Registry, on_bytes: OnBytes = lambda done, total: None
-) -> Transferred:
+def pull(what: str, place: str, registry: Registry, on_bytes: OnBytes = lambda done, total: None) -> Transferred:
     """Copy a package and its tag from another registry.
 
     Args:
@@ -222,9 +223,7 @@ def pull(
     return _copy(what, source_of(place), place, registry, on_bytes)
 
 
-def push(
-    what: str, place: Path, registry: Registry, on_bytes: OnBytes = lambda done, total: None
-) -> Transferred:
+def push(what: str, place: Path, registry: Registry, on_bytes: OnBytes = lambda done, total: None) -> Transferred:
     """Copy a package and its tag to another registry, a directory; it is made where there is none.
 
     Args:
@@ -241,7 +240,7 @@ def push(
     return _copy(named, DirectorySource(registry.path), str(registry.path), Registry(place), on_bytes)
 
 
-def _copy(what: str, source: Source, place: str, registry: Registry, on_bytes: OnBytes) -> Transferred:
+def _copy(what: str, source: RegistrySource, place: str, registry: Registry, on_bytes: OnBytes) -> Transferred:
     reference = None
     digest = what.removeprefix("sha256:")
     if not is_digest(digest):
@@ -263,15 +262,13 @@ def _is_whole(digest: str, registry: Registry) -> bool:
         return False
 
 
-def _fetch(digest: str, source: Source, place: str, registry: Registry, on_bytes: OnBytes) -> int:
+def _fetch(digest: str, source: RegistrySource, place: str, registry: Registry, on_bytes: OnBytes) -> int:
     content = source.read(f"packages/{digest}/{MANIFEST}", MAX_MANIFEST_BYTES)
     if content is None:
         raise PackageError(f"there is no package {digest} in the registry {place}.")
     if (found := hashlib.sha256(content).hexdigest()) != digest:
-        raise PackageError(
-            f"the package {digest} in {place} is damaged: its manifest has the SHA-256 {found}."
-        )
-    manifest = Manifest.from_bytes(content)
+        raise PackageError(f"the package {digest} in {place} is damaged: its manifest has the SHA-256 {found}.")
+    manifest = PackageManifest.from_bytes(content)
     fetched = 0
     with _partial(registry, digest) as partial:
         if _is_whole(digest, registry):  # by another pull, while this one waited
@@ -298,7 +295,13 @@ def _fetch(digest: str, source: Source, place: str, registry: Registry, on_bytes
 
 
 def _fetch_file(
-    source: Source, path: str, target: Path, record: FileRecord, there: int, total: int, on_bytes: OnBytes
+    source: RegistrySource,
+    path: str,
+    target: Path,
+    record: FileRecord,
+    there: int,
+    total: int,
+    on_bytes: OnBytes,
 ) -> int:
     """One file, from where an earlier try ended; returns the bytes that were fetched."""
     if target.is_symlink() or not (target.is_file() or not target.exists()):

@@ -55,7 +55,7 @@ class StepProfiler:
             self._profiler.start()
         self._seconds_before: dict[str, float] = {}
 
-    def step_done(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Say that ``step`` steps are done; the caller's phases up to here are marked."""
         if self._profiler is None:
             return
@@ -99,9 +99,7 @@ class StepProfiler:
             "torch": torch.__version__,
             "phases": {name: {"seconds": p.seconds, "share": p.share} for name, p in phases.items()},
         }
-        write_atomically(
-            prefix.with_name(prefix.name + ".phases.json"), json.dumps(document, indent=2).encode()
-        )
+        write_atomically(prefix.with_name(prefix.name + ".phases.json"), json.dumps(document, indent=2).encode())
         self._monitor.note(_render(phases, steps, f"{prefix}.trace.json.gz"))
 
 
@@ -132,7 +130,5 @@ def _render(phases: dict[str, PhaseTime], steps: int, trace: str) -> RenderableT
     table.add_column(width=24)
     for name, (seconds, share) in sorted(phases.items(), key=lambda item: -item[1].seconds):
         if seconds > 0:
-            table.add_row(
-                name, f"{seconds / steps * 1e3:.3f}", f"{share:.1%}", ProgressBar(1.0, share, width=24)
-            )
+            table.add_row(name, f"{seconds / steps * 1e3:.3f}", f"{share:.1%}", ProgressBar(1.0, share, width=24))
     return Group(table, Text.assemble("Trace for ui.perfetto.dev: ", (trace, "cyan")))

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from paceline.core.errors import DataError, PacelineError
-from paceline.core.files import DISK_ERRORS, PatientLog
+from paceline.core.files import DISK_ERRORS, ResilientLog
 from paceline.runs.directory import RunDirectory
 
 # --- Other libraries' notes on their own inside, which are not for Paceline's users ---
 
 
 @contextmanager
-def loggers_hushed(*names: str) -> Iterator[None]:
+def silence_loggers(*names: str) -> Iterator[None]:
     """Without what these loggers say below an error."""
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
@@ -37,9 +37,9 @@ def loggers_hushed(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def hushed(logger_name: str) -> Iterator[None]:
+def silence_logger_and_warnings(logger_name: str) -> Iterator[None]:
     """Without warnings, and without what a logger says below an error."""
-    with loggers_hushed(logger_name), warnings.catch_warnings():
+    with silence_loggers(logger_name), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -64,7 +64,7 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
     """
     path = directory.log_of(rank)
     with ExitStack() as stack:
-        log = cast(TextIO, stack.enter_context(PatientLog(path)))
+        log = cast(TextIO, stack.enter_context(ResilientLog(path)))
         if not _is_same_file(2, path):
             if rank == 0:
                 _tee_python_output(stack, log)
@@ -74,9 +74,7 @@ def capture_rank_output(directory: RunDirectory, rank: int, world_size: int) -> 
             # A print must not fail where the disk is full.
             stack.enter_context(redirect_stdout(log))
             stack.enter_context(redirect_stderr(log))
-        log.write(
-            f"--- rank {rank} of {world_size}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-        )
+        log.write(f"--- rank {rank} of {world_size}, pid {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         try:
             yield
         except Exception as error:

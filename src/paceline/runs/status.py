@@ -30,7 +30,7 @@ _LEAVE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class HeartbeatRecord:
     """What a rank last told.
 
     Attributes:
@@ -91,7 +91,7 @@ class Heartbeat:
         self._path = directory.heartbeats / f"rank-{rank}.json"
         self._rank, self._world_size = rank, world_size
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._told: Beat | None = None
+        self._told: HeartbeatRecord | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="paceline-heartbeat", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class Heartbeat:
         now, step, before = time.time(), self.step, self._told
         moved = before is None or step != before.step
         speed = None if before is None or now <= before.time else (step - before.step) / (now - before.time)
-        self._told = Beat(
+        self._told = HeartbeatRecord(
             time=round(now, 3),
             rank=self._rank,
             world_size=self._world_size,
@@ -129,7 +129,7 @@ class Heartbeat:
             temporary.replace(self._path)
 
 
-def read_beats(directory: RunDirectory) -> list[Beat]:
+def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
     """The last beat of each rank of the newest group, by rank.
 
     Ranks that are no more, since the run went on with fewer, are left out.
@@ -141,9 +141,9 @@ def read_beats(directory: RunDirectory) -> list[Beat]:
     return sorted((beat for beat in beats if beat.rank < newest.world_size), key=lambda beat: beat.rank)
 
 
-def _read(path: Path) -> Beat | None:
+def _read(path: Path) -> HeartbeatRecord | None:
     try:
-        return Beat.from_json(json.loads(path.read_bytes()))
+        return HeartbeatRecord.from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -168,7 +168,7 @@ class RunSummary:
         state: from the last event and the run's lock; ``crashed`` means that it ended without a
             word (killed, or the machine went down), ``damaged`` that ``problem`` says what is wrong.
         step: the last step that a record, a checkpoint or the result names.
-        metric: the main metric's name, ``SPLIT.NAME``: the one that ``--best`` watches, else the first.
+        metric: the main metric's name, ``SPLIT.NAME``: the one that ``--best-metric`` watches, else the first.
         created: Unix time.
         seconds: time that the run was at work, over all restarts.
         problem: what failed, or what is damaged.
@@ -182,7 +182,7 @@ class RunSummary:
     total_steps: int | None = None
     epoch: int | None = None
     world_size: int | None = None
-    shards: int | None = None
+    microbatches: int | None = None
     metric: str | None = None
     value: float | None = None
     created: float | None = None
@@ -274,11 +274,11 @@ def _summarise(directory: RunDirectory) -> RunSummary:
         total_steps=started.get("total_steps"),
         epoch=records[-1]["epoch"] + 1 if records else None,
         world_size=started.get("world_size"),
-        shards=started.get("shards"),
+        microbatches=started.get("microbatches"),
         metric=metric,
         value=value,
         created=float(events[0]["time"]) if events else directory.manifest.stat().st_mtime,
-        seconds=_seconds_at_work(directory, events, state),
+        seconds=_active_seconds(directory, events, state),
         problem=_failure(events[-1]) if state == "failed" else None,
     )
 
@@ -296,7 +296,7 @@ def _failure(event: dict[str, Any]) -> str:
     return lines[0] if rank is None else f"rank {rank}: {lines[0]}"
 
 
-def _seconds_at_work(directory: RunDirectory, events: list[dict[str, Any]], state: State) -> float:
+def _active_seconds(directory: RunDirectory, events: list[dict[str, Any]], state: State) -> float:
     """The sum over all starts of the time from the start to the last sign of life."""
     total, last = 0.0, 0.0
     begin: float | None = None
@@ -319,7 +319,7 @@ def _main_metric(
 ) -> tuple[str | None, float | None]:
     by_split = {r["split"]: r["metrics"] for r in records if r["kind"] == "eval"} | result.get("metrics", {})
     try:
-        best = parse_best(config["best"])[0] if config.get("best") else None
+        best = parse_best(config["best_metric"])[0] if config.get("best_metric") else None
     except ConfigError:
         best = None
     for split in (*(s for s in _SPLITS if s in by_split), *by_split):

@@ -25,7 +25,7 @@ _ENDS = ("stopped", "failed", "finished")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TimelineEntry:
     """One line of the timeline.
 
     Attributes:
@@ -65,7 +65,7 @@ class Interruption:
 
 
 @dataclass(frozen=True)
-class World:
+class WorldChange:
     """From when on how many workers computed."""
 
     seconds: float
@@ -77,13 +77,13 @@ class Goodput:
     """Where the time went.
 
     Attributes:
-        at_work_s: seconds at work, over all starts.
+        active_s: seconds at work, over all starts.
         lost_s: cause -> seconds.
         interruptions: cause -> how often.
         repeated_steps: computed again, because all that held them were lost.
     """
 
-    at_work_s: float
+    active_s: float
     lost_s: Mapping[str, float]
     interruptions: Mapping[str, int]
     repeated_steps: int
@@ -91,21 +91,21 @@ class Goodput:
     @property
     def good_s(self) -> float:
         """Seconds that went into steps that count."""
-        return max(0.0, self.at_work_s - sum(self.lost_s.values()))
+        return max(0.0, self.active_s - sum(self.lost_s.values()))
 
     @property
     def share(self) -> float | None:
-        """``good_s`` over ``at_work_s``; None for a run that has not begun."""
-        return self.good_s / self.at_work_s if self.at_work_s > 0 else None
+        """``good_s`` over ``active_s``; None for a run that has not begun."""
+        return self.good_s / self.active_s if self.active_s > 0 else None
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A run's history; :func:`timeline` makes one."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TimelineEntry, ...]
     interruptions: tuple[Interruption, ...]
-    worlds: tuple[World, ...]
+    worlds: tuple[WorldChange, ...]
     goodput: Goodput
 
 
@@ -118,19 +118,19 @@ def timeline(events: Sequence[Event], *, until: float | None = None, repeated_st
         repeated_steps: as the ledger knows them; events tell of those of the last beat, the ledger of those
             that were flushed, so the higher number is taken.
     """
-    reader = _Reader(float(events[0]["time"]) if events else 0.0)
+    reader = _TimelineReader(float(events[0]["time"]) if events else 0.0)
     for event in events:
         reader.read(event)
     return reader.finish(until, repeated_steps)
 
 
-class _Reader:
+class _TimelineReader:
     def __init__(self, first: float) -> None:
         self._first = first
-        self._entries: list[Entry] = []
+        self._entries: list[TimelineEntry] = []
         self._interruptions: list[Interruption] = []
-        self._worlds: list[World] = []
-        self._at_work = 0.0  # of the starts that ended
+        self._worlds: list[WorldChange] = []
+        self._active = 0.0  # of the starts that ended
         self._since: float | None = None  # the current start
         self._last = 0.0
         self._members: list[int] = []  # slots of the current view
@@ -160,7 +160,7 @@ class _Reader:
             self._formed(event, seconds)
         elif kind == "joined" and self._began is not None:
             self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
-            self._worlds.append(World(seconds, self._computing))
+            self._worlds.append(WorldChange(seconds, self._computing))
             self._began = None
         elif kind in _ENDS:
             self._ended(seconds)
@@ -168,7 +168,7 @@ class _Reader:
             self._reached = max(self._reached, step)
             self._net = step
         self._last = max(self._last, seconds)
-        self._entries.append(Entry(round(seconds, 3), step, kind, describe(event)))
+        self._entries.append(TimelineEntry(round(seconds, 3), step, kind, describe(event)))
 
     def finish(self, until: float | None, repeated_steps: int) -> Timeline:
         if until is not None and self._since is not None:
@@ -178,11 +178,11 @@ class _Reader:
         for interruption in self._interruptions:
             lost[interruption.cause] = lost.get(interruption.cause, 0.0) + interruption.seconds
         repeated = max(self._repeated, repeated_steps)
-        trained = max(0.0, self._at_work - sum(lost.values()))
+        trained = max(0.0, self._active - sum(lost.values()))
         if repeated:
             lost[REPEATED] = trained * repeated / (repeated + max(self._net, 1))
         goodput = Goodput(
-            at_work_s=round(self._at_work, 3),
+            active_s=round(self._active, 3),
             lost_s={cause: round(seconds, 3) for cause, seconds in lost.items()},
             interruptions=dict(Counter(i.cause for i in self._interruptions)),
             repeated_steps=repeated,
@@ -199,7 +199,7 @@ class _Reader:
         self._since = seconds
         world_size = int(event.get("world_size", 1))
         self._members = list(range(world_size))
-        self._worlds.append(World(seconds, world_size))
+        self._worlds.append(WorldChange(seconds, world_size))
 
     def _formed(self, event: Event, seconds: float) -> None:
         members = list(event.get("members", ()))
@@ -223,7 +223,7 @@ class _Reader:
             return
         if self._began is not None:
             self._interruptions.append(Interruption(self._cause, self._began, seconds, self._forming))
-        self._at_work += seconds - self._since
+        self._active += seconds - self._since
         self._since = self._began = None
         self._causes = []
 
@@ -274,7 +274,7 @@ def describe(event: Event) -> str:
         case {"event": "joined", "generation": generation}:
             return f"generation {generation} trains"
         case {"event": "shares", "before": [*before], "shares": [*shares]}:
-            return f"shards are shared {_shares(shares)}, no longer {_shares(before)}"
+            return f"micro-batches are shared {_shares(shares)}, no longer {_shares(before)}"
         case {"event": "scale", "nodes": nodes}:
             return f"asked to go to {nodes} machine{'s' if nodes != 1 else ''}"
         case {"event": "retired", "slot": slot}:

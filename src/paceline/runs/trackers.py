@@ -35,7 +35,7 @@ RUN_ID = "paceline.run_id"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
+class RunInfo:
     """What a tracker is told of a run.
 
     Attributes:
@@ -58,7 +58,7 @@ class Tracked:
 class Tracker(Protocol):
     """One service; all methods are called from one thread, and may raise anything."""
 
-    def open(self, run: Tracked, earlier: str | None) -> str:
+    def open(self, run: RunInfo, earlier: str | None) -> str:
         """Begin a run, or go on with the one that an earlier call named; return its name there."""
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
@@ -87,7 +87,7 @@ class MlflowTracker:
         self._run = ""
         self._finished = False
 
-    def open(self, run: Tracked, earlier: str | None) -> str:
+    def open(self, run: RunInfo, earlier: str | None) -> str:
         with _without_telemetry():
             import mlflow
             from mlflow.entities import Param
@@ -125,7 +125,7 @@ class MlflowTracker:
     def close(self) -> None:
         self._client.set_terminated(self._run, "FINISHED" if self._finished else "KILLED")
 
-    def _experiment(self, run: Tracked) -> str:
+    def _experiment(self, run: RunInfo) -> str:
         from mlflow.exceptions import MlflowException
 
         given = os.environ.get("MLFLOW_EXPERIMENT_ID")
@@ -160,9 +160,7 @@ def _make_database(uri: str) -> None:
         return
     place = Path(name).absolute()
     place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=place.parent, prefix=f".{place.name}-", ignore_cleanup_errors=True
-    ) as folder:
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-", ignore_cleanup_errors=True) as folder:
         whole = Path(folder) / place.name
         store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
             f"sqlite:///{whole}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
@@ -196,7 +194,7 @@ class WandbTracker:
         self._run: Any = None
         self._finished = False
 
-    def open(self, run: Tracked, earlier: str | None) -> str:
+    def open(self, run: RunInfo, earlier: str | None) -> str:
         import wandb
 
         there = earlier or run.id
@@ -290,9 +288,7 @@ class TrackerWriter:
         earlier: the run's records so far, of which those are sent that the tracker does not have.
     """
 
-    def __init__(
-        self, name: str, tracker: Tracker, run: Tracked, earlier: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, name: str, tracker: Tracker, run: RunInfo, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
         self._name, self._tracker, self._run = name, tracker, run
         self._earlier = earlier
         self._path = run.directory.path / "trackers" / f"{name}.json"

@@ -17,7 +17,7 @@ _SHORTEST_TOKEN = 16
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
-class Access:
+class AccessPolicy:
     """The rule of one server.
 
     Without a token, everything is open to whoever reaches the server, which then listens on loopback only;

@@ -18,9 +18,9 @@ from prometheus_client.registry import Collector
 from paceline import __version__
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.runs.package import open_package, require_trusted
-from paceline.serving.access import Access
+from paceline.serving.access import AccessPolicy
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
-from paceline.serving.model import ModelSpec, Opened, ServingOptions, Source
+from paceline.serving.model import ModelLocation, ModelSpec, ServedModel, ServingOptions
 from paceline.serving.protocol import (
     JSON_TYPE,
     SERVER_NAME,
@@ -31,8 +31,8 @@ from paceline.serving.protocol import (
     model_metadata,
     parse_request,
 )
-from paceline.serving.replica_process import Starter
-from paceline.serving.replicas import Deployment, LocalDeployment, Observer
+from paceline.serving.replica_process import ReplicaStarter
+from paceline.serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline.serving.static_assets import HEADERS, Assets
 
 # --- What Prometheus is told ---
@@ -85,7 +85,7 @@ class Metrics:
         if status == 200:
             self._latency.labels(model).observe(seconds)
 
-    def observer(self, model: str) -> Observer:
+    def observer(self, model: str) -> DeploymentEvents:
         """What a model's deployment tells."""
         rows_of_model = self._batch_rows.labels(model)
         seconds_of_model = self._batch_seconds.labels(model)
@@ -94,7 +94,7 @@ class Metrics:
             rows_of_model.observe(rows)
             seconds_of_model.observe(seconds)
 
-        return Observer(count, self._restarts.labels(model).inc)
+        return DeploymentEvents(count, self._restarts.labels(model).inc)
 
     def swapped(self, model: str) -> None:
         """Count an exchange of packages."""
@@ -112,9 +112,7 @@ class _Gauges(Collector):
         self._deployments = deployments
 
     def collect(self) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily(
-            "paceline_waiting_rows", "Rows that wait for a replica.", labels=("model",)
-        )
+        waiting = GaugeMetricFamily("paceline_waiting_rows", "Rows that wait for a replica.", labels=("model",))
         ready = GaugeMetricFamily("paceline_ready_replicas", "Replicas that are ready.", labels=("model",))
         for name, deployment in self._deployments().items():
             waiting.add_metric((name,), deployment.batcher.waiting_rows)
@@ -127,12 +125,12 @@ class _Gauges(Collector):
 
 log = logging.getLogger("paceline.serving")
 
-DeploymentFactory = Callable[[Opened, ServingOptions, Observer], Deployment]
+DeploymentFactory = Callable[[ServedModel, ServingOptions, DeploymentEvents], Deployment]
 
 _VERSION_DIGITS = 12  # of a package's digest
 
 
-def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> Opened:
+def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> ServedModel:
     """Verify a package and choose how it is computed.
 
     Args:
@@ -156,8 +154,7 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
     if kind != "task" and kind not in manifest.programs:
         there = ", ".join(manifest.programs) or "none"
         raise ConfigError(
-            f"{place} has no {kind} program; it has: {there}. "
-            "Say --task TASK to use its weights with the task's code."
+            f"{place} has no {kind} program; it has: {there}. Say --task TASK to use its weights with the task's code."
         )
     if kind == "pt2":
         require_trusted(package.digest, manifest, package.path)
@@ -172,7 +169,7 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
         platform="onnxruntime_onnx" if kind == "onnx" else "pytorch",
     )
     path = str(package.path.absolute())
-    return Opened(Source(package=path, digest=package.digest, kind=kind, task=task), spec)
+    return ServedModel(ModelLocation(package=path, digest=package.digest, kind=kind, task=task), spec)
 
 
 class Models:
@@ -181,10 +178,10 @@ class Models:
     def __init__(self, options: ServingOptions, deploy: DeploymentFactory | None = None) -> None:
         """``deploy`` makes a deployment; None: its replicas are processes of this machine."""
         self._options = options
-        self._starter = Starter(options.threads)
+        self._starter = ReplicaStarter(options.threads)
         self._make_deployment = deploy or partial(LocalDeployment, self._starter)
         self._deployments: dict[str, Deployment] = {}
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, ServedModel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self.metrics = Metrics(lambda: self._deployments)
@@ -199,7 +196,7 @@ class Models:
         """Whether every model has a replica that could compute now."""
         return all(deployment.ready_replicas for deployment in self._deployments.values())
 
-    async def start(self, opened: Sequence[Opened]) -> None:
+    async def start(self, opened: Sequence[ServedModel]) -> None:
         """Load all of them; where one fails, none is left.
 
         Raises:
@@ -248,7 +245,7 @@ class Models:
         await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing)
         await self._starter.close()
 
-    async def _deploy(self, model: Opened) -> Deployment:
+    async def _deploy(self, model: ServedModel) -> Deployment:
         observer = self.metrics.observer(model.spec.name)
         deployment = self._make_deployment(model, self._options, observer)
         await deployment.start()
@@ -289,7 +286,7 @@ class App:
         draining: the server ends soon: it says that it is not ready, and asks clients to connect elsewhere.
     """
 
-    def __init__(self, models: Models, options: ServingOptions, access: Access) -> None:
+    def __init__(self, models: Models, options: ServingOptions, access: AccessPolicy) -> None:
         self.draining = False
         self._models = models
         self._options = options
@@ -321,9 +318,7 @@ class App:
             client = (scope.get("client") or ("-",))[0]
             seconds = time.perf_counter() - began
             # What a client put into the path must not begin a line of its own.
-            access_log.info(
-                "%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds
-            )
+            access_log.info("%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
@@ -346,9 +341,7 @@ class App:
             case ["metrics"]:
                 return _read(scope, self._metrics)
             case ["openapi.json"]:
-                return _read(
-                    scope, lambda: _json(describe(d.spec for d in self._models.deployments.values()))
-                )
+                return _read(scope, lambda: _json(describe(d.spec for d in self._models.deployments.values())))
             case ["v2", "repository", "models", name, "load"]:
                 _only(scope, "POST")
                 return await self._load(scope, receive, headers, name)
@@ -458,9 +451,7 @@ class App:
         outputs = await _within(min(times), future, scope)
         return 200, *build_response(deployment.spec, request, outputs)
 
-    async def _load(
-        self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str
-    ) -> Answer:
+    async def _load(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
         self._access.check_admin(scope, headers)
         if name not in self._models.deployments:
             raise RequestFailure(404, f"there is no model {name!r:.80}.")

@@ -25,8 +25,8 @@ from paceline.core.files import fsync_directory, write_atomically
 from paceline.core.inference import TensorSpec
 from paceline.serving.batching import RequestFailure
 from paceline.serving.client import Client
-from paceline.serving.model import Array, Arrays, ModelSpec, Opened, ServingOptions, rows_of
-from paceline.serving.replica_process import Starter
+from paceline.serving.model import Array, Arrays, ModelSpec, ServedModel, ServingOptions, rows_of
+from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import LocalDeployment
 
 # --- Rows to predict from files: pictures, arrays, CSV and JSON ---
@@ -97,8 +97,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
 def _only_input(spec: ModelSpec, path: Path) -> str:
     if len(spec.inputs) != 1:
         raise DataError(
-            f"{path}: {spec.name} has the inputs {', '.join(spec.inputs)}; "
-            "give them by name, as .npz or a JSON object."
+            f"{path}: {spec.name} has the inputs {', '.join(spec.inputs)}; give them by name, as .npz or a JSON object."
         )
     return next(iter(spec.inputs))
 
@@ -117,9 +116,7 @@ def _picture(path: Path, spec: ModelSpec) -> Array:
     if tensor.dtype != "uint8" or len(shape) not in (2, 3) or channels not in _CHANNELS:
         raise DataError(f"{path}: {spec.name} takes {_said(tensor)}, which is no picture.")
     with Image.open(path) as picture:
-        height, width = (
-            want if want is not None else has for want, has in zip(sizes, picture.size[::-1], strict=True)
-        )
+        height, width = (want if want is not None else has for want, has in zip(sizes, picture.size[::-1], strict=True))
         converted = picture.convert(_CHANNELS[channels]).resize((width, height))
     pixels = np.asarray(converted, np.uint8).reshape(height, width, channels)
     if first:
@@ -147,12 +144,8 @@ def _is_number(text: str) -> bool:
 def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, Array]:
     """The model's inputs, of its types and shapes; flat rows are brought into shape."""
     if raw.keys() != spec.inputs.keys():
-        raise DataError(
-            f"{path} has {', '.join(raw) or 'nothing'}; {spec.name} takes {', '.join(spec.inputs)}."
-        )
-    arrays = {
-        name: _fit(path, name, np.asanyarray(raw[name]), tensor) for name, tensor in spec.inputs.items()
-    }
+        raise DataError(f"{path} has {', '.join(raw) or 'nothing'}; {spec.name} takes {', '.join(spec.inputs)}.")
+    arrays = {name: _fit(path, name, np.asanyarray(raw[name]), tensor) for name, tensor in spec.inputs.items()}
     if len({len(array) for array in arrays.values()}) != 1:
         raise DataError(f"{path}: its arrays have different numbers of rows.")
     if rows_of(arrays) == 0:
@@ -195,7 +188,7 @@ def _said(tensor: TensorSpec) -> str:
 FORMATS = (".npz", ".jsonl", ".csv")
 
 
-class Journal:
+class PredictionStore:
     """Which chunks of a job are done.
 
     Attributes:
@@ -212,7 +205,7 @@ class Journal:
 
     @classmethod
     @contextmanager
-    def open(cls, output: Path, job: Mapping[str, Any], rows: int, chunk_rows: int) -> Iterator[Journal]:
+    def open(cls, output: Path, job: Mapping[str, Any], rows: int, chunk_rows: int) -> Iterator[PredictionStore]:
         """Begin a job, or go on with it; nobody else can meanwhile.
 
         Raises:
@@ -361,9 +354,9 @@ OnRows = Callable[[int], None]
 
 
 @asynccontextmanager
-async def replicas(opened: Opened, options: ServingOptions) -> AsyncIterator[Predict]:
+async def replicas(opened: ServedModel, options: ServingOptions) -> AsyncIterator[Predict]:
     """A package's own replicas, for as long as this lasts."""
-    starter = Starter(options.threads)
+    starter = ReplicaStarter(options.threads)
     deployment = LocalDeployment(starter, opened, options)
 
     async def predict(inputs: Arrays) -> dict[str, Array]:
@@ -403,7 +396,7 @@ async def server(url: str, model: str, token_file: Path | None, connections: int
 
 
 async def predict_into(
-    journal: Journal, arrays: Arrays, engine: Engine, concurrency: int, on_rows: OnRows
+    journal: PredictionStore, arrays: Arrays, engine: Engine, concurrency: int, on_rows: OnRows
 ) -> None:
     """Compute the chunks of a job that are missing, several at once."""
     on_rows(sum(journal.chunks[number][1] - journal.chunks[number][0] for number in journal.done))
@@ -414,7 +407,7 @@ async def predict_into(
 
 
 async def _work(
-    missing: Iterator[int], journal: Journal, arrays: Arrays, predict: Predict, on_rows: OnRows
+    missing: Iterator[int], journal: PredictionStore, arrays: Arrays, predict: Predict, on_rows: OnRows
 ) -> None:
     for number in missing:
         start, stop = journal.chunks[number]

@@ -53,9 +53,7 @@ class DeadlinePassed(RequestFailure):
     """The request's time is up."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(
-            504, f"it took longer than the {timeout_s * 1000:,.0f} ms that this request may take."
-        )
+        super().__init__(504, f"it took longer than the {timeout_s * 1000:,.0f} ms that this request may take.")
 
 
 class ModelFailed(RequestFailure):
@@ -84,7 +82,7 @@ SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next
 _Shape = tuple[tuple[int, ...], ...]
 
 
-class Replica(Protocol):
+class BatchExecutor(Protocol):
     """Who computes batches: a process of this machine, or room for one of Ray Serve's."""
 
     @property
@@ -172,26 +170,26 @@ class Batcher:
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
         self._queue: OrderedDict[asyncio.Future[dict[str, Array]], _Waiting] = OrderedDict()  # by answer
-        self._replicas: list[Replica] = []
+        self._replicas: list[BatchExecutor] = []
         self._running: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._speed = _Speed()
         self._most_waiting = options.max_queue
-        self._answered_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
+        self._answered_at: WeakKeyDictionary[BatchExecutor, float] = WeakKeyDictionary()
         self.waiting_rows = 0
 
     @property
-    def replicas(self) -> Sequence[Replica]:
+    def replicas(self) -> Sequence[BatchExecutor]:
         """Those that are ready."""
         return self._replicas
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: BatchExecutor) -> None:
         """Use a replica from now on."""
         self._replicas.append(replica)
         self._schedule()
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: BatchExecutor) -> None:
         """Send a replica nothing more."""
         self._replicas.remove(replica)
 
@@ -308,7 +306,7 @@ class Batcher:
             self.waiting_rows -= item.rows
         return batch
 
-    async def _compute(self, replica: Replica, batch: list[_Waiting], *, crowded: bool) -> None:
+    async def _compute(self, replica: BatchExecutor, batch: list[_Waiting], *, crowded: bool) -> None:
         if len(batch) == 1:
             inputs = batch[0].inputs
         else:
@@ -333,7 +331,7 @@ class Batcher:
             self._most_waiting = self._bound()
         self._schedule()
 
-    async def _compute_apart(self, replica: Replica, batch: list[_Waiting], error: BatchFailed) -> None:
+    async def _compute_apart(self, replica: BatchExecutor, batch: list[_Waiting], error: BatchFailed) -> None:
         """One request that the model cannot compute must not fail the others of its batch."""
         if len(batch) == 1:
             _fail(batch[0], ModelFailed(str(error)))

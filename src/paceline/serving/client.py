@@ -140,9 +140,7 @@ class Client:
             return response.status, answered, response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise ServingError(
-                f"{self._url} cannot be asked: {str(error) or type(error).__name__}."
-            ) from error
+            raise ServingError(f"{self._url} cannot be asked: {str(error) or type(error).__name__}.") from error
 
     def _failure(self, status: int, content: bytes) -> ServingError:
         try:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ExportError
-from paceline.core.inference import Inference, TensorSpec
-from paceline.runs.package_manifest import Difference
+from paceline.core.inference import InferenceSignature, TensorSpec
+from paceline.runs.package_manifest import FormatDifference
 from paceline.serving.formats import Compute
-from paceline.serving.trained_source import Source
+from paceline.serving.trained_source import TrainedSource
 
 ROUNDING = 1e-4
 """What an output may differ by where nothing was rounded on purpose: a share of the largest, or of 1."""
@@ -51,8 +51,8 @@ class _Tally:
 
 
 def compare(
-    trained: Source, candidates: Mapping[str, Compute], on_progress: OnProgress
-) -> dict[str, tuple[Difference, float]]:
+    trained: TrainedSource, candidates: Mapping[str, Compute], on_progress: OnProgress
+) -> dict[str, tuple[FormatDifference, float]]:
     """Compute the whole split with the trained model and with each format.
 
     Returns:
@@ -66,7 +66,7 @@ def compare(
     batches = trained.batches()
     done = 0
     try:
-        for batch in batches.read(range(batches.num_blocks)):
+        for batch in batches.read(range(batches.num_batches)):
             inputs = batch_inputs(trained, batch.batch)
             with torch.no_grad():
                 expected = inference.module(*inputs)
@@ -87,7 +87,7 @@ def compare(
         batches.close()
     return {
         name: (
-            Difference(
+            FormatDifference(
                 largest=tally.largest,
                 equal_labels=tally.equal / tally.samples if inference.label and tally.samples else None,
                 samples=tally.samples,
@@ -99,7 +99,7 @@ def compare(
 
 
 def problem_of(
-    difference: Difference, scale: float, quantization: str | None, tolerance: float | None
+    difference: FormatDifference, scale: float, quantization: str | None, tolerance: float | None
 ) -> str | None:
     """What is wrong with a format, or None where it is near enough.
 
@@ -121,7 +121,7 @@ def problem_of(
 
 
 def layer_at_fault(
-    trained: Source,
+    trained: TrainedSource,
     alone: Callable[[str, tuple[Any, ...]], Tensor],
     quantization: str | None,
     tolerance: float | None,
@@ -151,18 +151,18 @@ def layer_at_fault(
     return named if quantization else None
 
 
-def batch_inputs(trained: Source, batch: Any) -> list[Tensor]:
+def batch_inputs(trained: TrainedSource, batch: Any) -> list[Tensor]:
     """The inputs in a batch, checked against the task's own word.
 
     Raises:
-        ExportError: they are not those that build_inference names.
+        ExportError: they are not those that inference_signature names.
     """
     given, _ = trained.task.inference_batch(batch)
     inputs = list(given)
     specs = trained.inference.inputs
     if len(inputs) != len(specs):
         raise ExportError(
-            f"{type(trained.task).__name__}.inference_batch gave {len(inputs)} inputs; build_inference names "
+            f"{type(trained.task).__name__}.inference_batch gave {len(inputs)} inputs; inference_signature names "
             f"{len(specs)}: {', '.join(specs)}."
         )
     for (name, spec), tensor in zip(specs.items(), inputs, strict=True):
@@ -170,7 +170,7 @@ def batch_inputs(trained: Source, batch: Any) -> list[Tensor]:
     return inputs
 
 
-def check_outputs(inference: Inference, outputs: Any, samples: int) -> None:
+def check_outputs(inference: InferenceSignature, outputs: Any, samples: int) -> None:
     """Hold what the function gave against what the task says.
 
     Raises:
@@ -179,7 +179,7 @@ def check_outputs(inference: Inference, outputs: Any, samples: int) -> None:
     if not isinstance(outputs, Mapping) or list(outputs) != list(inference.outputs):
         there = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ExportError(
-            f"build_inference names the outputs {', '.join(inference.outputs)}, in this order, but "
+            f"inference_signature names the outputs {', '.join(inference.outputs)}, in this order, but "
             "its module "
             f"returned {there}."
         )
@@ -200,11 +200,7 @@ def distance(expected: Tensor, given: Tensor) -> float:
 
 def _check_tensor(what: str, spec: TensorSpec, tensor: Any, samples: int) -> None:
     is_tensor = isinstance(tensor, Tensor)
-    there = (
-        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        if is_tensor
-        else repr(tensor)[:80]
-    )
+    there = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" if is_tensor else repr(tensor)[:80]
     sizes = (samples, *spec.shape)
     if (
         not is_tensor
@@ -214,12 +210,12 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Any, samples: int) -> Non
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in sizes)
         raise ExportError(
-            f"{what} should be {spec.dtype} ({wanted}), as build_inference says, but is {there}. "
+            f"{what} should be {spec.dtype} ({wanted}), as inference_signature says, but is {there}. "
             "Correct its TensorSpec."
         )
 
 
-def _calls(trained: Source) -> list[tuple[str, nn.Module, tuple[Any, ...], Tensor]]:
+def _calls(trained: TrainedSource) -> list[tuple[str, nn.Module, tuple[Any, ...], Tensor]]:
     """Each layer without layers of its own, as it was called first: name, module, inputs, output."""
     calls: list[tuple[str, nn.Module, tuple[Any, ...], Tensor]] = []
     seen: set[nn.Module] = set()

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from paceline import __version__
 from paceline.core.errors import ConfigError, ExportError
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.stats import Estimate
 from paceline.core.task import Task
 from paceline.runs.checkpoint_manifest import FileRecord, write_file
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.package import Package, trust, verify_package
-from paceline.runs.package_manifest import Difference, Manifest, Provenance, plain_name
-from paceline.runs.package_registry import LATEST, Reference, Registry
+from paceline.runs.package_manifest import FormatDifference, PackageManifest, Provenance, plain_name
+from paceline.runs.package_registry import LATEST, PackageReference, Registry
 from paceline.serving.equivalence import OnProgress, batch_inputs, compare, layer_at_fault, problem_of
 from paceline.serving.formats import (
     PROGRAM_FILES,
@@ -46,7 +46,7 @@ from paceline.serving.trained_source import (
     EVALUATION,
     INTERVALS,
     PACKAGE_METRICS,
-    Source,
+    TrainedSource,
     inference_of,
     open_source,
     source_sha256,
@@ -58,7 +58,7 @@ from paceline.serving.trained_source import (
 _SHOWN_ELSEWHERE = (INTERVALS, PACKAGE_METRICS, EVALUATION)
 
 
-def model_card(manifest: Manifest, task: Task) -> str:
+def model_card(manifest: PackageManifest, task: Task) -> str:
     """A page of Markdown, from what the manifest says and the task's docstring.
 
     The parts follow Mitchell et al., "Model Cards for Model Reporting" (https://arxiv.org/abs/1810.03993);
@@ -85,9 +85,7 @@ def model_card(manifest: Manifest, task: Task) -> str:
         ),
     ]
     if manifest.labels:
-        parts.append(
-            "Classes: " + ", ".join(f"{number} {label}" for number, label in enumerate(manifest.labels)) + "."
-        )
+        parts.append("Classes: " + ", ".join(f"{number} {label}" for number, label in enumerate(manifest.labels)) + ".")
     parts += [
         "## Evaluation",
         f"The trained model on the {split} split:",
@@ -139,7 +137,7 @@ def model_card(manifest: Manifest, task: Task) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _metadata(manifest: Manifest) -> str:
+def _metadata(manifest: PackageManifest) -> str:
     """Before the text, between lines of dashes; every text is in quotes, as JSON's are YAML's too."""
     origin = manifest.provenance
     dataset = json.dumps(origin.task.rpartition(":")[2] or origin.task)
@@ -162,13 +160,13 @@ def _metadata(manifest: Manifest) -> str:
     return "\n".join([*lines, "---"])
 
 
-def _own_metrics(manifest: Manifest) -> Mapping[str, float]:
+def _own_metrics(manifest: PackageManifest) -> Mapping[str, float]:
     """Of the weights as they are in the package."""
     found: Mapping[str, float] = manifest.provenance.data.get(PACKAGE_METRICS, manifest.metrics)
     return found
 
 
-def _metrics(manifest: Manifest) -> str:
+def _metrics(manifest: PackageManifest) -> str:
     intervals, own = manifest.provenance.data.get(INTERVALS, {}), _own_metrics(manifest)
     quantized = own is not manifest.metrics
     rows = []
@@ -179,14 +177,14 @@ def _metrics(manifest: Manifest) -> str:
     return _table(("metric", "value", "95 % interval", *(["this package's"] if quantized else [])), rows)
 
 
-def _use(manifest: Manifest) -> str:
+def _use(manifest: PackageManifest) -> str:
     spec = next(iter(manifest.inputs.values()))
     zeros = ", ".join("1" if size is None else str(size) for size in (1, *spec.shape))
     name = manifest.name
     inputs = ", ".join(f"{key}={value.dtype}" for key, value in manifest.inputs.items())
     lines = [
         f"With the package in a registry, as `{name}` (its inputs: {inputs}):",
-        f"```console\n$ paceline serve {name}\n$ paceline predict {name} FILE\n$ paceline check {name}\n```",
+        f"```console\n$ paceline serve {name}\n$ paceline predict {name} FILE\n$ paceline revalidate {name}\n```",
     ]
     if "onnx" in manifest.programs and len(manifest.inputs) == 1:
         lines.append(
@@ -202,7 +200,7 @@ def _use(manifest: Manifest) -> str:
     return "\n\n".join(lines)
 
 
-def _limits(manifest: Manifest) -> str:
+def _limits(manifest: PackageManifest) -> str:
     samples = max((difference.samples for difference in manifest.differences.values()), default=0)
     split = manifest.provenance.data.get("compared_split", "test")
     return (
@@ -258,7 +256,7 @@ def export(
     registry: Registry,
     on_stage: Callable[[str], None] = lambda stage: None,
     on_progress: OnProgress = lambda done, total: None,
-) -> tuple[Package, Reference]:
+) -> tuple[Package, PackageReference]:
     """Export a run's model into a registry; nothing is left there where it is refused.
 
     Args:
@@ -282,7 +280,7 @@ def export(
         require_onnx()
     on_stage("reading the run")
     with open_source(request.run, request.checkpoint) as source, registry.draft() as draft:
-        reference = Reference(request.name or default_name(source), request.tag)
+        reference = PackageReference(request.name or default_name(source), request.tag)
         on_stage(f"evaluating {source.split}")
         measured = source.measure()
         weights = _write_weights(source, request.quantization, draft)
@@ -310,14 +308,14 @@ def export(
     return verify_package(registry.path_of(manifest.digest)), reference
 
 
-def default_name(source: Source) -> str:
+def default_name(source: TrainedSource) -> str:
     """A recipe's own name, or the task's class in small letters."""
     spec = source.spec.rpartition(":")[2] or source.spec
     letters = (c if c.isalnum() and c.isascii() else "-" for c in spec.lower())
     return "".join(letters).strip("-")[:64].strip("-") or "model"
 
 
-def _write_weights(source: Source, quantization: Quantization | None, draft: Path) -> bytes:
+def _write_weights(source: TrainedSource, quantization: Quantization | None, draft: Path) -> bytes:
     model = source.model
     if quantization is not None:
         model = deepcopy(model)
@@ -328,15 +326,15 @@ def _write_weights(source: Source, quantization: Quantization | None, draft: Pat
 
 
 def _reloaded(
-    source: Source, weights: bytes, quantization: Quantization | None
-) -> tuple[nn.Module, Inference]:
+    source: TrainedSource, weights: bytes, quantization: Quantization | None
+) -> tuple[nn.Module, InferenceSignature]:
     """Model and function as somebody gets them who has the weights and the task."""
     model = source.task.build_model().eval().requires_grad_(False)
     load_weights(model, weights, quantization)
     return model, inference_of(source.task, model)
 
 
-def _as_compute(inference: Inference) -> Compute:
+def _as_compute(inference: InferenceSignature) -> Compute:
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
         with torch.no_grad():
             outputs: Mapping[str, Tensor] = inference.module(*inputs)
@@ -346,8 +344,8 @@ def _as_compute(inference: Inference) -> Compute:
 
 
 def _write_programs(
-    source: Source,
-    reloaded: Inference,
+    source: TrainedSource,
+    reloaded: InferenceSignature,
     formats: Sequence[str],
     draft: Path,
     on_stage: Callable[[str], None],
@@ -378,7 +376,7 @@ def _write_programs(
 
 
 def _refusal(
-    source: Source, reloaded: Inference, kind: str, problem: str, request: ExportRequest
+    source: TrainedSource, reloaded: InferenceSignature, kind: str, problem: str, request: ExportRequest
 ) -> ExportError:
     quantization = request.quantization
     layer = layer_at_fault(
@@ -388,16 +386,14 @@ def _refusal(
         request.tolerance,
     )
     where = layer or (
-        "no layer differs by itself, so it is what lies between them, or the function gives something "
-        "else each time"
+        "no layer differs by itself, so it is what lies between them, or the function gives something else each time"
     )
     advice = (
         "Leave --quantize out, or take bf16"
         if quantization == "int8"
         else "Leave --quantize out"
         if quantization
-        else "A layer must depend on its inputs and its state_dict only: no random numbers, no counters "
-        "in Python"
+        else "A layer must depend on its inputs and its state_dict only: no random numbers, no counters in Python"
     )
     return ExportError(
         f"the {kind} export computes something else than the trained model on the {source.split} split: "
@@ -406,16 +402,16 @@ def _refusal(
 
 
 def _manifest(
-    source: Source,
+    source: TrainedSource,
     request: ExportRequest,
     name: str,
     metrics: Mapping[str, float],
-    differences: Mapping[str, Difference],
+    differences: Mapping[str, FormatDifference],
     data: Mapping[str, Any],
     draft: Path,
-) -> Manifest:
+) -> PackageManifest:
     inference = source.inference
-    manifest = Manifest(
+    manifest = PackageManifest(
         name=name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         inputs=inference.inputs,
@@ -448,7 +444,7 @@ def _intervals(measured: Mapping[str, Estimate]) -> dict[str, Any]:
     }
 
 
-def _provenance(source: Source, data: Mapping[str, Any]) -> Provenance:
+def _provenance(source: TrainedSource, data: Mapping[str, Any]) -> Provenance:
     return Provenance(
         run=str(source.manifest["id"]),
         task=source.spec,

@@ -18,11 +18,11 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.utils import parametrize
 
 from paceline.core.errors import ExportError, PackageError
-from paceline.core.inference import Inference
+from paceline.core.inference import InferenceSignature
 from paceline.core.task import Task
-from paceline.core.task_loading import RECIPES, TaskReference, load_task_class
-from paceline.runs.package import Package, trusted
-from paceline.runs.rank_log import hushed
+from paceline.core.task_loading import BUILT_IN_TASKS, TaskReference, load_task_class
+from paceline.runs.package import Package, read_trusted
+from paceline.runs.rank_log import silence_logger_and_warnings
 from paceline.serving.trained_source import inference_of
 
 # --- Smaller weights: int8 or bfloat16 in the file, float32 where they are used ---
@@ -119,7 +119,7 @@ _TORCHS_EXPORTERS = "torch.onnx"
 _EXAMPLE_SAMPLES = 2  # torch.export takes a size of 1 for a constant
 
 
-def capture(inference: Inference, inputs: Sequence[Tensor]) -> ExportedProgram:
+def capture(inference: InferenceSignature, inputs: Sequence[Tensor]) -> ExportedProgram:
     """Trace the function for any batch size, and any size where a shape says None.
 
     Args:
@@ -146,7 +146,7 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
         ExportError: it cannot trace the module.
     """
     try:
-        with hushed(_TORCHS_EXPORTERS), torch.no_grad():
+        with silence_logger_and_warnings(_TORCHS_EXPORTERS), torch.no_grad():
             return torch.export.export(module, example, dynamic_shapes=dynamic)
     except Exception as error:
         raise ExportError(
@@ -158,13 +158,13 @@ def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> E
 
 def save_pt2(program: ExportedProgram, path: Path) -> None:
     """Write a program as torch does."""
-    with hushed(_TORCHS_EXPORTERS):
+    with silence_logger_and_warnings(_TORCHS_EXPORTERS):
         torch.export.save(program, path)
 
 
 def load_pt2(content: bytes) -> Compute:
     """The function in a pt2 file; loading it may run any code, so its origin must be trusted."""
-    with hushed(_TORCHS_EXPORTERS):
+    with silence_logger_and_warnings(_TORCHS_EXPORTERS):
         module = torch.export.load(io.BytesIO(content)).module()
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
@@ -198,7 +198,7 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         ExportError: an operation has no ONNX form; names it.
     """
     try:
-        with hushed(_TORCHS_EXPORTERS):
+        with silence_logger_and_warnings(_TORCHS_EXPORTERS):
             converted = torch.onnx.export(
                 program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False
             )
@@ -211,9 +211,7 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
         ) from error
 
 
-def load_onnx(
-    content: bytes, outputs: Sequence[str], beside: Mapping[str, bytes] = MappingProxyType({})
-) -> Compute:
+def load_onnx(content: bytes, outputs: Sequence[str], beside: Mapping[str, bytes] = MappingProxyType({})) -> Compute:
     """The function of an ONNX model, by onnxruntime on the CPU.
 
     Args:
@@ -227,9 +225,7 @@ def load_onnx(
     options.intra_op_num_threads = torch.get_num_threads()
     if beside:
         contents = list(beside.values())
-        options.add_external_initializers_from_files_in_memory(
-            list(beside), contents, [len(each) for each in contents]
-        )
+        options.add_external_initializers_from_files_in_memory(list(beside), contents, [len(each) for each in contents])
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     held = (session, beside)  # it may look into these for as long as it lives
@@ -250,7 +246,7 @@ def layer_alone(layer: nn.Module, kind: str, given: tuple[Any, ...]) -> Tensor:
     if kind == "safetensors":
         with torch.no_grad():
             return cast(Tensor, layer(*given))
-    program = trace(_Named(layer), given)
+    program = trace(_NamedLayer(layer), given)
     with tempfile.TemporaryDirectory(prefix="paceline-layer-") as directory:
         path = Path(directory) / PROGRAM_FILES[kind]
         if kind == "pt2":
@@ -260,7 +256,7 @@ def layer_alone(layer: nn.Module, kind: str, given: tuple[Any, ...]) -> Tensor:
         return load_onnx(path.read_bytes(), ["output"])(given)["output"]
 
 
-class _Named(nn.Module):
+class _NamedLayer(nn.Module):
     """A layer whose output has a name."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -308,7 +304,7 @@ def weights_bytes(model: nn.Module) -> bytes:
     return safetensors.torch.save(tensors, {TIED: json.dumps(tied)} if tied else None)
 
 
-def load_with_task(package: Package, task: Task | str | None = None) -> Inference:
+def load_with_task(package: Package, task: Task | str | None = None) -> InferenceSignature:
     """The function of a package by the task's own code: its weights can run no code of their own.
 
     Args:
@@ -341,7 +337,7 @@ def task_of(package: Package, task: str | None) -> str:
         PackageError: the user names none, and the package is not trusted.
     """
     spec = package.manifest.provenance.task if task is None else task
-    if task is None and spec not in RECIPES and package.digest not in trusted():
+    if task is None and spec not in BUILT_IN_TASKS and package.digest not in read_trusted():
         # Importing it runs it, and the name is only the package's word.
         raise PackageError(
             f"package {package.path} says that it is of the task {spec}, and you have not trusted it. "
@@ -359,8 +355,7 @@ def load_weights(model: nn.Module, content: bytes, quantization: str | None) -> 
     if quantization is not None:
         if quantization not in get_args(Quantization):
             raise PackageError(
-                f"the package is quantized by {quantization!r:.80}, which this version of Paceline "
-                "does not know."
+                f"the package is quantized by {quantization!r:.80}, which this version of Paceline does not know."
             )
         quantize(model, cast(Quantization, quantization))
     try:
@@ -370,8 +365,7 @@ def load_weights(model: nn.Module, content: bytes, quantization: str | None) -> 
         model.load_state_dict(tensors)
     except (SafetensorError, RuntimeError, KeyError, ValueError, AttributeError) as error:
         raise PackageError(
-            f"the package's weights do not fit the task: {error}\n"
-            "Use the code and the fields that it was trained with."
+            f"the package's weights do not fit the task: {error}\nUse the code and the fields that it was trained with."
         ) from error
 
 

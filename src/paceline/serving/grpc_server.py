@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.serving.access import Access
+from paceline.serving.access import AccessPolicy
 from paceline.serving.app import Models
 from paceline.serving.model import ServingOptions
 
@@ -40,7 +40,7 @@ class GrpcServer:
         *,
         models: Models,
         options: ServingOptions,
-        access: Access,
+        access: AccessPolicy,
         is_draining: Callable[[], bool],
     ) -> None:
         for name, value in _QUIET.items():

@@ -12,7 +12,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from paceline import __version__
-from paceline.serving.access import Access
+from paceline.serving.access import AccessPolicy
 from paceline.serving.app import Models
 from paceline.serving.batching import DeadlinePassed, InvalidRequest, RequestFailure
 from paceline.serving.model import DATATYPES, Arrays, ModelSpec, ServingOptions
@@ -72,9 +72,7 @@ def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
     document = {
         "parameters": _parameters(message.parameters),
         "inputs": inputs,
-        "outputs": [
-            {"name": output.name, "parameters": _parameters(output.parameters)} for output in message.outputs
-        ],
+        "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in message.outputs],
     }
     if message.id:
         document["id"] = message.id
@@ -106,9 +104,7 @@ def build_message(spec: ModelSpec, request: InferRequest, outputs: Arrays, *, ra
         outputs: the model's.
         raw: tensors as bytes, as the request had its own; else in ``contents``, where that can hold them.
     """
-    answer = service_pb2.ModelInferResponse(
-        model_name=spec.name, model_version=spec.version, id=request.id or ""
-    )
+    answer = service_pb2.ModelInferResponse(model_name=spec.name, model_version=spec.version, id=request.id or "")
     datatypes = {name: DATATYPES[outputs[name].dtype.name] for name in request.outputs}
     raw = raw or not _FIELDS.keys() >= set(datatypes.values())
     for name, datatype in datatypes.items():
@@ -156,7 +152,7 @@ class Service:
     """
 
     def __init__(
-        self, models: Models, options: ServingOptions, access: Access, is_draining: Callable[[], bool]
+        self, models: Models, options: ServingOptions, access: AccessPolicy, is_draining: Callable[[], bool]
     ) -> None:
         self._models = models
         self._options = options
@@ -248,9 +244,7 @@ class Service:
             deployment.batcher.check_room()
             request = parse_message(deployment.spec, message)
             limits = (context.time_remaining(), request.timeout_s, self._options.timeout_s)
-            outputs = await _within(
-                min(t for t in limits if t is not None), deployment.submit(request.inputs)
-            )
+            outputs = await _within(min(t for t in limits if t is not None), deployment.submit(request.inputs))
             status = 200
             raw = bool(message.raw_input_contents)
             return build_message(deployment.spec, request, outputs, raw=raw)

@@ -40,7 +40,7 @@ UNBOUNDED = 10**7
 """Rows that may wait where it does not matter how long: ``paceline predict`` asks for them itself."""
 
 _MOST_REPLICAS = 256
-_DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang_timeout", "drain_notice")
+_DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang_timeout", "drain_delay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ServingOptions:
         timeout_s: how long a request may take, unless it says less itself.
         receive_timeout_s: how long a client may take to send one request.
         max_body_bytes: of a request.
-        drain_notice_s: after SIGTERM, how long "not ready" is shown before connections are refused.
+        drain_delay_s: after SIGTERM, how long "not ready" is shown before connections are refused.
         startup_timeout_s: how long a replica may take to load its model.
         hang_timeout_s: a replica that computes one batch for longer is killed.
         threads: of a replica, on a CPU.
@@ -72,7 +72,7 @@ class ServingOptions:
     timeout_s: float = 30.0
     receive_timeout_s: float = 10.0
     max_body_bytes: int = 64 * 2**20
-    drain_notice_s: float = 1.0
+    drain_delay_s: float = 1.0
     startup_timeout_s: float = 120.0
     hang_timeout_s: float = 60.0
     threads: int = 1
@@ -86,7 +86,7 @@ class ServingOptions:
         self._check("max-wait", self.max_wait_s, 0, 60)
         for name in ("timeout", "receive-timeout", "startup-timeout", "hang-timeout"):
             self._check(name, getattr(self, name.replace("-", "_") + "_s"), 0.001, 86400)
-        self._check("drain-notice", self.drain_notice_s, 0, 600)
+        self._check("drain-notice", self.drain_delay_s, 0, 600)
         for device in self.devices:
             kind, _, index = device.partition(":")
             if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or device == "cuda:":
@@ -120,9 +120,7 @@ def parse_replicas(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most <= _MOST_REPLICAS:
-        raise ConfigError(
-            f"--replicas must be between 1 and {_MOST_REPLICAS}, or MIN:MAX such as 1:4, but is {text}."
-        )
+        raise ConfigError(f"--replicas must be between 1 and {_MOST_REPLICAS}, or MIN:MAX such as 1:4, but is {text}.")
     return least, most
 
 
@@ -162,21 +160,19 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                "a model's name is in addresses, so it is letters, digits, '.', '_' and '-', "
-                f"but is {self.name!r}."
+                f"a model's name is in addresses, so it is letters, digits, '.', '_' and '-', but is {self.name!r}."
             )
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
             for name, spec in specs.items():
                 if spec.dtype not in DATATYPES:
                     known = ", ".join(DATATYPES)
                     raise ConfigError(
-                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. "
-                        f"These can: {known}."
+                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. These can: {known}."
                     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelLocation:
     """Where a replica finds its model; small and JSON, since it travels to another process.
 
     Attributes:
@@ -194,10 +190,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ServedModel:
     """A package that was verified, as replicas load it and clients see it."""
 
-    source: Source
+    source: ModelLocation
     spec: ModelSpec
 
 

@@ -84,9 +84,7 @@ def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryv
     return InferRequest(
         id=request_id,
         inputs=_inputs(spec, document.get("inputs"), binary),
-        outputs=_outputs(
-            spec, document.get("outputs"), _flag(parameters, "binary_data_output", "the request")
-        ),
+        outputs=_outputs(spec, document.get("outputs"), _flag(parameters, "binary_data_output", "the request")),
         timeout_s=_timeout_s(parameters),
     )
 
@@ -97,14 +95,10 @@ def _split(body: bytes | bytearray, json_length: str | None) -> tuple[memoryview
         return view, view[:0]
     # str.isdecimal also takes the digits of other scripts, and a giant number is not a length.
     if not (json_length.isascii() and json_length.isdecimal() and len(json_length) <= 12):
-        raise InvalidRequest(
-            f"Inference-Header-Content-Length must be a number of bytes, not {json_length!r:.40}."
-        )
+        raise InvalidRequest(f"Inference-Header-Content-Length must be a number of bytes, not {json_length!r:.40}.")
     length = int(json_length)
     if length > len(view):
-        raise InvalidRequest(
-            f"Inference-Header-Content-Length is {length}, but the body has only {len(view)} bytes."
-        )
+        raise InvalidRequest(f"Inference-Header-Content-Length is {length}, but the body has only {len(view)} bytes.")
     return view[:length], view[length:]
 
 
@@ -171,9 +165,7 @@ def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Arra
 def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, ...]:
     datatype = entry.get("datatype")
     if datatype != DATATYPES[spec.dtype]:
-        raise InvalidRequest(
-            f"input {name} must have the datatype {DATATYPES[spec.dtype]}, not {datatype!r:.40}."
-        )
+        raise InvalidRequest(f"input {name} must have the datatype {DATATYPES[spec.dtype]}, not {datatype!r:.40}.")
     shape = entry.get("shape")
     if (
         not isinstance(shape, list)
@@ -209,9 +201,7 @@ def _from_binary(
     if type(size) is not int or size != needed:
         raise InvalidRequest(f"input {name}: {shape} takes {needed} bytes, not {size!r:.40}.")
     if at + needed > len(binary):
-        raise InvalidRequest(
-            f"input {name} needs {needed} bytes, but only {len(binary) - at} follow the JSON."
-        )
+        raise InvalidRequest(f"input {name} needs {needed} bytes, but only {len(binary) - at} follow the JSON.")
     piece = binary[at : at + needed]
     if dtype == "bool" and np.frombuffer(piece, np.uint8).max() > 1:
         raise InvalidRequest(f"input {name}: a BOOL is a byte that is 0 or 1.")
@@ -263,9 +253,7 @@ def _converted(name: str, dtype: np.dtype[Any], values: Array) -> Array:
         if kind == "f" and not (np.isfinite(values) & (values == np.trunc(values))).all():
             raise InvalidRequest(f"input {name}: data must be whole numbers.")
         # Beyond 2**53 a float is not the number that was sent.
-        least, most = (
-            (max(limits.min, -(2**53)), min(limits.max, 2**53)) if kind == "f" else (limits.min, limits.max)
-        )
+        least, most = (max(limits.min, -(2**53)), min(limits.max, 2**53)) if kind == "f" else (limits.min, limits.max)
         low, high = values.min(), values.max()
         if int(low) < least or int(high) > most:
             raise InvalidRequest(f"input {name}: data must be between {limits.min} and {limits.max}.")
@@ -288,16 +276,12 @@ def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str
             raise InvalidRequest("each of outputs must be an object with a name.")
         name = entry["name"]
         if name not in spec.outputs:
-            raise InvalidRequest(
-                f"{spec.name} has no output {name!r:.80}; it has: {', '.join(spec.outputs)}."
-            )
+            raise InvalidRequest(f"{spec.name} has no output {name!r:.80}; it has: {', '.join(spec.outputs)}.")
         if name in wanted:
             raise InvalidRequest(f"output {name} is there twice.")
         parameters = _parameters(entry, f"output {name}")
         if parameters.get("classification"):
-            raise InvalidRequest(
-                f"output {name}: classification is not supported; ask for the probabilities."
-            )
+            raise InvalidRequest(f"output {name}: classification is not supported; ask for the probabilities.")
         wanted[name] = _flag(parameters, "binary_data", f"output {name}", binary_by_default)
     return wanted
 
@@ -345,9 +329,7 @@ def _bytes_of(array: Array) -> bytes:
 SERVER_NAME = "paceline"
 
 
-def find_deployment(
-    deployments: Mapping[str, Deployment], name: str, version: str | None = None
-) -> Deployment:
+def find_deployment(deployments: Mapping[str, Deployment], name: str, version: str | None = None) -> Deployment:
     """The model of this name, and of this version where one is given.
 
     Raises:

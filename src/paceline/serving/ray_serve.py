@@ -19,19 +19,19 @@ import numpy as np
 
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, ServingError
-from paceline.core.signals import signals_handled
+from paceline.core.signals import handle_signals
 from paceline.launch.ray_cluster import connect, import_ray, own_cluster
 from paceline.serving.batching import SENT_AHEAD
-from paceline.serving.model import Array, Arrays, Opened, ServingOptions, parse_replicas
+from paceline.serving.model import Array, Arrays, ServedModel, ServingOptions, parse_replicas
 from paceline.serving.replica import load_warm
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
-from paceline.serving.replicas import Deployment, Observer
+from paceline.serving.replicas import Deployment, DeploymentEvents
 
 # --- Where replicas run with ``paceline serve --on ray``, and how many of them ---
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayOptions:
+class RayServeOptions:
     """The options of ``--on ray``.
 
     Attributes:
@@ -50,7 +50,7 @@ class RayOptions:
         return self.least < self.most
 
     @classmethod
-    def make(cls, address: str | None, replicas: str, options: ServingOptions) -> RayOptions:
+    def make(cls, address: str | None, replicas: str, options: ServingOptions) -> RayServeOptions:
         """The options as the command line gives them; RAY_ADDRESS names a cluster, too.
 
         Raises:
@@ -84,7 +84,7 @@ class Anchor:
     """An actor that does nothing: Ray ends it with the server that made it."""
 
 
-class Replica:
+class RayServeReplica:
     """What Ray Serve makes an actor of.
 
     Its methods are coroutines that never wait: so all of them, and the constructor, run in one thread. Torch
@@ -136,9 +136,7 @@ def _stay_on_loopback() -> None:
     from ray.serve._private import replica
 
     listen = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, address: listen(
-        server, address.replace("[::]", "127.0.0.1")
-    )
+    replica.add_port_to_grpc_server = lambda server, address: listen(server, address.replace("[::]", "127.0.0.1"))
 
 
 # --- One version of a model on Ray Serve: an application whose replicas the batcher feeds through a handle
@@ -158,7 +156,7 @@ _ERROR_LINE = re.compile(r"^(?:paceline\.core\.errors\.)?(\w+(?:\.\w+)*: .+)$")
 
 
 @dataclass(frozen=True)
-class Cluster:
+class RayServeCluster:
     """A Ray cluster in which Ray Serve runs.
 
     Attributes:
@@ -166,7 +164,7 @@ class Cluster:
         anchor: the name of an actor that ends with this process; None where the cluster does so.
     """
 
-    options: RayOptions
+    options: RayServeOptions
     anchor: str | None = None
 
 
@@ -219,7 +217,13 @@ class RayReplica:
 class RayDeployment(Deployment):
     """One whose replicas Ray Serve keeps alive."""
 
-    def __init__(self, cluster: Cluster, opened: Opened, options: ServingOptions, observer: Observer) -> None:
+    def __init__(
+        self,
+        cluster: RayServeCluster,
+        opened: ServedModel,
+        options: ServingOptions,
+        observer: DeploymentEvents,
+    ) -> None:
         super().__init__(opened, options, observer)
         self._cluster = cluster
         self._ray_options = cluster.options
@@ -263,7 +267,7 @@ class RayDeployment(Deployment):
             "threads": self._options.threads,
             "max_batch": self._options.max_batch,
         }
-        deployment = serve.deployment(Replica).options(
+        deployment = serve.deployment(RayServeReplica).options(
             name=_DEPLOYMENT, ray_actor_options=self._resources(device), **self._settings()
         )
         target = serve.RunTarget(
@@ -343,9 +347,7 @@ class RayDeployment(Deployment):
                 # Else there are fewer because there is less to do.
                 unwell = status is None or status.status == "UNHEALTHY"
             except Exception as error:
-                log.warning(
-                    "%s: Ray Serve does not say how it is: %s", self.spec.name, first_line(str(error))
-                )
+                log.warning("%s: Ray Serve does not say how it is: %s", self.spec.name, first_line(str(error)))
                 now, unwell = 0, True
             lost = len(self._slots) - now
             if lost > 0 and unwell:
@@ -402,7 +404,7 @@ _EXTRA = "ray-serve"
 
 
 @contextmanager
-def ray_serve(options: RayOptions) -> Iterator[Cluster]:
+def ray_serve(options: RayServeOptions) -> Iterator[RayServeCluster]:
     """Be in a cluster in which Ray Serve runs; afterwards it is as it was before.
 
     No proxies of Ray Serve are started: requests come through our own server.
@@ -411,12 +413,12 @@ def ray_serve(options: RayOptions) -> Iterator[Cluster]:
         LaunchError: Ray Serve is not installed, or the cluster cannot be used.
     """
     # What asks for the end while Ray is being started; the server's own handlers come after that.
-    with signals_handled((signal.SIGTERM, signal.SIGINT), _stop), ExitStack() as stack:
+    with handle_signals((signal.SIGTERM, signal.SIGINT), _stop), ExitStack() as stack:
         if options.address is None:
             stack.enter_context(own_cluster(_EXTRA))
             _require_serve()
             _start_serve()
-            yield Cluster(options)
+            yield RayServeCluster(options)
         else:
             ray = import_ray(_EXTRA)
             _require_serve()
@@ -428,7 +430,7 @@ def ray_serve(options: RayOptions) -> Iterator[Cluster]:
             # Kept here: an actor without a handle ends.
             anchor = ray.remote(Anchor).options(num_cpus=0, name=name, namespace=NAMESPACE).remote()
             ray.get(anchor.__ray_ready__.remote())
-            yield Cluster(options, name)
+            yield RayServeCluster(options, name)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -439,9 +441,7 @@ def _require_serve() -> None:
     try:
         from ray import serve  # noqa: F401
     except ImportError as error:
-        raise LaunchError(
-            f"Ray Serve is not installed ({error}). Run: pip install 'paceline[{_EXTRA}]'"
-        ) from error
+        raise LaunchError(f"Ray Serve is not installed ({error}). Run: pip install 'paceline[{_EXTRA}]'") from error
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -17,12 +17,12 @@ from paceline.core.errors import ConfigError, PacelineError, PackageError
 from paceline.core.inference import TensorSpec
 from paceline.runs.package import Package, read_manifest
 from paceline.serving import frames
-from paceline.serving.model import Array, Arrays, ModelSpec, Servable, Source, example
+from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
 
 # --- Models as replicas load them. Torch and onnxruntime are imported here, and only when one is loaded ---
 
 
-def load(source: Source, spec: ModelSpec, device: str) -> Servable:
+def load(source: ModelLocation, spec: ModelSpec, device: str) -> Servable:
     """Load a model onto a device.
 
     Raises:
@@ -35,7 +35,7 @@ def load(source: Source, spec: ModelSpec, device: str) -> Servable:
     return TorchServable(_module(package, source, device), spec, device)
 
 
-def _package(source: Source) -> Package:
+def _package(source: ModelLocation) -> Package:
     path = Path(source.package)
     manifest, digest = read_manifest(path)
     if digest != source.digest:
@@ -43,7 +43,7 @@ def _package(source: Source) -> Package:
     return Package(path, manifest, digest)
 
 
-def _module(package: Package, source: Source, device: str) -> Any:
+def _module(package: Package, source: ModelLocation, device: str) -> Any:
     """What computes a batch of tensors, on its device; without gradients."""
     import torch
 
@@ -87,9 +87,7 @@ class OnnxServable:
         try:
             import onnxruntime
         except ImportError as error:
-            raise ConfigError(
-                f"Serving ONNX takes onnxruntime: pip install 'paceline[onnx]' ({error})"
-            ) from error
+            raise ConfigError(f"Serving ONNX takes onnxruntime: pip install 'paceline[onnx]' ({error})") from error
         providers = ["CPUExecutionProvider"]
         if device.startswith("cuda"):
             available = onnxruntime.get_available_providers()
@@ -160,11 +158,11 @@ def load_warm(header: Mapping[str, Any]) -> Servable:
         PackageError, ConfigError: it cannot be loaded here.
     """
     spec = spec_from_json(header["spec"])
-    if Source(**header["source"]).kind != "onnx":
+    if ModelLocation(**header["source"]).kind != "onnx":
         import torch
 
         torch.set_num_threads(header["threads"])
-    servable = load(Source(**header["source"]), spec, header["device"])
+    servable = load(ModelLocation(**header["source"]), spec, header["device"])
     # The first calls allocate and choose kernels: not while a client waits.
     for rows in (1, header["max_batch"]):
         servable.predict({name: example(tensor, rows) for name, tensor in spec.inputs.items()})
@@ -174,10 +172,7 @@ def load_warm(header: Mapping[str, Any]) -> Servable:
 def spec_from_json(record: dict[str, Any]) -> ModelSpec:
     """A :class:`ModelSpec` that ``dataclasses.asdict`` and JSON have been through."""
     tensors = {
-        kind: {
-            name: TensorSpec(dtype=spec["dtype"], shape=tuple(spec["shape"]))
-            for name, spec in record[kind].items()
-        }
+        kind: {name: TensorSpec(dtype=spec["dtype"], shape=tuple(spec["shape"])) for name, spec in record[kind].items()}
         for kind in ("inputs", "outputs")
     }
     return ModelSpec(**{**record, **tensors, "labels": tuple(record["labels"])})

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from paceline.core.errors import ServingError
 from paceline.serving import frames
-from paceline.serving.model import Array, Arrays, ModelSpec, ServingOptions, Source
+from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, ServingOptions
 
 # --- How a server gets the processes of its replicas: forked, or from a fresh interpreter ---
 
@@ -76,7 +76,7 @@ class _Forked:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
-class Starter:
+class ReplicaStarter:
     """Starts the replicas' processes of one server.
 
     Those that compute with torch on CPUs are forked by a process that has imported it, which is started with
@@ -91,7 +91,7 @@ class Starter:
         self._requests: socket.socket | None = None
         self._turn = asyncio.Lock()
 
-    async def start(self, source: Source, device: str, channel: socket.socket) -> Process:
+    async def start(self, source: ModelLocation, device: str, channel: socket.socket) -> Process:
         """Start a process that serves the other end of ``channel``.
 
         Raises:
@@ -108,9 +108,7 @@ class Starter:
                 return await self._fork(source.kind, channel)
             except ConnectionError:
                 await self._end_server()
-                raise ServingError(
-                    "the process that forks replicas died; what it printed is above."
-                ) from None
+                raise ServingError("the process that forks replicas died; what it printed is above.") from None
 
     async def close(self) -> None:
         """End the process that forks; what it has forked goes on."""
@@ -236,7 +234,12 @@ class ReplicaProcess:
 
     @classmethod
     async def start(
-        cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions, starter: Starter
+        cls,
+        source: ModelLocation,
+        spec: ModelSpec,
+        device: str,
+        options: ServingOptions,
+        starter: ReplicaStarter,
     ) -> ReplicaProcess:
         """Start a process and wait until it has loaded its model.
 
@@ -254,7 +257,12 @@ class ReplicaProcess:
 
     @classmethod
     async def _start(
-        cls, source: Source, spec: ModelSpec, device: str, options: ServingOptions, starter: Starter
+        cls,
+        source: ModelLocation,
+        spec: ModelSpec,
+        device: str,
+        options: ServingOptions,
+        starter: ReplicaStarter,
     ) -> ReplicaProcess:
         ours, theirs = socket.socketpair()
         try:
@@ -274,7 +282,7 @@ class ReplicaProcess:
         replica._listening = asyncio.create_task(replica._listen())
         return replica
 
-    async def _load(self, source: Source, spec: ModelSpec, device: str, options: ServingOptions) -> None:
+    async def _load(self, source: ModelLocation, spec: ModelSpec, device: str, options: ServingOptions) -> None:
         header = {
             "source": dataclasses.asdict(source),
             "spec": dataclasses.asdict(spec),

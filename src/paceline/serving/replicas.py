@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ServingError
 from paceline.serving.batching import Batcher
-from paceline.serving.model import Array, Arrays, Opened, ServingOptions
-from paceline.serving.replica_process import ReplicaProcess, Starter
+from paceline.serving.model import Array, Arrays, ServedModel, ServingOptions
+from paceline.serving.replica_process import ReplicaProcess, ReplicaStarter
 
 log = logging.getLogger("paceline.serving")
 
@@ -20,14 +20,14 @@ _LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Observer:
+class DeploymentEvents:
     """Who is told of a deployment: the rows and seconds of each batch, and that a replica died."""
 
     on_batch: Callable[[int, float], None]
     on_restart: Callable[[], None]
 
 
-NOBODY = Observer(lambda rows, seconds: None, lambda: None)
+NOBODY = DeploymentEvents(lambda rows, seconds: None, lambda: None)
 
 
 class Deployment(ABC):
@@ -39,7 +39,7 @@ class Deployment(ABC):
         restarts: replicas that died and were started again.
     """
 
-    def __init__(self, opened: Opened, options: ServingOptions, observer: Observer) -> None:
+    def __init__(self, opened: ServedModel, options: ServingOptions, observer: DeploymentEvents) -> None:
         self.spec = opened.spec
         self.batcher = Batcher(options, observer.on_batch)
         self.restarts = 0
@@ -73,16 +73,18 @@ class LocalDeployment(Deployment):
     """One whose replicas are processes of this machine, kept alive."""
 
     def __init__(
-        self, starter: Starter, opened: Opened, options: ServingOptions, observer: Observer = NOBODY
+        self,
+        starter: ReplicaStarter,
+        opened: ServedModel,
+        options: ServingOptions,
+        observer: DeploymentEvents = NOBODY,
     ) -> None:
         super().__init__(opened, options, observer)
         self._starter = starter
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        devices = [
-            self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)
-        ]
+        devices = [self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)]
         started = await asyncio.gather(*map(self._start_replica, devices), return_exceptions=True)
         replicas = [replica for replica in started if isinstance(replica, ReplicaProcess)]
         failures = [failure for failure in started if isinstance(failure, BaseException)]

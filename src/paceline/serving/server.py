@@ -20,11 +20,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.core.errors import ConfigError
-from paceline.serving.access import Access, is_loopback
+from paceline.serving.access import AccessPolicy, is_loopback
 from paceline.serving.app import ON_DISCONNECT, App, DeploymentFactory, Models, error_answer
 from paceline.serving.batching import RequestFailure
 from paceline.serving.grpc_server import GrpcServer
-from paceline.serving.model import Opened, ServingOptions
+from paceline.serving.model import ServedModel, ServingOptions
 
 # --- uvicorn's HTTP connection; it also ends slow clients, tells of those that went away, and refuses early
 
@@ -38,7 +38,7 @@ _TOO_SLOW = (
 )
 
 
-class _Flow(FlowControl):
+class _RequestFlow(FlowControl):
     """Reads no further while a request waits that was read before.
 
     uvicorn reads on whenever it has answered one: a client that sends thousands and reads slowly would
@@ -61,10 +61,10 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
     five times what it can do has little time for four of them.
     """
 
-    class Connection(HttpToolsProtocol):
+    class HttpConnection(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.flow = _Flow(transport, self.pipeline)
+            self.flow = _RequestFlow(transport, self.pipeline)
             self._waiting: set[asyncio.Future[Any]] = set()
             self._before: RequestResponseCycle | None = None
             self._refused = False
@@ -184,7 +184,7 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 self.transport.write(_TOO_SLOW)
             self.transport.close()
 
-    return Connection
+    return HttpConnection
 
 
 @lru_cache(maxsize=256)  # one that is asked for too much says the same thousands of times a second
@@ -203,7 +203,7 @@ _KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, kw_only=True)
-class Address:
+class ListenAddress:
     """Where a server listens, and who may talk to it; gRPC only where it has a port."""
 
     host: str = "127.0.0.1"
@@ -222,7 +222,7 @@ class Address:
             )
 
 
-def bind(address: Address) -> socket.socket:
+def bind(address: ListenAddress) -> socket.socket:
     """A socket at the address; it does not listen yet.
 
     Raises:
@@ -276,22 +276,22 @@ class _Stop:
     """What signals ask for: to drain; without a notice; to break off."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurry = asyncio.Event()
-        self.now = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.skip_delay = asyncio.Event()
+        self.force = asyncio.Event()
 
     def on_signal(self, number: int) -> None:
-        if self.hurry.is_set():
-            self.now.set()
+        if self.skip_delay.is_set():
+            self.force.set()
         # Whoever presses Ctrl-C waits for no load balancer.
-        if self.asked.is_set() or number == signal.SIGINT:
-            self.hurry.set()
-        self.asked.set()
+        if self.requested.is_set() or number == signal.SIGINT:
+            self.skip_delay.set()
+        self.requested.set()
 
 
 async def serve(
-    opened: Sequence[Opened],
-    address: Address,
+    opened: Sequence[ServedModel],
+    address: ListenAddress,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
     deploy: DeploymentFactory | None = None,
@@ -299,7 +299,7 @@ async def serve(
     """Serve packages until SIGTERM or SIGINT, then drain.
 
     After SIGTERM the server says that it is not ready, and asks each client to close its connection, for
-    ``drain_notice_s``; then it takes no connections any more, answers what it was asked, and ends.
+    ``drain_delay_s``; then it takes no connections any more, answers what it was asked, and ends.
 
     Args:
         opened: the packages.
@@ -318,9 +318,9 @@ async def serve(
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
         models = Models(options, deploy)
-        app = App(models, options, Access(address.token))
+        app = App(models, options, AccessPolicy(address.token))
         async with _grpc(app, models, address, options) as grpc:
-            if not await _unless(stop.asked, models.start(opened)):
+            if not await _unless(stop.requested, models.start(opened)):
                 return
             try:
                 if grpc is not None:
@@ -335,13 +335,13 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def _grpc(
-    app: App, models: Models, address: Address, options: ServingOptions
+    app: App, models: Models, address: ListenAddress, options: ServingOptions
 ) -> AsyncIterator[GrpcServer | None]:
     """The gRPC server that was asked for; its port is taken, and given back in the end."""
     if address.grpc_port is None:
         yield None
         return
-    access = Access(address.token)
+    access = AccessPolicy(address.token)
     server = GrpcServer(
         *(address.host, address.grpc_port),
         models=models,
@@ -396,15 +396,15 @@ async def _serve(
     gc.collect()
     gc.freeze()
     on_ready(url_of(bound))
-    await stop.asked.wait()
+    await stop.requested.wait()
     app.draining = True
-    if not stop.hurry.is_set():
+    if not stop.skip_delay.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.hurry.wait(), options.drain_notice_s)
+            await asyncio.wait_for(stop.skip_delay.wait(), options.drain_delay_s)
     server.should_exit = True
     # Until then all is sent and answered, but for clients that do not read what they asked for.
     longest_s = options.receive_timeout_s + options.timeout_s
-    await _first(running, stop.now.wait(), longest_s)
+    await _first(running, stop.force.wait(), longest_s)
     for connection in list(server.server_state.connections):
         peer = connection.transport.get_extra_info("peername")
         log.warning("broke off the connection of %s", peer)

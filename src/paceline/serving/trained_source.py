@@ -15,7 +15,7 @@ from torch import nn
 from paceline.core.callback import Callback
 from paceline.core.config import RunConfig
 from paceline.core.errors import ExportError, PackageError
-from paceline.core.inference import Inference
+from paceline.core.inference import InferenceSignature
 from paceline.core.option_sets import select
 from paceline.core.stats import Estimate
 from paceline.core.task import Task
@@ -24,9 +24,15 @@ from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import Provenance
-from paceline.training.evaluation import Estimates
-from paceline.training.loaded_model import Evaluated, Trained, evaluator_of, open_evaluated, open_trained
-from paceline.training.run_context import Run
+from paceline.training.evaluation import MetricIntervals
+from paceline.training.loaded_model import (
+    EvaluableModel,
+    LoadedModel,
+    load_evaluable_model,
+    load_trained_model,
+    make_evaluator,
+)
+from paceline.training.run_context import RunContext
 
 EVALUATION = "evaluation"
 """In a package's ``provenance.data``: the options of the run that its evaluation follows from."""
@@ -46,7 +52,7 @@ Load = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class TrainedSource:
     """A trained model that is exported, on the CPU, in evaluation mode.
 
     Attributes:
@@ -58,9 +64,9 @@ class Source:
         state_version: of the checkpoint.
     """
 
-    trained: Evaluated
+    trained: EvaluableModel
     manifest: Mapping[str, Any]
-    inference: Inference
+    inference: InferenceSignature
     split: str
     step: int
     state_version: int
@@ -114,7 +120,7 @@ class Source:
             model: what is measured; by default the trained one.
             on_progress: told of the samples done, and of all.
         """
-        done, estimates = 0, Estimates()
+        done, estimates = 0, MetricIntervals()
 
         def observe(block: MicroBatch, values: Mapping[str, Any]) -> None:
             nonlocal done
@@ -122,13 +128,13 @@ class Source:
             done += block.num_samples
             on_progress(done, evaluator.num_samples)
 
-        with closing(evaluator_of(self.trained, self.split)) as evaluator:
+        with closing(make_evaluator(self.trained, self.split)) as evaluator:
             metrics = self.trained.evaluate(evaluator, self.split, observe, module=model)
         return {name: estimates.estimate(name, value) for name, value in metrics.items()}
 
 
 @contextmanager
-def open_source(run: Path, checkpoint: str | None) -> Iterator[Source]:
+def open_source(run: Path, checkpoint: str | None) -> Iterator[TrainedSource]:
     """Read the model of a run.
 
     Args:
@@ -141,9 +147,9 @@ def open_source(run: Path, checkpoint: str | None) -> Iterator[Source]:
     """
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
-    with open_trained(directory, checkpoint, device="cpu") as trained:
+    with load_trained_model(directory, checkpoint, device="cpu") as trained:
         inference = inference_of(trained.run.task, trained.module)
-        yield Source(
+        yield TrainedSource(
             trained=trained,
             manifest=manifest,
             inference=inference,
@@ -154,7 +160,7 @@ def open_source(run: Path, checkpoint: str | None) -> Iterator[Source]:
 
 
 @contextmanager
-def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> Iterator[Source]:
+def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> Iterator[TrainedSource]:
     """Build the model of a package as it was when it was exported and measured.
 
     Args:
@@ -177,12 +183,12 @@ def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> I
     task = {"spec": spec, "name": load_task_class(spec).__qualname__, "fields": dict(origin.fields)}
     manifest = {"task": task, "config": config}
 
-    def fill(run: Run, model: nn.Module, callback: Callback) -> tuple[int, int]:
+    def fill(run: RunContext, model: nn.Module, callback: Callback) -> tuple[int, int]:
         load(model.requires_grad_(False))  # rounded weights are integers, which have no gradients
         return origin.step, 0
 
-    with open_evaluated(RunDirectory(package), manifest, fill, device="cpu") as evaluated:
-        yield Source(
+    with load_evaluable_model(RunDirectory(package), manifest, fill, device="cpu") as evaluated:
+        yield TrainedSource(
             trained=evaluated,
             manifest=manifest,
             inference=inference_of(evaluated.run.task, evaluated.module),
@@ -192,7 +198,7 @@ def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> I
         )
 
 
-def inference_of(task: Task, model: nn.Module) -> Inference:
+def inference_of(task: Task, model: nn.Module) -> InferenceSignature:
     """What a task's model does for others, in evaluation mode, without gradients.
 
     Raises:
@@ -200,16 +206,14 @@ def inference_of(task: Task, model: nn.Module) -> Inference:
     """
     name = type(task).__name__
     model.eval().requires_grad_(False)
-    inference = task.build_inference(model)
+    inference = task.inference_signature(model)
     if inference is None:
         raise ExportError(
-            f"{name} does not say what its model does for others. Define build_inference(self, model) and "
+            f"{name} does not say what its model does for others. Define inference_signature(self, model) and "
             "inference_batch(self, batch) in the task; the weights of a run need no training for it."
         )
     if not inference.inputs or not inference.outputs:
-        raise ExportError(
-            f"{name}.build_inference must name inputs and outputs, but named {inference!r:.80}."
-        )
+        raise ExportError(f"{name}.inference_signature must name inputs and outputs, but named {inference!r:.80}.")
     inference.module.eval().requires_grad_(False)
     return inference
 
@@ -222,7 +226,7 @@ def source_sha256(task: Task) -> str | None:
         return None
 
 
-def _compared_split(trained: Trained) -> str:
+def _compared_split(trained: LoadedModel) -> str:
     for split in _SPLITS:
         batches = trained.run.build_eval_batches(split)
         if batches is not None:

@@ -21,14 +21,19 @@ import torch
 from torch import distributed as dist
 
 from paceline.core.errors import NonFiniteLossError
-from paceline.elastic.worker_channel import Member
-from paceline.parallel.messages import Inbox, Parcel
-from paceline.parallel.parameter_server import OnServers
+from paceline.elastic.worker_channel import AgentClient
+from paceline.parallel.messages import AnySourceReceiver, TensorBundle
+from paceline.parallel.parameter_server import ServerParameters
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.world import Mesh, lost_peers_reported
-from paceline.training.async_trainer import Clocks, StretchTrainer, drop_others_state, with_all_optimizers
-from paceline.training.run_context import Run
-from paceline.training.state import Progress
+from paceline.parallel.world import ParallelDims, translate_peer_errors
+from paceline.training.async_trainer import (
+    AsyncTrainer,
+    StalenessBound,
+    drop_others_state,
+    with_all_optimizers,
+)
+from paceline.training.run_context import RunContext
+from paceline.training.state import TrainProgress
 from paceline.training.step import describe_non_finite
 
 
@@ -57,7 +62,7 @@ class _Push:
 
     Attributes:
         version: updates made in this stretch before it got its parameters.
-        bad_shard: -1 for none.
+        bad_microbatch: -1 for none.
         stop: what asks the worker for a stop, as in the control word.
     """
 
@@ -68,7 +73,7 @@ class _Push:
     weight: float
     loss: float
     checksum: float
-    bad_shard: float
+    bad_microbatch: float
     finite: float
     stop: float
 
@@ -81,7 +86,7 @@ class _Push:
             loss=self.loss,
             checksum=int(self.checksum),
             rows=[],
-            bad_shard=None if self.bad_shard < 0 else int(self.bad_shard),
+            bad_microbatch=None if self.bad_microbatch < 0 else int(self.bad_microbatch),
             finite=bool(self.finite),
         )
 
@@ -89,7 +94,7 @@ class _Push:
 _PUSH_LENGTH = len(dataclasses.fields(_Push))
 
 
-class ArrivalTrainer(StretchTrainer):
+class AsyncParameterServerTrainer(AsyncTrainer):
     """Trains with servers that apply whole steps' gradients as they arrive.
 
     Attributes:
@@ -97,99 +102,99 @@ class ArrivalTrainer(StretchTrainer):
             None: whichever arrives.
 
     Raises:
-        UserError: as :class:`StretchTrainer` says.
+        UserError: as :class:`AsyncTrainer` says.
     """
 
     order: Iterator[int] | None = None
 
-    def __init__(self, run: Run, member: Member | None = None) -> None:
+    def __init__(self, run: RunContext, member: AgentClient | None = None) -> None:
         super().__init__(run, member)
         self._worker_steps: list[int] = []
         self._applied: dict[int, StepSums] = {}  # steps that wait for earlier ones, by number in the epoch
 
-    def attach(self, mesh: Mesh) -> None:
+    def join_group(self, mesh: ParallelDims) -> None:
         module, world = self.state.module, mesh.world
         self._servers = self.run.config.num_servers(world.world_size)
-        self._on_servers = OnServers(module, self._servers)
+        self._on_servers = ServerParameters(module, self._servers)
         drop_others_state(self.state, self._on_servers, world.rank)
-        super().attach(mesh)
+        super().join_group(mesh)
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._buffers = list(module.buffers())
-        self._buffer_parcel = Parcel(self._buffers)
-        self._changed_buffers = Parcel([*self._buffers, *self._buffers])  # after the step, and before
+        self._buffer_parcel = TensorBundle(self._buffers)
+        self._changed_buffers = TensorBundle([*self._buffers, *self._buffers])  # after the step, and before
         if world.rank == 0:
             workers = range(self._servers, world.world_size)
             self._worker_steps = [0] * len(workers)
-            self._inbox = Inbox(world, workers, _PUSH_LENGTH, _Tag.HEADER)
+            self._inbox = AnySourceReceiver(world, workers, _PUSH_LENGTH, _Tag.HEADER)
             self._of_world.callback(self._inbox.close)
 
     @property
-    def findings(self) -> dict[str, Any]:
-        worker_steps = self.world.broadcast_json(self._worker_steps)
-        return {**super().findings, "worker_steps": worker_steps}
+    def extra_results(self) -> dict[str, Any]:
+        worker_steps = self.world.broadcast_object(self._worker_steps)
+        return {**super().extra_results, "worker_steps": worker_steps}
 
-    def _whole_state(self) -> dict[str, Any]:
-        return with_all_optimizers(super()._whole_state(), self.world, self._servers)
+    def _full_state_dict(self) -> dict[str, Any]:
+        return with_all_optimizers(super()._full_state_dict(), self.world, self._servers)
 
-    def _stretch(self, steps: int) -> None:
+    def _run_to_sync_point(self, steps: int) -> None:
         if self.world.rank == 0:
-            with self.replica.changing():
-                self._coordinate(steps)
+            with self.states.mutating():
+                self._run_chief(steps)
             assert not self._applied
         elif self.world.rank < self._servers:
-            self._obey()
+            self._serve()
         else:
             self._work()
-        self._cut()
+        self._next_sync_point()
 
-    def _cut(self) -> None:
+    def _next_sync_point(self) -> None:
         """Have every rank hold the parameters and buffers, and know where the run stands."""
-        self.world.activity.begin("step")
+        self.world.progress_tracker.begin("step")
         self._on_servers.publish(self.world)
         if self.world.rank == 0:
             self._buffer_parcel.pack(self._buffers)
         self._buffer_parcel.broadcast(self.world, 0)
         if self.world.rank != 0:
             self._buffer_parcel.unpack(self._buffers)
-        progress = self.world.broadcast_json(dataclasses.asdict(self.state.progress))
+        progress = self.world.broadcast_object(dataclasses.asdict(self.state.progress))
         if self.world.rank != 0:
-            self.state.progress = Progress(**progress)
+            self.state.progress = TrainProgress(**progress)
 
     # The first server.
 
-    def _coordinate(self, steps: int) -> None:
+    def _run_chief(self, steps: int) -> None:
         """Hand out steps, and apply their gradients as they arrive."""
         progress = self.state.progress
         first, first_in_epoch = progress.step, progress.step_in_epoch
         workers = range(self._servers, self.world.world_size)
-        clocks = Clocks(len(workers), self.run.config.staleness)
+        clocks = StalenessBound(len(workers), self.run.config.ps_staleness)
         idle, handed, applied = list(workers), 0, 0
         more = True
         while True:
             for worker in list(idle):
-                if more and handed < steps and clocks.may_begin(worker - self._servers):
-                    self._hand_out(worker, first + handed, first_in_epoch + handed, applied)
+                if more and handed < steps and clocks.can_start(worker - self._servers):
+                    self._dispatch(worker, first + handed, first_in_epoch + handed, applied)
                     idle.remove(worker)
                     handed += 1
             if len(idle) == len(workers):
                 break
             # Nobody waits for this rank while it waits itself, however long a step takes.
-            self.world.activity.begin("waiting")
+            self.world.progress_tracker.begin("waiting")
             wanted = None if self.order is None else self._servers + next(self.order)
             worker, message = self._inbox.next(wanted)
-            self.world.activity.begin("step")
+            self.world.progress_tracker.begin("step")
             push = _Push(*message)
-            self._take(worker, push, behind=applied - int(push.version))
+            self._apply_push(worker, push, behind=applied - int(push.version))
             applied += 1
             clocks.finished(worker - self._servers)
             idle.append(worker)
-            if push.stop or self.stop_asked() or self.saver.is_due_by_clock():
+            if push.stop or self.stop_reason() or self.checkpoint_manager.is_due_by_clock():
                 self.run.signals.received = self.run.signals.received or int(push.stop)
                 more = False
         for rank in range(1, self.world.world_size):
             self._command(rank, _Command.END)
 
-    def _hand_out(self, worker: int, step: int, step_in_epoch: int, version: int) -> None:
+    def _dispatch(self, worker: int, step: int, step_in_epoch: int, version: int) -> None:
         for server in range(1, self._servers):
             self._command(server, _Command.SEND, worker)
         self._command(worker, _Command.COMPUTE, step, step_in_epoch, version)
@@ -198,13 +203,11 @@ class ArrivalTrainer(StretchTrainer):
         self._buffer_parcel.send(self.world, worker, _Tag.BUFFERS)
         self._inbox.expect(worker)
 
-    def _take(self, worker: int, push: _Push, *, behind: int) -> None:
+    def _apply_push(self, worker: int, push: _Push, *, behind: int) -> None:
         """Apply a worker's gradient, and make its step count."""
         sums = push.sums
         if not sums.finite:
-            at = dataclasses.replace(
-                self.state.progress, step=int(push.step), step_in_epoch=int(push.step_in_epoch)
-            )
+            at = dataclasses.replace(self.state.progress, step=int(push.step), step_in_epoch=int(push.step_in_epoch))
             raise NonFiniteLossError(describe_non_finite(self.run.directory, at, self.run.data.order, sums))
         for server in range(1, self._servers):
             self._command(server, _Command.APPLY, worker)
@@ -236,14 +239,14 @@ class ArrivalTrainer(StretchTrainer):
 
     # All servers.
 
-    def _obey(self) -> None:
+    def _serve(self) -> None:
         """Do as the first server says."""
         while True:
-            self.world.activity.begin("waiting")
+            self.world.progress_tracker.begin("waiting")
             command, worker, *_ = self._next_command()
             if command == _Command.END:
                 return
-            self.world.activity.begin("step")
+            self.world.progress_tracker.begin("step")
             if command == _Command.SEND:
                 self._send_parameters(worker)
             else:
@@ -272,7 +275,7 @@ class ArrivalTrainer(StretchTrainer):
         """Compute the steps that the first server hands out."""
         world = self.world
         while True:
-            world.activity.begin("waiting")
+            world.progress_tracker.begin("waiting")
             command, step, step_in_epoch, version = self._next_command()
             if command == _Command.END:
                 self.monitor.timer.mark("other")
@@ -283,11 +286,11 @@ class ArrivalTrainer(StretchTrainer):
             self._buffer_parcel.receive(world, 0, _Tag.BUFFERS)
             self._buffer_parcel.unpack(self._buffers)
             self.monitor.timer.mark("other")
-            world.activity.begin("step")
+            world.progress_tracker.begin("step")
             sums = self._compute(step, step_in_epoch)
             self.samples += sums.samples
             self._push(sums, step, step_in_epoch, version)
-            world.activity.end()
+            world.progress_tracker.end()
 
     def _push(self, sums: StepSums, step: int, step_in_epoch: int, version: int) -> None:
         push = _Push(
@@ -298,16 +301,14 @@ class ArrivalTrainer(StretchTrainer):
             weight=sums.weight,
             loss=sums.loss,
             checksum=sums.checksum,
-            bad_shard=-1 if sums.bad_shard is None else sums.bad_shard,
+            bad_microbatch=-1 if sums.bad_microbatch is None else sums.bad_microbatch,
             finite=sums.finite,
-            stop=self.stop_asked(),
+            stop=self.stop_reason(),
         )
         self._send(0, _Tag.HEADER, torch.tensor(dataclasses.astuple(push), dtype=torch.float64))
         gradients = [_gradient(parameter) for parameter in self._trainable]
         self._changed_buffers.pack([*self._buffers, *self._buffer_parcel.views])
-        for server, (parcel, numbers) in enumerate(
-            zip(self._on_servers.parcels, self._on_servers.ranges, strict=True)
-        ):
+        for server, (parcel, numbers) in enumerate(zip(self._on_servers.parcels, self._on_servers.ranges, strict=True)):
             parcel.pack(gradients[numbers.start : numbers.stop])
             parcel.send(self.world, server, _Tag.GRADIENTS)
             if server == 0:
@@ -321,12 +322,12 @@ class ArrivalTrainer(StretchTrainer):
 
     def _next_command(self) -> list[int]:
         command = torch.empty(4, dtype=torch.int64)
-        with lost_peers_reported():
+        with translate_peer_errors():
             dist.recv(command, group=self.world.group, tag=_Tag.COMMAND, group_src=0)
         return command.tolist()
 
     def _send(self, rank: int, tag: _Tag, message: torch.Tensor) -> None:
-        with lost_peers_reported():
+        with translate_peer_errors():
             dist.send(message, group=self.world.group, tag=tag, group_dst=rank)
 
 

@@ -13,15 +13,15 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, TaskError
 from paceline.core.options import Interval, parse_interval
 from paceline.data.stream import StreamLoader
-from paceline.elastic.worker_channel import Member
-from paceline.elastic.worker_group import Agreement, hand_over
-from paceline.parallel.load_balancing import ShareBalance
-from paceline.parallel.parameter_server import OnServers
+from paceline.elastic.worker_channel import AgentClient
+from paceline.elastic.worker_group import StateSource, transfer_state
+from paceline.parallel.load_balancing import LoadBalancer
+from paceline.parallel.parameter_server import ServerParameters
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.world import Mesh, World
-from paceline.training.resolve import DataPlan
-from paceline.training.run_context import Run
-from paceline.training.state import Progress, TrainingState
+from paceline.parallel.world import ParallelDims, World
+from paceline.training.resolve import DataSetup
+from paceline.training.run_context import RunContext
+from paceline.training.state import TrainingState, TrainProgress
 from paceline.training.trainer import Trainer
 
 # --- Who may begin a step when, and how old the parameters are that a gradient was computed from. Pure ---
@@ -32,7 +32,7 @@ from paceline.training.trainer import Trainer
 # and the moment its gradient is applied, each other worker can then finish at most ``2 * bound + 1`` steps.
 
 
-class Clocks:
+class StalenessBound:
     """The workers' clocks, from one cut of the run to the next.
 
     Args:
@@ -44,7 +44,7 @@ class Clocks:
         self._done = [0] * workers
         self._bound = bound
 
-    def may_begin(self, worker: int) -> bool:
+    def can_start(self, worker: int) -> bool:
         """Whether the worker may begin a step now. The slowest always may."""
         return self._bound is None or self._done[worker] <= min(self._done) + self._bound
 
@@ -85,21 +85,21 @@ class Staleness:
 # --- Training with parameter servers, step by step (``--strategy ps``): only servers update ---
 
 
-class ServerTrainer(Trainer):
+class SyncParameterServerTrainer(Trainer):
     """Has only servers hold optimizer state and update; everybody gets the parameters from them.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or it has a callback of its own.
     """
 
-    def __init__(self, run: Run, member: Member | None = None) -> None:
+    def __init__(self, run: RunContext, member: AgentClient | None = None) -> None:
         super().__init__(run, member)
         require_no_callback(run, self.state)
 
-    def attach(self, mesh: Mesh) -> None:
-        self._on_servers = OnServers(self.state.module, self.run.config.num_servers(mesh.world.world_size))
+    def join_group(self, mesh: ParallelDims) -> None:
+        self._on_servers = ServerParameters(self.state.module, self.run.config.num_servers(mesh.world.world_size))
         drop_others_state(self.state, self._on_servers, mesh.world.rank)
-        super().attach(mesh)
+        super().join_group(mesh)
 
     def _update(self, *, finite: bool = True) -> None:
         if self.world.rank < self._on_servers.servers:
@@ -107,11 +107,11 @@ class ServerTrainer(Trainer):
             super()._update(finite=finite)
         self._on_servers.publish(self.world)
 
-    def _whole_state(self) -> dict[str, Any]:
-        return with_all_optimizers(super()._whole_state(), self.world, self._on_servers.servers)
+    def _full_state_dict(self) -> dict[str, Any]:
+        return with_all_optimizers(super()._full_state_dict(), self.world, self._on_servers.servers)
 
 
-def require_no_callback(run: Run, state: TrainingState) -> None:
+def require_no_callback(run: RunContext, state: TrainingState) -> None:
     """Refuse a task with a callback: it is called by all ranks alike, and they do not do alike.
 
     Raises:
@@ -119,16 +119,14 @@ def require_no_callback(run: Run, state: TrainingState) -> None:
     """
     if type(state.callback) is not Callback:
         raise TaskError(
-            f"--strategy {run.config.methods[0]} does not work with the callback of {run.task_name}, which "
+            f"--strategy {run.config.strategies[0]} does not work with the callback of {run.task_name}, which "
             "all ranks call alike in each step. Use --strategy ddp."
         )
 
 
-def drop_others_state(state: TrainingState, on_servers: OnServers, rank: int) -> None:
+def drop_others_state(state: TrainingState, on_servers: ServerParameters, rank: int) -> None:
     """Free the optimizer state, which a checkpoint gave whole, of all parameters but this rank's."""
-    mine = (
-        {id(parameter) for parameter in on_servers.parameters[rank]} if rank < on_servers.servers else set()
-    )
+    mine = {id(parameter) for parameter in on_servers.parameters[rank]} if rank < on_servers.servers else set()
     for optimizer in state.optimizers.values():
         for parameter in [p for p in optimizer.state if id(p) not in mine]:
             del optimizer.state[parameter]
@@ -145,7 +143,7 @@ def with_all_optimizers(state: dict[str, Any], world: World, servers: int) -> di
     merged = {name: dict(optimizer["state"]) for name, optimizer in state["optimizers"].items()}
     for server in range(1, servers):
         mine = merged if world.rank == server else None
-        received = hand_over(world, Agreement(server, 0, (0,)), mine)
+        received = transfer_state(world, StateSource(server, 0, (0,)), mine)
         for name, entries in (received or {}).items():
             merged[name].update(entries)
     whole = {
@@ -164,7 +162,7 @@ def with_all_optimizers(state: dict[str, Any], world: World, servers: int) -> di
 # other strategy's run after so many steps: evaluated, saved, stopped and continued as such.
 
 
-class StretchTrainer(Trainer):
+class AsyncTrainer(Trainer):
     """Trains stretch by stretch.
 
     Attributes:
@@ -174,45 +172,47 @@ class StretchTrainer(Trainer):
         UserError: the task's model, optimizers or data cannot be built, or do not go with asynchronous steps.
     """
 
-    def __init__(self, run: Run, member: Member | None = None) -> None:
+    def __init__(self, run: RunContext, member: AgentClient | None = None) -> None:
         super().__init__(run, member)
         require_no_callback(run, self.state)
         if isinstance(self.loader, StreamLoader):
             raise ConfigError(
-                f"--strategy {run.config.methods[0]} computes steps out of turn, and a stream must be read "
+                f"--strategy {run.config.strategies[0]} computes steps out of turn, and a stream must be read "
                 "in turn. Use a map-style dataset, --strategy ddp, or --strategy ps --ps-mode sync."
             )
-        self._cuts = Cuts(run.config, run.data)
+        self._sync_points = SyncPoints(run.config, run.data)
         self.staleness = Staleness()
 
     def fit(self) -> bool:
-        if self._settle() or (self.state.progress.step and self.saver.is_due(self.state.progress)):
+        if self._apply_due_transitions() or (
+            self.state.progress.step and self.checkpoint_manager.is_due(self.state.progress)
+        ):
             self._save()
-        self.world.activity.begin("first step")
+        self.world.progress_tracker.begin("first step")
         while not self.schedule.finished(self.state.progress):
-            self._stretch(self._cuts.steps_to_next(self.state.progress))
-            self.world.activity.end()
+            self._run_to_sync_point(self._sync_points.steps_to_next(self.state.progress))
+            self.world.progress_tracker.end()
             stop, save = self._asked()
             if stop:
                 self._save_and_stop(stop)
-            improved = self._settle()
-            if improved or save or self.saver.is_due(self.state.progress):
+            improved = self._apply_due_transitions()
+            if improved or save or self.checkpoint_manager.is_due(self.state.progress):
                 self._save()
         self._save(last=True)
         return True
 
     @abstractmethod
-    def _stretch(self, steps: int) -> None:
+    def _run_to_sync_point(self, steps: int) -> None:
         """Compute and apply the epoch's next ``steps`` steps, or fewer, and cut; all ranks do so together."""
 
     @property
-    def findings(self) -> dict[str, Any]:
+    def extra_results(self) -> dict[str, Any]:
         report = self.staleness.report() if self.world.rank == 0 else None
-        return {"staleness": self.world.broadcast_json(report)}
+        return {"staleness": self.world.broadcast_object(report)}
 
     def _asked(self) -> tuple[int, bool]:
         """What asks for a stop, on any rank, and whether a save is due by the clock."""
-        told = self.world.all_gather_json([self.stop_asked(), self.saver.is_due_by_clock()])
+        told = self.world.all_gather_object([self.stop_reason(), self.checkpoint_manager.is_due_by_clock()])
         return max(stop for stop, _ in told), any(save for _, save in told)
 
     def _compute(self, step: int, step_in_epoch: int) -> StepSums:
@@ -223,39 +223,37 @@ class StretchTrainer(Trainer):
             step_in_epoch: its number in the epoch, which says which samples are its.
         """
         progress, strategy = self.state.progress, self.strategy
-        mark, move = self.monitor.timer.mark, self.world.activity.move
+        mark, move = self.monitor.timer.mark, self.world.progress_tracker.move
         progress.step = step
         move("data")
-        microbatches = self.loader.fetch(progress.epoch, step_in_epoch, strategy.shards)
+        microbatches = self.loader.fetch(progress.epoch, step_in_epoch, strategy.microbatches)
         mark("data")
-        strategy.begin_step([microbatch.shard for microbatch in microbatches])
-        strategy.compute(microbatches, self.work)
-        sums = strategy.finish_step(self._control().row())
+        strategy.begin_step([microbatch.index for microbatch in microbatches])
+        strategy.run_microbatches(microbatches, self.runner)
+        sums = strategy.reduce(self._control_flags().row())
         mark("reduction")
         return sums
 
-    def _share(self) -> ShareBalance:
-        return ShareBalance(
+    def _share(self) -> LoadBalancer:
+        return LoadBalancer(
             alone(self.world),
-            self.run.num_shards,
+            self.run.num_microbatches,
             by_speed=False,
             speed=None,
             directory=self.run.directory,
         )
 
     def _build_strategy(self) -> None:
-        mesh = Mesh(alone(self.world), {"dp": 1})
-        self.strategy = self.run.build_strategy(self.state.module, mesh, self.balance.shares)
+        mesh = ParallelDims(alone(self.world), {"dp": 1})
+        self.strategy = self.run.build_strategy(self.state.module, mesh, self.balancer.work_split)
 
 
 def alone(world: World) -> World:
     """This rank as a world of its own, which computes whole steps."""
-    return replace(
-        world, rank=0, world_size=1, local_rank=0, local_world_size=1, computing=None, subgroup=None
-    )
+    return replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1, active=None, subgroup=None)
 
 
-class Cuts:
+class SyncPoints:
     """Where stretches end: wherever something is due that looks at the whole state. Pure.
 
     Args:
@@ -263,7 +261,7 @@ class Cuts:
         data: how long it goes on.
     """
 
-    def __init__(self, config: RunConfig, data: DataPlan) -> None:
+    def __init__(self, config: RunConfig, data: DataSetup) -> None:
         intervals = [
             parse_interval(config.eval_every, "eval_every", allow_time=False),
             *(parse_interval(text, "checkpoint_every") for text in config.checkpoint_every),
@@ -273,7 +271,7 @@ class Cuts:
         self._every = _steps(intervals)
         self._total_steps, self._steps_per_epoch = data.total_steps, data.steps_per_epoch
 
-    def steps_to_next(self, progress: Progress) -> int:
+    def steps_to_next(self, progress: TrainProgress) -> int:
         """Steps from a cut to the next: to the end of the run or the epoch, an evaluation or a save."""
         return min(
             self._total_steps - progress.step,

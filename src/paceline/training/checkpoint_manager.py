@@ -14,19 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from paceline.core.errors import CheckpointError, NotSavedError, UnwritableError
+from paceline.core.errors import CheckpointError, CheckpointWriteError, RunDirectoryWriteError
 from paceline.core.options import parse_interval
-from paceline.data.ledger import LedgerEntry, LedgerWriter, recorded_until, superseded_at
+from paceline.data.ledger import LedgerEntry, LedgerWriter, last_recorded_version, superseded_at
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.reduction_tree import equal_shares
+from paceline.parallel.reduction_tree import equal_work_split
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences, require_same_run
 from paceline.runs.checkpoint_store import holds_version, newest_verified
 from paceline.runs.checkpointer import Backup, Checkpointer, load, restore
-from paceline.training.reproducibility import current_pins
-from paceline.training.run_context import Run
+from paceline.training.reproducibility import numerics_fingerprint
+from paceline.training.run_context import RunContext
 from paceline.training.schedule import is_due
-from paceline.training.state import Progress
+from paceline.training.state import TrainProgress
 
 # --- Which checkpoint all ranks continue from ---
 
@@ -34,7 +34,7 @@ from paceline.training.state import Progress
 _log = logging.getLogger(__name__)
 
 
-def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | None:
+def newest_checkpoint(run: RunContext, world: World, run_id: str) -> dict[str, Any] | None:
     """The state of the newest checkpoint that verifies on every rank, or None where there is none.
 
     Raises:
@@ -54,7 +54,7 @@ def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | N
                 path, reasons = _restored(run)
                 skipped += reasons
             choice = {"path": path and path.name, "skipped": skipped}
-        choice = world.broadcast_json(choice)
+        choice = world.broadcast_object(choice)
         if world.rank == 0:
             for reason in choice["skipped"]:
                 _log.warning("passed over a checkpoint: %s", reason)
@@ -72,40 +72,37 @@ def newest_checkpoint(run: Run, world: World, run_id: str) -> dict[str, Any] | N
             checkpoint, problem = load(path), ""
         except CheckpointError as error:
             checkpoint, problem = None, str(error)
-        problems = [p for p in world.all_gather_json(problem) if p]
+        problems = [p for p in world.all_gather_object(problem) if p]
         if checkpoint is not None and not problems:
             _compare(run, world, run_id, path, checkpoint.manifest.info)
             if passed_over and world.rank == 0:
-                _log.warning(
-                    "continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step
-                )
+                _log.warning("continuing from %s instead, after step %d", path.name, checkpoint.manifest.info.step)
             return checkpoint.state
-        _log.warning(
-            "passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0]
-        )
+        _log.warning("passed over checkpoint %s, which does not verify on every rank: %s", path.name, problems[0])
         if world.rank == 0:
             directory.append_event("fallback", reason=problems[0])
         failed.append(path.name)
         passed_over += 1
 
 
-def _restored(run: Run) -> tuple[Path | None, list[str]]:
+def _restored(run: RunContext) -> tuple[Path | None, list[str]]:
     """A backup, copied back into the run; None where there is none that verifies. And why others do not."""
     if not run.directory.exists() or run.backup is None:
         return None, []
     path, reasons = restore(run.backup, run.directory.checkpoints)
     if path is not None:
-        _log.warning(
-            "no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup
-        )
+        _log.warning("no checkpoint of the run's own can be used: %s comes back from %s", path.name, run.backup)
     return path, list(reasons)
 
 
-def _compare(run: Run, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
+def _compare(run: RunContext, world: World, run_id: str, path: Path, recorded: CheckpointInfo) -> None:
     """Refuse a foreign checkpoint; say where equal bits are no longer promised."""
     # The same task may have another name by now: its file was moved.
     now = dataclasses.replace(
-        recorded, run=run_id, shards=run.num_shards, pins=current_pins(run.config, run.device)
+        recorded,
+        run=run_id,
+        microbatches=run.num_microbatches,
+        pins=numerics_fingerprint(run.config, run.device),
     )
     require_same_run(path, recorded, now)
     changed = differences(recorded.pins, now.pins)
@@ -125,7 +122,7 @@ _BACKUP_END_S = 60.0  # how long the run's end waits for its last backup
 
 
 @contextmanager
-def open_checkpointer(run: Run) -> Iterator[Checkpointer]:
+def open_checkpointer(run: RunContext) -> Iterator[Checkpointer]:
     """A checkpointer for ``run``; what it commits is told in an event and, with ``--backup-to``, copied."""
     backup: Backup | None = None
 
@@ -133,7 +130,7 @@ def open_checkpointer(run: Run) -> Iterator[Checkpointer]:
         nonlocal backup
         run.directory.append_event("checkpoint", step=info.step, version=info.state_version)
         if backup is None and run.backup is not None:
-            backup = Backup(run.backup, run.config.keep, copied, failed)
+            backup = Backup(run.backup, run.config.keep_checkpoints, copied, failed)
         if backup is not None:
             backup.take(path, info)
 
@@ -144,7 +141,7 @@ def open_checkpointer(run: Run) -> Iterator[Checkpointer]:
         run.directory.append_event("backup failed", step=info.step, error=str(error))
         _log.warning("no backup of step %d: %s It is made up for with the next checkpoint.", info.step, error)
 
-    checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep, committed)
+    checkpointer = Checkpointer(run.directory.checkpoints, run.config.keep_checkpoints, committed)
     try:
         yield checkpointer
     finally:
@@ -170,31 +167,31 @@ RECENT_STEPS = 4 * _FLUSH_EVERY
 """How many steps' ledger entries each rank keeps: more than a dead rank 0 can have kept to itself."""
 
 
-def insist(write: Callable[[], None]) -> None:
+def retry(write: Callable[[], None]) -> None:
     """Write what the run cannot end without; where the disk does not take it, try again for a while.
 
     Raises:
-        NotSavedError, UnwritableError, OSError: the last try failed too.
+        CheckpointWriteError, RunDirectoryWriteError, OSError: the last try failed too.
     """
     for delay_s in LAST_TRIES_S:
         try:
             return write()
-        except (NotSavedError, UnwritableError, OSError) as error:
+        except (CheckpointWriteError, RunDirectoryWriteError, OSError) as error:
             _log.warning("%s Trying again in %g s.", error, delay_s)
             time.sleep(delay_s)
     return write()
 
 
-def lacks_steps(directory: Path, recent: deque[LedgerEntry]) -> bool:
+def ledger_has_gap(directory: Path, recent: deque[LedgerEntry]) -> bool:
     """Whether steps may be on nobody's record: the disk took no ledger for more than ``recent`` holds."""
-    return len(recent) == recent.maxlen and (recorded_until(directory) or 0) < recent[0].version
+    return len(recent) == recent.maxlen and (last_recorded_version(directory) or 0) < recent[0].version
 
 
 class _SupersededError(CheckpointError):
     """A save that comes too late: a later generation went on from an earlier state."""
 
 
-class Saver:
+class CheckpointManager:
     """Writes the run's checkpoints and ledger, on rank 0; the others only keep time with it.
 
     A disk that is full or fails does not end the training: it is told, what was saved before stays, and
@@ -216,9 +213,9 @@ class Saver:
 
     def __init__(
         self,
-        run: Run,
+        run: RunContext,
         world: World,
-        progress: Progress,
+        progress: TrainProgress,
         recent: deque[LedgerEntry],
         checkpointer: Checkpointer,
         *,
@@ -230,7 +227,7 @@ class Saver:
         self._checkpointer = checkpointer
         self._copies = copies and 0 < world.rank == world.world_size - 1
         self._every = [parse_interval(text, "checkpoint_every") for text in run.config.checkpoint_every]
-        self._pins = current_pins(run.config, run.device)
+        self._numerics = numerics_fingerprint(run.config, run.device)
         self._saved_version: int | None = None
         self._saved_at = time.monotonic()
         self.save_s = 0.0
@@ -249,12 +246,12 @@ class Saver:
     ) -> None:
         if self._ledger is not None:
             # The steps that it did not take are in `recent`, on every rank.
-            self._with_patience(self._ledger.close)
+            self._write_with_retry(self._ledger.close)
 
     def _open_ledger(self, version: int) -> LedgerWriter:
         """This generation's file, which says how the state got from what is on disk to ``version``."""
         directory = self._run.directory.ledger
-        recorded = recorded_until(directory)
+        recorded = last_recorded_version(directory)
         missing = [entry for entry in self._recent if (recorded or 0) < entry.version <= version]
         ledger = LedgerWriter(
             directory,
@@ -262,17 +259,17 @@ class Saver:
             generation=self._world.generation,
             parent_version=recorded if missing else version or None,
         )
-        self._with_patience(partial(ledger.flush, sync=True))
+        self._write_with_retry(partial(ledger.flush, sync=True))
         for entry in missing:
             ledger.append(**entry._asdict())
-        self._with_patience(partial(ledger.flush, sync=False))
+        self._write_with_retry(partial(ledger.flush, sync=False))
         return ledger
 
-    def _with_patience(self, write: Callable[[], None]) -> None:
+    def _write_with_retry(self, write: Callable[[], None]) -> None:
         """Write to the ledger; say once when the disk takes no more of it, and once when it does again."""
         try:
             write()
-        except UnwritableError as error:
+        except RunDirectoryWriteError as error:
             if not self._ledger_fails:
                 _log.warning("%s Training goes on; its entries wait in memory.", error)
             self._ledger_fails = True
@@ -287,47 +284,40 @@ class Saver:
         return self._checkpointer.stall_s
 
     def record_step(
-        self, progress: Progress, epoch: int, step_in_epoch: int, sums: StepSums, shares: Sequence[int]
+        self, progress: TrainProgress, epoch: int, step_in_epoch: int, sums: StepSums, shares: Sequence[int]
     ) -> None:
-        """Enter a committed step into the ledger; ``shares`` are each rank's shards."""
+        """Enter a committed step into the ledger; ``shares`` are each rank's micro-batches."""
         order = self._run.data.order
         # A stream's positions are counted from the start of the run.
         start, stop = (
-            (progress.samples - sums.samples, progress.samples)
-            if order is None
-            else order.batch_range(step_in_epoch)
+            (progress.samples - sums.samples, progress.samples) if order is None else order.batch_range(step_in_epoch)
         )
-        entry = LedgerEntry(
-            progress.version, epoch, step_in_epoch, start, stop, _ranks(tuple(shares)), sums.checksum
-        )
+        entry = LedgerEntry(progress.version, epoch, step_in_epoch, start, stop, _ranks(tuple(shares)), sums.checksum)
         self._recent.append(entry)
         if self._ledger is not None:
             self._ledger.append(**entry._asdict())
             if progress.step % _FLUSH_EVERY == 0:
                 sync = self._ledger.unsure > _MOST_UNSURE_BYTES
-                self._with_patience(partial(self._ledger.flush, sync=sync))
+                self._write_with_retry(partial(self._ledger.flush, sync=sync))
             self._settle(self._checkpointer.poll, progress)
 
     def flush_ledger(self) -> None:
         """Hand the ledger's entries to the operating system."""
         if self._ledger is not None:
-            self._with_patience(partial(self._ledger.flush, sync=False))
+            self._write_with_retry(partial(self._ledger.flush, sync=False))
 
-    def is_due(self, progress: Progress) -> bool:
+    def is_due(self, progress: TrainProgress) -> bool:
         """Whether a save is due by steps or epochs, or because this is the best model so far."""
-        since = self._run.rounds.begun(progress)
-        return progress.best_version == progress.version or any(
-            is_due(every, progress, since) for every in self._every
-        )
+        since = self._run.sync_schedule.interval_start(progress)
+        return progress.best_version == progress.version or any(is_due(every, progress, since) for every in self._every)
 
     def is_due_by_clock(self) -> bool:
         """Whether a save is due by rank 0's clock; the control word tells the others."""
         return self._ledger is not None and any(
-            every.seconds is not None and time.monotonic() - self._saved_at >= every.seconds
-            for every in self._every
+            every.seconds is not None and time.monotonic() - self._saved_at >= every.seconds for every in self._every
         )
 
-    def save(self, state: Mapping[str, Any], progress: Progress, *, last: bool = False) -> None:
+    def save(self, state: Mapping[str, Any], progress: TrainProgress, *, last: bool = False) -> None:
         """Save the state in the background, once for each version of it.
 
         Args:
@@ -340,7 +330,7 @@ class Saver:
         """
         if self._ledger is None:
             if self._copies and progress.best_version == progress.version:
-                self._checkpointer.hold(state, self._info(progress))
+                self._checkpointer.keep_in_memory(state, self._info(progress))
         elif last:
             self._save_last(state, progress)
         else:
@@ -349,7 +339,7 @@ class Saver:
                 self._settle(partial(self._start, state, progress), progress)
         self._saved_at = time.monotonic()
 
-    def _start(self, state: Mapping[str, Any], progress: Progress) -> None:
+    def _start(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
         # In this order: a failure takes it back.
         self._saved_version = progress.version
         self._checkpointer.save(
@@ -358,18 +348,18 @@ class Saver:
             before_commit=self._before_commit(progress.version),
         )
 
-    def _settle(self, call: Callable[[], None], progress: Progress) -> None:
+    def _settle(self, call: Callable[[], None], progress: TrainProgress) -> None:
         """Learn how an earlier save ended; tell it if it failed."""
         try:
             call()
         except _SupersededError:
             self._saved_version = None
-        except NotSavedError as error:
+        except CheckpointWriteError as error:
             self._saved_version = None
             _log.warning("%s Training goes on; the next try is %s.", error, self._next_try(progress))
             self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
 
-    def _next_try(self, progress: Progress) -> str:
+    def _next_try(self, progress: TrainProgress) -> str:
         tries = [
             f"after step {-(-progress.step // every.steps) * every.steps}"
             for every in self._every
@@ -379,7 +369,7 @@ class Saver:
         tries += [f"in {every.seconds:g} s" for every in self._every if every.seconds is not None]
         return " or ".join(dict.fromkeys(tries)) or "at the end of the run"
 
-    def _save_last(self, state: Mapping[str, Any], progress: Progress) -> None:
+    def _save_last(self, state: Mapping[str, Any], progress: TrainProgress) -> None:
         self._settle(self._checkpointer.wait, progress)
 
         def write() -> None:
@@ -388,25 +378,23 @@ class Saver:
                 self._start(state, progress)
             self._checkpointer.wait()
             self._ledger.flush(sync=True)
-            self._checkpointer.write_owed()
+            self._checkpointer.flush_pending()
 
         def noted() -> None:
             try:
                 write()
-            except (NotSavedError, UnwritableError) as error:
+            except (CheckpointWriteError, RunDirectoryWriteError) as error:
                 self._saved_version = None
                 self._run.directory.append_event("checkpoint failed", step=progress.step, error=str(error))
                 raise
 
         try:
-            insist(noted)
-        except (NotSavedError, UnwritableError) as error:
+            retry(noted)
+        except (CheckpointWriteError, RunDirectoryWriteError) as error:
             found = newest_verified(self._run.directory.checkpoints)
             kept = "no checkpoint of this run is on disk"
             if found.path is not None and found.manifest is not None:
-                kept = (
-                    f"the newest checkpoint kept is {found.path.name}, after step {found.manifest.info.step}"
-                )
+                kept = f"the newest checkpoint kept is {found.path.name}, after step {found.manifest.info.step}"
             raise CheckpointError(
                 f"{error} This was the last save, tried {len(LAST_TRIES_S) + 1} times; {kept}. "
                 f"Then continue with: paceline resume {self._run.directory.path}"
@@ -427,7 +415,7 @@ class Saver:
 
         return flush
 
-    def _info(self, progress: Progress) -> CheckpointInfo:
+    def _info(self, progress: TrainProgress) -> CheckpointInfo:
         return CheckpointInfo(
             task=self._run.task_name,
             run=self._run.run_id,
@@ -435,15 +423,15 @@ class Saver:
             state_version=progress.version,
             epoch=progress.epoch,
             generation=self._world.generation,
-            shards=self._run.num_shards,
-            pins=self._pins,
+            microbatches=self._run.num_microbatches,
+            pins=self._numerics,
             best_version=progress.best_version,
         )
 
 
 @lru_cache(maxsize=1)
 def _ranks(shares: tuple[int, ...]) -> int | tuple[int, ...]:
-    """How the ledger writes the shares: the number of ranks, or each one's first shard."""
-    if shares == equal_shares(sum(shares), len(shares)):
+    """How the ledger writes the shares: the number of ranks, or each one's first micro-batch."""
+    if shares == equal_work_split(sum(shares), len(shares)):
         return len(shares)
     return (0, *itertools.accumulate(shares[:-1]))

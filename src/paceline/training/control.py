@@ -28,7 +28,7 @@ from paceline.runs.metrics import ROW_WIDTH, finite
 _CONNECT_S = 10.0
 
 
-class Referee:
+class TrialSchedulerClient:
     """Rank 0's end of the connection; it is made when something is to be asked.
 
     Args:
@@ -39,7 +39,7 @@ class Referee:
         self._address = address
         self._socket: socket.socket | None = None
 
-    def goes_on(self, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool) -> bool:
+    def should_continue(self, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool) -> bool:
         """Tell of an evaluation, and wait for the answer.
 
         Args:
@@ -86,17 +86,17 @@ ROW_LENGTH = _CONTROL_WIDTH + ROW_WIDTH + SPEED_WIDTH
 WALLTIME = 1000
 """What asks for a stop where no signal does: no signal has this number."""
 
-REFEREE = 1001
+TRIAL_SCHEDULER = 1001
 """What asks for a stop where other runs are better; see :mod:`paceline.training.control`."""
 
-_CAUSES = {WALLTIME: "walltime", REFEREE: "the search"}
+_CAUSES = {WALLTIME: "walltime", TRIAL_SCHEDULER: "the search"}
 
 _NO_STATUS = [0.0] * ROW_WIDTH
 _NO_SPEED = [0.0] * SPEED_WIDTH
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlFlags:
     """The control word of one rank, or the merged one of all.
 
     Attributes:
@@ -104,7 +104,7 @@ class Control:
         save: a save is due by the clock.
         more: there is another step's data in this epoch (streams; else always true).
         reform: the ranks shall leave their group after this step, for another one.
-        computed, recomputed: fingerprints of the shard that is verified in this step: of the rank that has
+        computed, recomputed: fingerprints of the micro-batch that is verified in this step: of the rank that has
             it, and of another one; 0 elsewhere.
     """
 
@@ -129,11 +129,11 @@ class Control:
         ]
 
 
-def merge(rows: Sequence[Sequence[float]]) -> Control:
+def merge(rows: Sequence[Sequence[float]]) -> ControlFlags:
     """The control word that all ranks obey; where no row is known yet, nothing is asked for."""
     if not rows:
-        return Control()
-    return Control(
+        return ControlFlags()
+    return ControlFlags(
         stop=int(max(row[0] for row in rows)),
         save=any(row[1] for row in rows),
         more=any(row[2] for row in rows),

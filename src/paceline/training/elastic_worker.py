@@ -11,22 +11,22 @@ from typing import Any
 import torch
 
 from paceline.core.errors import PeerLostError, StopRequested
-from paceline.elastic.worker_channel import Member, Place
-from paceline.elastic.worker_group import open_view
-from paceline.parallel.planning.auto_strategy import memory_of_process, require_replaceable
+from paceline.elastic.worker_channel import AgentClient, Assignment
+from paceline.elastic.worker_group import open_process_group
+from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
 from paceline.training.control import StopSignals, exit_code
-from paceline.training.run_setup import Request
-from paceline.training.session import Session, build_trainer
+from paceline.training.run_setup import RunRequest
+from paceline.training.session import ElasticLoop, build_trainer
 from paceline.training.trainer import Trainer
 
 _REFORMED = "left it as asked, after a step"
 
 
-def train_as_member(
-    request: Request,
-    member: Member,
+def run_elastic_worker(
+    request: RunRequest,
+    member: AgentClient,
     directory: RunDirectory,
     signals: StopSignals,
     *,
@@ -56,12 +56,12 @@ def train_as_member(
         UserError, StopRequested, PacelineError: as :func:`train`.
     """
     started = time.perf_counter()
-    found = run_setup.recorded(directory)
+    found = run_setup.load_manifest(directory)
     if found["result"] is not None:
-        run_setup.check(request, found["manifest"], world_size)
+        run_setup.validate(request, found["manifest"], world_size)
         return dict(found["result"])
     device = torch.device("cpu")
-    run, notes = run_setup.prepare(
+    run, notes = run_setup.setup_run(
         request,
         found["manifest"],
         directory,
@@ -69,14 +69,14 @@ def train_as_member(
         device=device,
         world_size=world_size,
         processes=processes,
-        memory=memory_of_process(device, processes),
+        memory=memory_per_process(device, processes),
     )
     require_replaceable(run.config, request.config)
     with build_trainer(run, member) as trainer:
-        session = Session(trainer, notes, started)
+        session = ElasticLoop(trainer, notes, started)
         left, why = -1, "has just started"
         while True:
-            place = member.next_view(left, why, partial(_has_nothing_to_save, trainer))
+            place = member.next_group(left, why, partial(_has_nothing_to_save, trainer))
             if place is None:
                 raise StopRequested(
                     "stopped before the first step, as requested; there is nothing to save.",
@@ -84,7 +84,7 @@ def train_as_member(
                 )
             if place.rank == 0:
                 at_rank_0()
-            result, why = _take_part_in_view(session, member, place)
+            result, why = _train_in_group(session, member, place)
             # Who loses the others only after the run's end has nothing left to do.
             result = result or directory.read_result()
             if result is not None:
@@ -93,20 +93,20 @@ def train_as_member(
 
 
 def _has_nothing_to_save(trainer: Trainer) -> bool:
-    return bool(trainer.run.signals.received) and not trainer.replica.valid
+    return bool(trainer.run.signals.received) and not trainer.states.valid
 
 
-def _take_part_in_view(session: Session, member: Member, place: Place) -> tuple[dict[str, Any] | None, str]:
+def _train_in_group(session: ElasticLoop, member: AgentClient, place: Assignment) -> tuple[dict[str, Any] | None, str]:
     """The run's result, or None and why this member left the view."""
     result, why = None, _REFORMED
     try:
-        with open_view(place, member, device=session.run.device) as world:
+        with open_process_group(place, member, device=session.run.device) as world:
             try:
-                result = session.take_part(world, joined=partial(member.joined, place.generation))
+                result = session.run_group(world, joined=partial(member.joined, place.generation))
             except PeerLostError as error:
                 why = str(error)
                 _let_go(error)
-            session.leave()
+            session.exit_group()
     except PeerLostError as error:
         why = str(error)
         _let_go(error)

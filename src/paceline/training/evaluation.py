@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.callback import BatchPlace
+from paceline.core.callback import BatchInfo
 from paceline.core.errors import TaskError
 from paceline.core.stats import Estimate, Floats, mean, ratio
 from paceline.core.task import Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
-from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 from paceline.training.reproducibility import seed_evaluation
 
 # --- How sure the metrics of an evaluation are: what the task said of each sample, gathered block by block
 
 
-class Estimates:
+class MetricIntervals:
     """Takes in each block of an evaluation; an instance is an ``Observe``."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ _DTYPES = {
 }
 
 
-class WholeMetrics:
+class FullSplitMetrics:
     """The task's torchmetrics objects, which take in every block on every rank, in the blocks' order.
 
     torchmetrics would add up the ranks' states instead: sums of floats that depend on the number of
@@ -128,7 +128,7 @@ class WholeMetrics:
                 )
         gathered: list[Any] = [arguments]
         if world.world_size > 1:
-            encoded = world.all_gather_json(None if arguments is None else self._encoded(arguments))
+            encoded = world.all_gather_object(None if arguments is None else self._encoded(arguments))
             gathered = [_decoded(value, self._device) for value in encoded]
         for of_rank in gathered:
             for name, value in (of_rank or {}).items():
@@ -246,7 +246,7 @@ class Evaluator:
         self._seed = seed
         self._autocast = autocast
         self._split = split
-        self._whole = WholeMetrics(task, device)
+        self._whole = FullSplitMetrics(task, device)
 
     @property
     def num_samples(self) -> int:
@@ -256,7 +256,7 @@ class Evaluator:
     @torch.no_grad()
     def run(
         self,
-        mesh: Mesh,
+        mesh: ParallelDims,
         module: nn.Module,
         stop: Callable[[], int],
         *,
@@ -282,8 +282,8 @@ class Evaluator:
         was_training = module.training
         module.eval()
         self._whole.reset()
-        num_blocks = self._batches.num_blocks
-        computing = data.num_computing
+        num_blocks = self._batches.num_batches
+        computing = data.num_active
         mine = range(data.rank, num_blocks, computing) if data.rank < computing else range(0)
         rounds = -(-num_blocks // computing)
         own = len(mine)
@@ -294,23 +294,23 @@ class Evaluator:
             if number == glance_at:
                 # Rank 0 says when to look again, so that all do so after the same block.
                 round_s = (time.perf_counter() - began) / number
-                seen = world.all_gather_json([stop(), max(1, int(_GLANCE_S / round_s))])
+                seen = world.all_gather_object([stop(), max(1, int(_GLANCE_S / round_s))])
                 glance_at += seen[0][1]
                 asked = max(of_rank[0] for of_rank in seen)
                 if asked:
                     module.train(was_training)
                     raise EvaluationStopped(asked)
             arguments = None
-            world.activity.move("evaluation")
+            world.progress_tracker.move("evaluation")
             batch = next(blocks, None)
             if batch is not None:
-                seed_evaluation(self._seed, batch.shard)
-                self._task.begin_batch(
-                    BatchPlace(split=self._split, step=0, number=batch.shard, samples=batch.num_samples)
+                seed_evaluation(self._seed, batch.index)
+                self._task.on_batch_begin(
+                    BatchInfo(split=self._split, step=0, number=batch.index, samples=batch.num_samples)
                 )
-                with self._autocast(), lost_peers_reported():
-                    pairs, arguments = self._block(module, batch, observe)
-                if number >= own or not mesh.leads:
+                with self._autocast(), translate_peer_errors():
+                    pairs, arguments = self._batch(module, batch, observe)
+                if number >= own or not mesh.is_replica_leader:
                     pairs, arguments = {}, None
                 for name, pair in pairs.items():
                     sums.setdefault(name, []).append(pair)
@@ -322,7 +322,7 @@ class Evaluator:
         """End the split's data workers."""
         self._batches.close()
 
-    def _block(
+    def _batch(
         self, module: nn.Module, microbatch: MicroBatch, observe: Observe | None
     ) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
         """One block's (sum, weight) by name, and what torchmetrics objects take in, by name."""
@@ -342,11 +342,7 @@ class Evaluator:
             return value.double().sum().item(), float(samples)
         if isinstance(value, tuple) and len(value) == 2:
             return float(value[0]), float(value[1])
-        what = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TaskError(
             f"{type(self._task).__name__}.metrics gave {what} for {name!r} in a batch of {samples} samples; "
             "it must be a 1-d tensor with one value a sample, or a pair (sum, weight)."
@@ -354,7 +350,7 @@ class Evaluator:
 
 
 def _totals(world: World, sums: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
-    gathered = world.all_gather_json(sums)
+    gathered = world.all_gather_object(sums)
     metrics = {}
     for name in dict.fromkeys(name for of_rank in gathered for name in of_rank):
         pairs = [pair for of_rank in gathered for pair in of_rank.get(name, ())]
@@ -372,11 +368,7 @@ def as_loss(task: Task, value: Any, samples: int) -> Loss:
     loss = value if isinstance(value, Loss) else None
     total = value if loss is None else loss.sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(total.shape)}"
-            if isinstance(total, torch.Tensor)
-            else type(total).__name__
-        )
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise TaskError(
             f"{type(task).__name__}.loss returned {'' if loss is None else 'a Loss whose sum is '}{what}; "
             "it must return the mean loss of the batch as a scalar tensor, or paceline.Loss(sum, weight)."

@@ -19,7 +19,7 @@ from paceline.runs.checkpointer import load
 from paceline.runs.metrics import finite
 from paceline.runs.phases import OUTSIDE_STEPS
 from paceline.training.evaluation import EvaluationStopped
-from paceline.training.fine_tuning import drift, kept_parent
+from paceline.training.fine_tuning import drift, load_pretrained_copy
 from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
     """
     run, world, progress = trainer.run, trainer.world, trainer.state.progress
     config = run.config
-    world.activity.begin("evaluation")
+    world.progress_tracker.begin("evaluation")
     seconds = time.perf_counter() - started
     phases = trainer.phases()
     training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)
-    weights = trainer.replica.whole_model(world)
-    sha256 = world.broadcast_json(model_sha256(weights) if world.rank == 0 else None)
+    weights = trainer.states.full_model_state_dict(world)
+    sha256 = world.broadcast_object(model_sha256(weights) if world.rank == 0 else None)
     metrics: dict[str, dict[str, float]] = {}
     if progress.best_metrics:
         metrics["val"] = progress.best_metrics
@@ -51,29 +51,29 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
     if test is not None:
         with closing(test):
             _load_best(trainer)
-            trainer.monitor.activity("evaluating test")
-            trainer.state.callback.evaluation_begins("test", trainer.state.evaluated_module)
+            trainer.monitor.set_status("evaluating test")
+            trainer.state.callback.on_eval_begin("test", trainer.state.evaluated_module)
             try:
                 measured = test.run(
                     trainer.mesh,
                     trainer.state.evaluated_module,
-                    trainer.stop_asked,
-                    in_step=trainer.replica.in_step,
+                    trainer.stop_reason,
+                    in_step=trainer.states.in_step,
                 )
             except EvaluationStopped as stopped:
                 trainer.stop(stopped.stop)
-            metrics["test"] = dict(trainer.state.callback.evaluated("test", measured))
-            trainer.monitor.evaluated("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
+            metrics["test"] = dict(trainer.state.callback.on_eval_end("test", measured))
+            trainer.monitor.on_eval_end("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
     found = _drift(trainer)
     phases = trainer.phases()
     return {
         "task": run.task_name,
         "run": str(run.directory.path),
         "strategy": strategy_name(config, world.world_size),
-        "reduction": config.summed_by if config.comm_hook == "none" else config.comm_hook,
-        **({"sync_every": config.sync_every} if config.sync_every else {}),
+        "reduction": config.reducer if config.comm_hook == "none" else config.comm_hook,
+        **({"local_sgd_steps": config.local_sgd_steps} if config.local_sgd_steps else {}),
         "world_size": world.world_size,
-        "shards": run.num_shards,
+        "microbatches": run.num_microbatches,
         "global_batch_size": run.global_batch_size,
         "seed": config.seed,
         "steps": progress.step,
@@ -83,13 +83,13 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
         **({} if found is None else {"drift": found}),
-        **trainer.findings,
+        **trainer.extra_results,
         "model_sha256": sha256,
-        **world.broadcast_json(starts(run.directory.read_events()) if world.rank == 0 else None),
+        **world.broadcast_object(starts(run.directory.read_events()) if world.rank == 0 else None),
         "seconds": round(seconds, 3),
         "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
-        **trainer.strategy.figures,
-        "checkpoint_stall_s": round(trainer.saver.stall_s, 4),
+        **trainer.strategy.stats,
+        "checkpoint_stall_s": round(trainer.checkpoint_manager.stall_s, 4),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "threads": torch.get_num_threads(),
         "device": str(run.device.type),
@@ -110,16 +110,16 @@ def _drift(trainer: Trainer) -> dict[str, Any] | None:
     run, world = trainer.run, trainer.world
     if run.config.init_from is None:
         return None
-    weights = trainer.replica.whole_evaluated(world)
+    weights = trainer.states.full_evaluated_weights(world)
     found, problem = None, None
     if world.rank == 0:
-        trainer.monitor.activity("comparing with the parent")
+        trainer.monitor.set_status("comparing with the parent")
         try:
-            found = drift(run, kept_parent(run.directory), weights)
+            found = drift(run, load_pretrained_copy(run.directory), weights)
         except CheckpointError as error:
             problem = str(error)  # the training is done, and its result stands
             _log.warning("no drift: %s", error)
-    found = world.broadcast_json(found if problem is None else {"problem": problem})
+    found = world.broadcast_object(found if problem is None else {"problem": problem})
     return dict(found)
 
 
@@ -128,8 +128,8 @@ def _load_best(trainer: Trainer) -> None:
     world, progress, module = trainer.world, trainer.state.progress, trainer.state.evaluated_module
     if progress.best_version is None or progress.best_step == progress.step:
         return
-    trainer.replica.valid = False  # from here on the model is not that of the run's end
-    if trainer.replica.in_step:
+    trainer.states.valid = False  # from here on the model is not that of the run's end
+    if trainer.states.in_step:
         # Each rank takes its part from the directory that all share.
         state = load(find_version(trainer.run.directory.checkpoints, progress.best_version)).state
         _load_evaluated(trainer, state)

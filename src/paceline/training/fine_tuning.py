@@ -22,17 +22,17 @@ from paceline.core.errors import CheckpointError, ConfigError, PacelineError, Pa
 from paceline.core.files import write_atomically
 from paceline.core.task import Task
 from paceline.data.loader import EvalBatches
-from paceline.elastic.worker_group import Agreement, hand_over
+from paceline.elastic.worker_group import StateSource, transfer_state
 from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import Snapshot, model_sha256, read_tensors
 from paceline.runs.checkpoint_store import is_checkpoint, select_checkpoint
 from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
-from paceline.runs.rank_log import loggers_hushed
-from paceline.training.parameter_patterns import listed, names, require_match
+from paceline.runs.rank_log import silence_loggers
+from paceline.training.parameter_patterns import join_names, matches, require_match
 from paceline.training.reproducibility import seed_adapters
-from paceline.training.run_context import Run
+from paceline.training.run_context import RunContext
 
 # --- Low-rank adapters by peft: put around a model's layers, and merged into their weights again ---
 #
@@ -55,7 +55,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
     """
     layers = target_layers(module, lora)
     try:
-        with loggers_hushed(*_NOISY):
+        with silence_loggers(*_NOISY):
             from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
@@ -70,7 +70,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         bias="none",
     )
     try:
-        with loggers_hushed(*_NOISY):
+        with silence_loggers(*_NOISY):
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses these layers: {error} Name others with target=.") from error
@@ -97,13 +97,13 @@ def target_layers(module: nn.Module, lora: Lora) -> list[str]:
         if not meant:
             raise ConfigError(
                 f"--lora target={target}: no torch.nn.Linear of the model has such a name. Those there are: "
-                f"{listed(linear) or 'none'}."
+                f"{join_names(linear) or 'none'}."
             )
         found += [name for name in meant if name not in found]
     return found
 
 
-def merged(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
+def merge_adapters(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     """The state of the model without adapters that computes what the one with them does.
 
     Args:
@@ -116,17 +116,13 @@ def merged(state: Mapping[str, Any], lora: Lora) -> dict[str, Any]:
     Raises:
         CheckpointError: an adapter has only one of its two matrices.
     """
-    plain = {
-        name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))
-    }
+    plain = {name.replace(_BASE, "."): tensor for name, tensor in state.items() if not name.endswith((_A, _B))}
     for name, a in state.items():
         if not name.endswith(_A):
             continue
         layer = name.removesuffix(_A)
         if layer + _B not in state or f"{layer}.weight" not in plain:
-            raise CheckpointError(
-                f"the adapter of {layer!r} is incomplete: {layer}{_B} or its layer is missing."
-            )
+            raise CheckpointError(f"the adapter of {layer!r} is incomplete: {layer}{_B} or its layer is missing.")
         plain[f"{layer}.weight"] = plain[f"{layer}.weight"] + state[layer + _B] @ a * lora.scaling
     return plain
 
@@ -138,7 +134,7 @@ _AVERAGED = "module."  # what AveragedModel puts before the names
 
 
 @dataclass(frozen=True)
-class Parent:
+class PretrainedWeights:
     """What a run begins with.
 
     Attributes:
@@ -150,7 +146,7 @@ class Parent:
     weights: Mapping[str, torch.Tensor]
 
 
-def read_parent(run: Run, world: World) -> Parent | None:
+def read_pretrained(run: RunContext, world: World) -> PretrainedWeights | None:
     """What ``run`` begins with: its own copy where it exists already; all ranks call this together.
 
     Rank 0 reads, and gives it to the others, who may be on machines that lack it.
@@ -168,22 +164,22 @@ def read_parent(run: Run, world: World) -> Parent | None:
     parent, problem = None, None
     if world.rank == 0:
         try:
-            parent = kept_parent(run.directory) if run.directory.exists() else find_parent(source)
+            parent = load_pretrained_copy(run.directory) if run.directory.exists() else find_pretrained(source)
         except PacelineError as error:
             problem = str(error)
-    problem = world.broadcast_json(problem)
+    problem = world.broadcast_object(problem)
     if problem is not None:
         raise ConfigError(problem)
     given = {} if parent is None else {"record": dict(parent.record), "weights": dict(parent.weights)}
     behind = tuple(range(1, world.world_size))
-    received = hand_over(world, Agreement(0, 0, behind), given)
+    received = transfer_state(world, StateSource(0, 0, behind), given)
     if received is not None:
-        parent = Parent(received["record"], received["weights"])
+        parent = PretrainedWeights(received["record"], received["weights"])
     assert parent is not None
     return parent
 
 
-def find_parent(source: str) -> Parent:
+def find_pretrained(source: str) -> PretrainedWeights:
     """What ``--init-from`` names: a run, ``RUN@best``, ``RUN@last``, ``RUN@STEP``, a checkpoint, a package.
 
     Raises:
@@ -211,17 +207,16 @@ def find_parent(source: str) -> Parent:
         "version": info.state_version,
         "model_sha256": model_sha256(weights),
     }
-    return Parent(record, weights)
+    return PretrainedWeights(record, weights)
 
 
-def _of_package(source: str) -> Parent:
+def _of_package(source: str) -> PretrainedWeights:
     """The weights of a package, from its directory or the user's registry."""
     try:
         package = open_package(source)
     except PackageError as error:
         raise ConfigError(
-            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: "
-            f"{error}"
+            f"--init-from {source}: this is no run (it has no run.toml) and no checkpoint. As a package: {error}"
         ) from error
     manifest = package.manifest
     if manifest.quantization == "int8":
@@ -241,7 +236,7 @@ def _of_package(source: str) -> Parent:
         "version": made_by.state_version,
         "model_sha256": model_sha256(weights),
     }
-    return Parent(record, weights)
+    return PretrainedWeights(record, weights)
 
 
 def _parsed(source: str) -> tuple[Path, str | None]:
@@ -277,12 +272,10 @@ def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, 
     entries = state["model"]
     if "ema" in state:
         entries = {
-            name.removeprefix(_AVERAGED): value
-            for name, value in state["ema"].items()
-            if name.startswith(_AVERAGED)
+            name.removeprefix(_AVERAGED): value for name, value in state["ema"].items() if name.startswith(_AVERAGED)
         }
     if lora is not None:
-        return merged(entries, lora)
+        return merge_adapters(entries, lora)
     if any(".lora_A." in name for name in entries):
         raise CheckpointError(
             "the checkpoint has adapters, and what their product is scaled by stands in the run.toml of its "
@@ -291,7 +284,7 @@ def evaluated_weights(state: Mapping[str, Any], lora: Lora | None) -> dict[str, 
     return dict(entries)
 
 
-def keep_parent(directory: RunDirectory, parent: Parent) -> dict[str, Any]:
+def save_pretrained_copy(directory: RunDirectory, parent: PretrainedWeights) -> dict[str, Any]:
     """Copy what a run begins with into it, before it exists; rank 0 does.
 
     Returns:
@@ -311,8 +304,8 @@ def keep_parent(directory: RunDirectory, parent: Parent) -> dict[str, Any]:
     return {**parent.record, "copy_sha256": hashlib.sha256(content).hexdigest()}
 
 
-def kept_parent(directory: RunDirectory) -> Parent:
-    """The copy that :func:`keep_parent` made.
+def load_pretrained_copy(directory: RunDirectory) -> PretrainedWeights:
+    """The copy that :func:`save_pretrained_copy` made.
 
     Raises:
         CheckpointError: it is damaged, or gone.
@@ -327,7 +320,7 @@ def kept_parent(directory: RunDirectory) -> Parent:
             f"{directory.initial} is not what the run began with: its SHA-256 is not that in run.toml. "
             "Restore it from a copy, or start a new run."
         )
-    return Parent({n: v for n, v in record.items() if n != "copy_sha256"}, read_tensors(content))
+    return PretrainedWeights({n: v for n, v in record.items() if n != "copy_sha256"}, read_tensors(content))
 
 
 # --- What a run begins with: weights of another run, adapters, and which parameters are trained ---
@@ -337,9 +330,7 @@ def kept_parent(directory: RunDirectory) -> Parent:
 # done whenever the model is built.
 
 
-def initialise(
-    module: nn.Module, config: RunConfig, weights: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def initialise(module: nn.Module, config: RunConfig, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Change a model, as the task built it, into the one that is trained.
 
     Args:
@@ -350,7 +341,7 @@ def initialise(
     Raises:
         ConfigError: the weights do not fit, an option matches nothing, or nothing is left to train.
     """
-    anew = names_of_the_new(module, config)
+    anew = reinitialized_parameters(module, config)
     if weights is not None:
         assert config.init_from is not None
         _load(module, weights, config.init_from, anew, config.reset)
@@ -361,14 +352,14 @@ def initialise(
         freeze(module, config.freeze)
 
 
-def names_of_the_new(module: nn.Module, config: RunConfig) -> set[str]:
+def reinitialized_parameters(module: nn.Module, config: RunConfig) -> set[str]:
     """The entries of the model's state that keep the values that the task gave them.
 
     Raises:
         ConfigError: there is no such layer, or the last one shares its weights.
     """
     state = module.state_dict()
-    anew = {name for name in state for pattern in config.reset if names(pattern, name)}
+    anew = {name for name in state for pattern in config.reset if matches(pattern, name)}
     if config.reset_head:
         head = last_layer(module)
         anew |= {name for name in state if name.rpartition(".")[0] == head}
@@ -379,7 +370,7 @@ def names_of_the_new(module: nn.Module, config: RunConfig) -> set[str]:
         ]
         if shared:
             raise ConfigError(
-                f"--reset-head: the last layer ({head}) shares its weights with {listed(shared)}. Name what "
+                f"--reset-head: the last layer ({head}) shares its weights with {join_names(shared)}. Name what "
                 "is to begin anew with --reset."
             )
     return anew
@@ -406,7 +397,7 @@ def _load(
     state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     for pattern in reset:
         require_match("--reset", pattern, module, others=weights)
-    unused = {name for name in weights for pattern in reset if names(pattern, name)}
+    unused = {name for name in weights for pattern in reset if matches(pattern, name)}
     wanted = [name for name in state if name not in anew]
     missing = [name for name in wanted if name not in weights]
     unexpected = [name for name in weights if name not in state and name not in unused]
@@ -430,9 +421,9 @@ def _misfit(
     """What does not fit, by name, and what helps."""
     shapes = (f"{n} is {tuple(weights[n].shape)} there and {tuple(state[n].shape)} here" for n in reshaped)
     lines = [f"--init-from {source}: the weights do not fit the task's model."]
-    lines += [f"  other shapes: {listed(shapes)}"] if reshaped else []
-    lines += [f"  missing there: {listed(missing)}"] if missing else []
-    lines += [f"  not in the model: {listed(unexpected)}"] if unexpected else []
+    lines += [f"  other shapes: {join_names(shapes)}"] if reshaped else []
+    lines += [f"  missing there: {join_names(missing)}"] if missing else []
+    lines += [f"  not in the model: {join_names(unexpected)}"] if unexpected else []
     head = last_layer(module)
     wrong = [*missing, *unexpected, *reshaped]
     if all(name.rpartition(".")[0] == head for name in wrong):
@@ -457,7 +448,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         require_match("--freeze", pattern, module, others=module.state_dict())
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if any(names(pattern, name) for pattern in patterns):
+        if any(matches(pattern, name) for pattern in patterns):
             parameter.requires_grad_(False)
     for name, layer in module.named_modules():
         if isinstance(layer, _NormBase) and _keeps_statistics(name, layer, patterns):
@@ -471,7 +462,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 def _keeps_statistics(name: str, layer: nn.Module, patterns: Sequence[str]) -> bool:
     """Whether all parameters of a batch norm are frozen, or it has none and its statistics are named."""
     own = [entry for entry, _ in layer.named_parameters()] or list(layer.state_dict())
-    return bool(own) and all(any(names(p, f"{name}.{entry}") for p in patterns) for entry in own)
+    return bool(own) and all(any(matches(p, f"{name}.{entry}") for p in patterns) for entry in own)
 
 
 def _stays_in_evaluation(layer: nn.Module, mode: bool = True) -> nn.Module:
@@ -487,7 +478,7 @@ COMPARED_SAMPLES = 2048
 _BLOCK = 64  # samples
 
 
-def drift(run: Run, parent: Parent, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def drift(run: RunContext, parent: PretrainedWeights, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What ``result.json`` says of the way from parent to child; nothing is trained.
 
     Args:
@@ -502,7 +493,7 @@ def drift(run: Run, parent: Parent, weights: Mapping[str, torch.Tensor]) -> dict
         task predicts no classes or its last layer began anew.
     """
     child = run.task.build_model()
-    anew = names_of_the_new(child, run.config)
+    anew = reinitialized_parameters(child, run.config)
     parameters = [name for name, _ in child.named_parameters() if name not in anew]
     whole, modules = relative_l2(parameters, parent.weights, weights)
     agreement, samples = None, 0
@@ -539,11 +530,11 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _agreement(
-    run: Run, model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+    run: RunContext, model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> tuple[float | None, int]:
     task = run.task
     dataset = task.build_dataset("test")
-    inference = task.build_inference(model.eval())
+    inference = task.inference_signature(model.eval())
     if dataset is None or inference is None or inference.label is None:
         return None, 0
     batches = EvalBatches(
@@ -556,8 +547,8 @@ def _agreement(
         split="test",
     )
     with closing(batches):
-        count = min(batches.num_blocks, max(1, COMPARED_SAMPLES // _BLOCK))
-        blocks = np.linspace(0, batches.num_blocks - 1, count).astype(int).tolist()
+        count = min(batches.num_batches, max(1, COMPARED_SAMPLES // _BLOCK))
+        blocks = np.linspace(0, batches.num_batches - 1, count).astype(int).tolist()
         said = [_predictions(task, model, weights, batches, blocks) for weights in (before, after)]
     return float((said[0] == said[1]).double().mean()), len(said[0])
 
@@ -572,13 +563,10 @@ def _predictions(
 ) -> torch.Tensor:
     """The class of each sample, (N,), as a model with these weights says."""
     model.load_state_dict(dict(weights))
-    inference = task.build_inference(model.eval())
+    inference = task.inference_signature(model.eval())
     assert inference is not None
     assert inference.label is not None
     module = inference.module.eval()
     return torch.cat(
-        [
-            module(*task.inference_batch(batch.batch)[0])[inference.label].reshape(-1)
-            for batch in batches.read(blocks)
-        ]
+        [module(*task.inference_batch(batch.batch)[0])[inference.label].reshape(-1) for batch in batches.read(blocks)]
     )

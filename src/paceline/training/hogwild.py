@@ -23,12 +23,12 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.core.errors import ConfigError, NonFiniteLossError
-from paceline.elastic.worker_channel import Member
+from paceline.elastic.worker_channel import AgentClient
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared
-from paceline.parallel.world import Mesh, World, lost_peers_reported
-from paceline.training.async_trainer import StretchTrainer
-from paceline.training.run_context import Run
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.training.async_trainer import AsyncTrainer
+from paceline.training.run_context import RunContext
 from paceline.training.step import describe_non_finite
 
 _ALIGNMENT = 64
@@ -114,53 +114,51 @@ class SharedModel:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
-class HogwildTrainer(StretchTrainer):
+class HogwildTrainer(AsyncTrainer):
     """Trains with all processes updating one model.
 
     A cut comes at least every ``--log-every`` steps: nobody sees what the others do before.
     """
 
-    def __init__(self, run: Run, member: Member | None = None) -> None:
+    def __init__(self, run: RunContext, member: AgentClient | None = None) -> None:
         super().__init__(run, member)
         self._worker_steps: list[int] = []
 
-    def attach(self, mesh: Mesh) -> None:
+    def join_group(self, mesh: ParallelDims) -> None:
         self._model = SharedModel(self.state.module, mesh.world, str(self.run.directory.path))
         self._of_world.callback(self._model.close)
-        super().attach(mesh)
+        super().join_group(mesh)
         self._scheduled = self.state.progress.step
         self._worker_steps = [0] * mesh.world.world_size
 
     @property
-    def findings(self) -> dict[str, Any]:
-        return {**super().findings, "worker_steps": self._worker_steps}
+    def extra_results(self) -> dict[str, Any]:
+        return {**super().extra_results, "worker_steps": self._worker_steps}
 
-    def _stretch(self, steps: int) -> None:
+    def _run_to_sync_point(self, steps: int) -> None:
         steps = min(steps, self.run.config.log_every)
         progress, world = self.state.progress, self.world
         first, first_in_epoch = progress.step, progress.step_in_epoch
         before = [buffer.clone() for buffer in self.state.module.buffers()]
         self._model.begin(world)
         done: list[tuple[int, dict[str, Any], int]] = []
-        with self.replica.changing():
+        with self.states.mutating():
             while (number := self._model.take(steps)) is not None:
                 applied = self._model.applied()
                 sums = self._compute(first + number, first_in_epoch + number)
                 if not sums.finite:
                     at = dataclasses.replace(progress, step_in_epoch=first_in_epoch + number)
-                    raise NonFiniteLossError(
-                        describe_non_finite(self.run.directory, at, self.run.data.order, sums)
-                    )
+                    raise NonFiniteLossError(describe_non_finite(self.run.directory, at, self.run.data.order, sums))
                 self._move_schedules_to(first + number)
                 self._update()
                 self._scheduled += 1
                 done.append((number, {**dataclasses.asdict(sums), "rows": []}, self._model.apply() - applied))
                 self.monitor.timer.mark("optimizer")
-                world.activity.begin("step")
+                world.progress_tracker.begin("step")
             progress.step = first
-            world.activity.begin("waiting")
-            told = world.all_gather_json(done)
-            world.activity.begin("step")
+            world.progress_tracker.begin("waiting")
+            told = world.all_gather_object(done)
+            world.progress_tracker.begin("step")
             self._merge_buffers(before, len(done))
             for _, sums_of_step, behind in sorted(entry for of_rank in told for entry in of_rank):
                 self._commit(StepSums(**sums_of_step), (), {})
@@ -187,8 +185,8 @@ class HogwildTrainer(StretchTrainer):
         if world.group is None:
             return
         total = torch.tensor([float(steps)])
-        world.activity.enter("all-reduce")
-        with lost_peers_reported():
+        world.progress_tracker.begin_collective("all-reduce")
+        with translate_peer_errors():
             dist.all_reduce(total, group=world.group)
             for buffer, old in zip(self.state.module.buffers(), before, strict=True):
                 if buffer.is_floating_point():
@@ -199,4 +197,4 @@ class HogwildTrainer(StretchTrainer):
                     change = buffer - old
                     dist.all_reduce(change, group=world.group)
                     buffer.copy_(old + change)
-        world.activity.leave()
+        world.progress_tracker.end_collective()

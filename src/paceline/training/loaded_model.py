@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from paceline.core.callback import Callback, Group
+from paceline.core.callback import Callback, RankInfo
 from paceline.core.config import Lora, RunConfig
 from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import CheckpointError, DataError
-from paceline.parallel.world import Mesh, World, open_world
+from paceline.parallel.world import ParallelDims, World, open_world
 from paceline.runs.checkpoint_manifest import CheckpointInfo, differences
 from paceline.runs.checkpoint_store import select_checkpoint
 from paceline.runs.checkpointer import load
@@ -25,19 +25,19 @@ from paceline.runs.directory import RunDirectory
 from paceline.training.control import StopSignals
 from paceline.training.evaluation import Evaluator, Observe
 from paceline.training.fine_tuning import evaluated_weights
-from paceline.training.reproducibility import current_pins, numerics_kept, seed_model
-from paceline.training.run_context import Run
-from paceline.training.run_setup import Request, prepare
-from paceline.training.state import built_model
+from paceline.training.reproducibility import numerics_fingerprint, preserve_numerics, seed_model
+from paceline.training.run_context import RunContext
+from paceline.training.run_setup import RunRequest, setup_run
+from paceline.training.state import build_task_model
 
 Device = Literal["auto", "cpu", "cuda"]
 
-Fill = Callable[[Run, nn.Module, Callback], tuple[int, int]]
+Fill = Callable[[RunContext, nn.Module, Callback], tuple[int, int]]
 """Loads what was saved into a model and its callback; returns the steps and epochs that it had done."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class EvaluableModel:
     """A model, ready to be evaluated on one process as its run would.
 
     Attributes:
@@ -45,7 +45,7 @@ class Evaluated:
         module: the model, in evaluation mode: the moving average where the run keeps one.
     """
 
-    run: Run
+    run: RunContext
     module: nn.Module
     _world: World
     _callback: Callback
@@ -78,14 +78,14 @@ class Evaluated:
             TaskError: the task's metrics are not what they should be.
         """
         module = self.module if module is None else module
-        self._callback.evaluation_begins(split, module)
-        mesh = Mesh(self._world, {"dp": 1})
+        self._callback.on_eval_begin(split, module)
+        mesh = ParallelDims(self._world, {"dp": 1})
         measured = evaluator.run(mesh, module, lambda: 0, observe=observe)
-        return dict(self._callback.evaluated(split, measured))
+        return dict(self._callback.on_eval_end(split, measured))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained(Evaluated):
+class LoadedModel(EvaluableModel):
     """The model of one of a run's checkpoints.
 
     Attributes:
@@ -99,16 +99,16 @@ class Trained(Evaluated):
     is_best: bool
 
     @property
-    def changed_pins(self) -> list[str]:
+    def changed_numerics(self) -> list[str]:
         """In what this process differs from the one that wrote the checkpoint, where bits depend on it."""
-        now = current_pins(self.run.config, self.run.device)
+        now = numerics_fingerprint(self.run.config, self.run.device)
         return differences(self.info.pins, now)
 
 
 @contextmanager
-def open_trained(
+def load_trained_model(
     directory: RunDirectory, wanted: str | None = None, *, device: Device = "auto"
-) -> Iterator[Trained]:
+) -> Iterator[LoadedModel]:
     """Build the run's task and model again, and load a checkpoint into it.
 
     Args:
@@ -124,14 +124,14 @@ def open_trained(
     path = select_checkpoint(directory.checkpoints, wanted)
     infos = []
 
-    def fill(run: Run, module: nn.Module, callback: Callback) -> tuple[int, int]:
+    def fill(run: RunContext, module: nn.Module, callback: Callback) -> tuple[int, int]:
         info = _restore(path, module, run.config.adapters, callback)
         infos.append(info)
         return info.step, info.epoch
 
-    with open_evaluated(directory, manifest, fill, device=device) as model:
+    with load_evaluable_model(directory, manifest, fill, device=device) as model:
         (info,) = infos
-        yield Trained(
+        yield LoadedModel(
             run=model.run,
             module=model.module,
             path=path,
@@ -143,9 +143,9 @@ def open_trained(
 
 
 @contextmanager
-def open_evaluated(
+def load_evaluable_model(
     directory: RunDirectory, manifest: Mapping[str, Any], fill: Fill, *, device: Device = "auto"
-) -> Iterator[Evaluated]:
+) -> Iterator[EvaluableModel]:
     """Build a recorded task and its model again, and have them filled.
 
     Args:
@@ -159,32 +159,30 @@ def open_evaluated(
     """
     alone = Environment()
     with (
-        numerics_kept(),
+        preserve_numerics(),
         tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
         open_world(alone, device=device) as world,
     ):
-        request = Request(
-            config=RunConfig(run=str(directory.path), device=device),
-            given=frozenset(),
+        request = RunRequest(
+            config=RunConfig(run_dir=str(directory.path), device=device),
+            explicit_options=frozenset(),
             task=None,
             started=time.time(),
             default_threads=default_threads(alone),
             quiet=True,
         )
-        run, _ = prepare(
-            request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1
-        )
+        run, _ = setup_run(request, manifest, directory, StopSignals(), device=world.device, world_size=1, processes=1)
         seed_model(run.config.seed)
-        module = built_model(run.task).to(run.device)
-        callback = run.task.build_callback(module, run.horizon)
+        module = build_task_model(run.task).to(run.device)
+        callback = run.task.build_callback(module, run.run_schedule)
         with closing(callback):
             step, epoch = fill(run, module, callback)
             callback.attach(_alone(run, Path(scratch)), step=step, epoch=epoch)
             module.eval()
-            yield Evaluated(run=run, module=module, _world=world, _callback=callback)
+            yield EvaluableModel(run=run, module=module, _world=world, _callback=callback)
 
 
-def evaluator_of(trained: Evaluated, split: str) -> Evaluator:
+def make_evaluator(trained: EvaluableModel, split: str) -> Evaluator:
     """The evaluator of a split that there must be.
 
     Raises:
@@ -217,9 +215,9 @@ def _restore(path: Path, module: nn.Module, lora: Lora | None, callback: Callbac
     return checkpoint.manifest.info
 
 
-def _alone(run: Run, scratch: Path) -> Group:
+def _alone(run: RunContext, scratch: Path) -> RankInfo:
     """A group of this process; what the task's loggers write goes nowhere."""
-    return Group(
+    return RankInfo(
         rank=0,
         world_size=1,
         local_rank=0,

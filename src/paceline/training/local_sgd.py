@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.messages import Averager
+from paceline.parallel.messages import ParameterAverager
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.world import Mesh
+from paceline.parallel.world import ParallelDims
 from paceline.training.control import ROW_LENGTH
-from paceline.training.run_context import Run
-from paceline.training.state import Progress, TrainingState
+from paceline.training.run_context import RunContext
+from paceline.training.state import TrainingState, TrainProgress
 
 _TIMEOUT_S = 1800.0
 
@@ -26,20 +26,20 @@ class StepRecord:
     Attributes:
         progress: after the step.
         epoch, step_in_epoch: the step's.
-        sums: this rank's; the checksum is that of all shards once the ranks have come together.
+        sums: this rank's; the checksum is that of all micro-batches once the ranks have come together.
     """
 
-    progress: Progress
+    progress: TrainProgress
     epoch: int
     step_in_epoch: int
     sums: StepSums
 
 
-class Together:
+class LocalSGD:
     """Averages the state of ranks that train apart, at the end of each round.
 
     Parameters, buffers and what optimizers keep of each parameter become the mean over the ranks, weighted by
-    their numbers of shards (McMahan et al., "Communication-Efficient Learning of Deep Networks from
+    their numbers of micro-batches (McMahan et al., "Communication-Efficient Learning of Deep Networks from
     Decentralized Data", 2017; Yu et al., "On the Linear Speedup Analysis of Communication Efficient Momentum
     SGD", 2019, for momenta). So all ranks hold the same state then, and a checkpoint is anybody's. The rows
     and the ledger's checksums of the round travel along, in the one exchange.
@@ -48,18 +48,18 @@ class Together:
         run: what is trained.
         mesh: the ranks.
         state: this rank's.
-        shares: the number of shards of each rank.
+        shares: the number of micro-batches of each rank.
     """
 
-    def __init__(self, run: Run, mesh: Mesh, state: TrainingState, shares: Sequence[int]) -> None:
+    def __init__(self, run: RunContext, mesh: ParallelDims, state: TrainingState, shares: Sequence[int]) -> None:
         self._mesh, self._state = mesh, state
-        self._rounds, self._order = run.rounds, run.data.order
-        self._averager = Averager(mesh.world, shares, ROW_LENGTH + self._rounds.every, _TIMEOUT_S)
+        self._sync_schedule, self._order = run.sync_schedule, run.data.order
+        self._averager = ParameterAverager(mesh.world, shares, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S)
         self._round: list[StepRecord] = []
         if state.outer is not None:
             state.outer.begin()
 
-    def agreed(self, sums: StepSums) -> StepSums:
+    def synchronize_metadata(self, sums: StepSums) -> StepSums:
         """This rank's sums with the samples of all, and finite where all ranks can apply the step.
 
         With a gradient scaler all of them skip it, or none; that takes a number from each in every step.
@@ -72,7 +72,7 @@ class Together:
         finite = all(told[0] for told in self._mesh.gather_rows([float(sums.finite)]))
         return dataclasses.replace(sums, finite=finite)
 
-    def step_done(
+    def on_step_end(
         self, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float]
     ) -> tuple[list[StepRecord], list[Sequence[float]]]:
         """Take in a step; where it is its round's last, come together.
@@ -80,11 +80,11 @@ class Together:
         Args:
             epoch: the step's.
             step_in_epoch: the step's.
-            sums: of this rank's shards.
+            sums: of this rank's micro-batches.
             row: this rank's numbers, which every rank gets to see.
 
         Returns:
-            The steps of the round, with the checksums of all shards, and every rank's row; nothing within a
+            The steps of the round, with the checksums of all micro-batches, and every rank's row; nothing within a
             round.
 
         Raises:
@@ -92,10 +92,10 @@ class Together:
         """
         progress = self._state.progress
         self._round.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
-        if not self._rounds.ends(progress):
+        if not self._sync_schedule.is_sync_step(progress):
             return [], []
         checksums = [float(record.sums.checksum) for record in self._round]
-        headers = self._averager.average(averaged(self._state), [*row, *checksums])
+        headers = self._averager.average(tensors_to_average(self._state), [*row, *checksums])
         if self._state.outer is not None:
             self._state.outer.step()
         done, self._round = self._round, []
@@ -111,7 +111,7 @@ class Together:
         return dataclasses.replace(record, sums=dataclasses.replace(record.sums, checksum=checksum))
 
 
-def averaged(state: TrainingState) -> list[torch.Tensor]:
+def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:
     """What becomes the mean over the ranks: parameters, buffers, and what optimizers keep in tensors.
 
     Whatever their shapes: Adafactor keeps a matrix's rows and columns, NAdam a number.
@@ -131,7 +131,7 @@ def averaged(state: TrainingState) -> list[torch.Tensor]:
     return tensors
 
 
-def require_order(run: Run) -> None:
+def require_order(run: RunContext) -> None:
     """Refuse streams, whose end all ranks would have to agree on in every step.
 
     Raises:
@@ -139,6 +139,6 @@ def require_order(run: Run) -> None:
     """
     if run.data.order is None:
         raise ConfigError(
-            "--sync-every needs a dataset with a length: the end of a stream is agreed on in every step. "
-            "Leave --sync-every out, or return a map-style dataset."
+            "--local-sgd-steps needs a dataset with a length: the end of a stream is agreed on in every step. "
+            "Leave --local-sgd-steps out, or return a map-style dataset."
         )

@@ -16,13 +16,13 @@ from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.config import parse_lr_scale
-from paceline.parallel.sharded_state import ShardedOptimizer, local_part
-from paceline.training.parameter_patterns import names, require_match
+from paceline.parallel.sharded_state import ShardedOptimizer, local_shard
+from paceline.training.parameter_patterns import matches, require_match
 
 # --- The moving average of the weights ---
 
 
-class MovingAverage(AveragedModel):
+class EMA(AveragedModel):
     """torch's exponential moving average, of parameters that may be distributed: each rank averages its part.
 
     Args:
@@ -55,7 +55,7 @@ class MovingAverage(AveragedModel):
 
 def _state_parts(module: nn.Module) -> list[torch.Tensor]:
     tensors = itertools.chain(module.parameters(), module.buffers())
-    return [local_part(tensor.detach()) for tensor in tensors]
+    return [local_shard(tensor.detach()) for tensor in tensors]
 
 
 # --- A gradient scaler for parameters of which each rank may hold a part ---
@@ -65,7 +65,7 @@ LEAST_SCALE = 2.0**-14
 """The smallest normal number of a half: gradients that it does not bring into range are not finite at all."""
 
 
-class PartScaler(torch.amp.GradScaler):
+class ShardedGradScaler(torch.amp.GradScaler):
     """Unscales what this rank holds of each gradient, and skips a step for all optimizers or for none.
 
     torch's takes no plain parameters beside distributed ones, and decides for each optimizer: a step that
@@ -115,8 +115,8 @@ def _gradient_parts(optimizer: Optimizer) -> list[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                part = local_part(parameter.detach())
-                part.grad = local_part(parameter.grad)
+                part = local_shard(parameter.detach())
+                part.grad = local_shard(parameter.grad)
                 parts.append(part)
     return parts
 
@@ -127,7 +127,7 @@ def _gradient_parts(optimizer: Optimizer) -> list[torch.Tensor]:
 _KEY = "paceline_lr_scale"
 
 
-def scale_rates(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Sequence[str]) -> None:
+def scale_lr(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: Sequence[str]) -> None:
     """Divide the optimizers' parameter groups so that each has one factor, and note it in the group.
 
     The group's ``lr`` stays what the task and its schedulers make of it, since a schedule such as
@@ -146,7 +146,7 @@ def scale_rates(optimizers: Mapping[str, Optimizer], module: nn.Module, scales: 
         pattern, factor = parse_lr_scale(text)
         require_match("--lr-scale", pattern, module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if names(pattern, name):
+            if matches(pattern, name):
                 factors[id(parameter)] = factor
     for optimizer in optimizers.values():
         for group in list(optimizer.param_groups):
@@ -170,23 +170,20 @@ def _divide(optimizer: Optimizer, group: dict[str, Any], factors: Mapping[int, f
             optimizer.add_param_group({**shared, **part, _KEY: factor})
 
 
-def rate(group: Mapping[str, Any]) -> Any:
+def current_lr(group: Mapping[str, Any]) -> Any:
     """The learning rate with which a group's parameters are updated."""
     return group["lr"] * group.get(_KEY, 1.0)
 
 
 @contextmanager
-def scaled(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+def scaled_lr(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
     """Within, each group's ``lr`` is what updates its parameters; afterwards it is as before."""
     groups = [
-        group
-        for optimizer in optimizers.values()
-        for group in optimizer.param_groups
-        if group.get(_KEY, 1.0) != 1.0
+        group for optimizer in optimizers.values() for group in optimizer.param_groups if group.get(_KEY, 1.0) != 1.0
     ]
     before = [group["lr"] for group in groups]
     for group in groups:
-        group["lr"] = rate(group)
+        group["lr"] = current_lr(group)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 _MOST_NAMES = 6
 
 
-def names(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     """Whether a pattern names a parameter: by its own name, or by that of a layer around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
@@ -31,21 +31,19 @@ def require_match(option: str, pattern: str, module: nn.Module, others: Iterable
         ConfigError: with the nearest names.
     """
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    if any(names(pattern, name) for name in (*parameters, *others)):
+    if any(matches(pattern, name) for name in (*parameters, *others)):
         return
-    layers = [
-        name for name, child in module.named_modules() if name and any(True for _ in child.parameters())
-    ]
+    layers = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
     near = difflib.get_close_matches(pattern.removesuffix(".*"), [*layers, *parameters], n=3, cutoff=0.5)
     hint = (
         f"Did you mean {' or '.join(near)}?"
         if near
-        else f"Its layers with parameters: {listed(layers or parameters)}."
+        else f"Its layers with parameters: {join_names(layers or parameters)}."
     )
     raise ConfigError(f"{option} {pattern}: nothing in the model has such a name. {hint}")
 
 
-def listed(found: Iterable[str], most: int = _MOST_NAMES) -> str:
+def join_names(found: Iterable[str], most: int = _MOST_NAMES) -> str:
     """Names with commas; of many the first, and how many more there are."""
     kept = list(found)
     more = len(kept) - most

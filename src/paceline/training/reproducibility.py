@@ -24,7 +24,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
-def numerics_kept() -> Iterator[None]:
+def preserve_numerics() -> Iterator[None]:
     """Put back at exit what :func:`configure_numerics` sets: a script may go on after its training."""
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -43,9 +43,9 @@ def numerics_kept() -> Iterator[None]:
 
 
 def configure_numerics(config: RunConfig, threads: int) -> None:
-    """Set what makes equal inputs give equal bits, for the whole process; see :func:`numerics_kept`."""
+    """Set what makes equal inputs give equal bits, for the whole process; see :func:`preserve_numerics`."""
     torch.set_num_threads(threads)
-    exact = config.summed_by == "exact"
+    exact = config.reducer == "exact"
     torch.backends.cudnn.benchmark = not exact
     if exact:
         # Read by cuBLAS when its first handle is made.
@@ -55,10 +55,10 @@ def configure_numerics(config: RunConfig, threads: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def current_pins(config: RunConfig, device: torch.device) -> dict[str, str | int | bool]:
+def numerics_fingerprint(config: RunConfig, device: torch.device) -> dict[str, str | int | bool]:
     """The pins of this process; equal pins promise equal bits."""
     options = {name: getattr(config, name) for name in _PINNED}
-    options |= {"threads": torch.get_num_threads(), "reduction": config.summed_by}
+    options |= {"threads": torch.get_num_threads(), "reduction": config.reducer}
     return {
         "torch": str(torch.__version__),
         "device": _device_model(device),
@@ -87,7 +87,7 @@ def _cpu_name() -> str:
 
 
 # Tags 1 to 9 belong to the order of the data.
-_MODEL, _SHARD, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
+_MODEL, _MICROBATCH, _EVALUATION, _VERIFICATION, _ADAPTERS = 11, 12, 13, 14, 15
 
 
 def seed_model(seed: int) -> None:
@@ -100,9 +100,9 @@ def seed_adapters(seed: int) -> None:
     _seed(derive_key(seed, _ADAPTERS))
 
 
-def seed_shard(seed: int, step: int, shard: int) -> None:
-    """Before a shard's forward: dropout is the same whichever rank computes it, and whenever."""
-    _seed(derive_key(seed, _SHARD, step, shard))
+def seed_microbatch(seed: int, step: int, microbatch: int) -> None:
+    """Before a micro-batch's forward: dropout is the same whichever rank computes it, and whenever."""
+    _seed(derive_key(seed, _MICROBATCH, step, microbatch))
 
 
 def seed_evaluation(seed: int, block: int) -> None:
@@ -111,7 +111,7 @@ def seed_evaluation(seed: int, block: int) -> None:
 
 
 def verification_key(seed: int, step: int) -> int:
-    """Decides which shard of a step is verified, and by whom: a 64-bit number, and no state."""
+    """Decides which micro-batch of a step is verified, and by whom: a 64-bit number, and no state."""
     return derive_key(seed, _VERIFICATION, step)
 
 

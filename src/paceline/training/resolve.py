@@ -14,56 +14,64 @@ from paceline.core.errors import ConfigError, DataError
 from paceline.core.option_sets import merge_resumed_config, require_unchanged
 from paceline.core.options import parse_shuffle
 from paceline.core.task import Task
-from paceline.data.order import Carved, DataOrder, balanced, carve, checked_sizes
+from paceline.data.order import (
+    DeterministicSampler,
+    TrainValSplit,
+    balance_order,
+    checked_sizes,
+    split_train_val,
+)
 from paceline.data.stream import ShardedStream, as_stream
 
 
-def resolve(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
+def resolve_config(config: RunConfig, task: Task, world_size: int) -> tuple[RunConfig, list[str]]:
     """Fill in what the task recommends and what ``auto`` means; also what to say aloud about it.
 
     Raises:
         ConfigError: the result cannot work.
     """
     notes = []
-    shards = config.shards
-    if shards is None:
-        shards = task.defaults.shards if config.accumulate == 1 else "auto"
-    if shards in (None, "auto"):
+    microbatches = config.microbatches
+    if microbatches is None:
+        microbatches = task.defaults.microbatches if config.grad_accumulation == 1 else "auto"
+    if microbatches in (None, "auto"):
         ranks = config.data_ranks(world_size)
-        shards = ranks * config.accumulate
-        notes.append(f"shards: {shards} ({ranks} processes x {config.accumulate}), fixed for this run")
+        microbatches = ranks * config.grad_accumulation
+        notes.append(
+            f"micro-batches: {microbatches} ({ranks} processes x {config.grad_accumulation}), fixed for this run"
+        )
     batch = config.global_batch_size or task.defaults.global_batch_size or task.recommended_batch_size()
     epochs = config.epochs
     if epochs is None and config.max_steps is None:
         epochs = task.defaults.epochs
     resolved = dataclasses.replace(
         config,
-        shards=shards,
+        microbatches=microbatches,
         global_batch_size=batch,
         epochs=epochs,
-        best=config.best or task.defaults.best,
+        best_metric=config.best_metric or task.defaults.best_metric,
     )
     check_world(resolved, world_size)
     return resolved, notes
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse processes that the mesh is not for, and more of them than shards.
+    """Refuse processes that the mesh is not for, and more of them than micro-batches.
 
     Raises:
         ConfigError: says which numbers work.
     """
-    assert isinstance(config.shards, int)
+    assert isinstance(config.microbatches, int)
     world_size = config.data_ranks(world_size)
-    if world_size > config.shards:
+    if world_size > config.microbatches:
         raise ConfigError(
-            f"{world_size} processes cannot share {config.shards} shards: each needs at least one. "
-            f"Use --nproc {config.shards} or fewer, or create the run with --shards {world_size} or more "
+            f"{world_size} processes cannot share {config.microbatches} micro-batches: each needs at least one. "
+            f"Use --nproc {config.microbatches} or fewer, or create the run with --microbatches {world_size} or more "
             "(12 divides well)."
         )
 
 
-def continued(config: RunConfig, given: Collection[str], recorded: RunConfig) -> RunConfig:
+def resume_config(config: RunConfig, given: Collection[str], recorded: RunConfig) -> RunConfig:
     """The options of a run that is continued: the recorded ones, and what may change.
 
     Args:
@@ -79,7 +87,7 @@ def continued(config: RunConfig, given: Collection[str], recorded: RunConfig) ->
 
 
 @dataclass(frozen=True)
-class DataPlan:
+class DataSetup:
     """The training data and how long the run goes on.
 
     Attributes:
@@ -93,8 +101,8 @@ class DataPlan:
 
     train: Any
     stream: ShardedStream | None
-    order: DataOrder | None
-    carved: Carved | None
+    order: DeterministicSampler | None
+    carved: TrainValSplit | None
     val: Any
     total_steps: int | None
 
@@ -104,20 +112,18 @@ class DataPlan:
         return None if self.order is None else self.order.steps_per_epoch
 
 
-def plan_data(config: RunConfig, task: Task) -> DataPlan:
+def set_up_data(config: RunConfig, task: Task) -> DataSetup:
     """Build the training and validation datasets and the order of the samples.
 
     Raises:
-        ConfigError: batch, shards and data do not fit together.
+        ConfigError: batch, micro-batches and data do not fit together.
         DataError: a dataset is missing or of an unknown kind.
     """
-    assert isinstance(config.shards, int)
+    assert isinstance(config.microbatches, int)
     assert config.global_batch_size is not None
     train = task.build_dataset("train")
     if train is None:
-        raise DataError(
-            f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.'
-        )
+        raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to train on.')
     val = task.build_dataset("val")
     if config.early_stop is not None and val is None and config.val_fraction is None:
         raise ConfigError(
@@ -128,12 +134,12 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
     if stream is not None:
         if config.val_fraction is not None:
             raise ConfigError("--val-fraction needs a dataset with a length; a stream has none.")
-        if "pp" in config.methods and config.pp_schedule == "pipedream":
+        if "pp" in config.strategies and config.pp_schedule == "pipedream":
             raise ConfigError(
                 "--pp-schedule pipedream reads one step ahead, which a stream cannot without knowing that "
                 "there is one. Use --pp-schedule 1f1b."
             )
-        return DataPlan(train, stream, None, None, val, config.max_steps)
+        return DataSetup(train, stream, None, None, val, config.max_steps)
     if not callable(getattr(train, "__len__", None)):
         raise DataError(
             f"the train dataset ({type(train).__name__}) has no length and is no IterableDataset. "
@@ -143,25 +149,23 @@ def plan_data(config: RunConfig, task: Task) -> DataPlan:
     carved = None
     if config.val_fraction is not None:
         if val is not None:
-            raise ConfigError(
-                f"{type(task).__name__} has its own validation split; leave --val-fraction out."
-            )
-        carved = carve(num_samples, config.val_fraction, config.seed)
+            raise ConfigError(f"{type(task).__name__} has its own validation split; leave --val-fraction out.")
+        carved = split_train_val(num_samples, config.val_fraction, config.seed)
         num_samples = len(carved.train)
-    order = DataOrder(
+    order = DeterministicSampler(
         num_samples,
         config.global_batch_size,
-        config.shards,
+        config.microbatches,
         config.seed,
-        task.min_shard,
+        task.min_microbatch_size,
         parse_shuffle(config.shuffle),
     )
-    sizes = task.sample_sizes(train)
+    sizes = task.sample_lengths(train)
     if sizes is not None:
         known = checked_sizes(sizes, len(train), type(task).__name__)
-        order = balanced(order, known if carved is None else known[carved.train(np.arange(num_samples))])
+        order = balance_order(order, known if carved is None else known[carved.train(np.arange(num_samples))])
     total_steps = config.max_steps
     if total_steps is None:
         assert config.epochs is not None
         total_steps = config.epochs * order.steps_per_epoch
-    return DataPlan(train, None, order, carved, val, total_steps)
+    return DataSetup(train, None, order, carved, val, total_steps)

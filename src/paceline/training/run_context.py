@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.core.callback import Horizon
+from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.option_sets import select
 from paceline.core.options import parse_interval
@@ -20,27 +20,33 @@ from paceline.core.task import Task
 from paceline.data.loader import EvalBatches, build_loader, resolve_workers
 from paceline.data.samples import Loader
 from paceline.data.stream import StreamLoader
-from paceline.parallel.strategy import AMP_DTYPES, Placement, Rehearsal, Strategy, StrategyOptions
-from paceline.parallel.strategy_selection import build_placement, build_strategy
-from paceline.parallel.world import Mesh, World
+from paceline.parallel.strategy import (
+    AMP_DTYPES,
+    ExampleBatchProvider,
+    ParameterLayout,
+    Strategy,
+    StrategyOptions,
+)
+from paceline.parallel.strategy_selection import build_layout, build_strategy
+from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import RunDirectory, backup_path
 from paceline.runs.monitor import Monitor
-from paceline.runs.trackers import RUN_ID, Tracked, TrackerWriter, make_tracker
+from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, make_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
-from paceline.training.resolve import DataPlan
-from paceline.training.schedule import Deadline, Rounds
+from paceline.training.resolve import DataSetup
+from paceline.training.schedule import Deadline, SyncSchedule
 
 if TYPE_CHECKING:
     from paceline.runs.profiler import StepProfiler
 
 _STEP_TIMEOUT_S = 1800.0
-_EVAL_SHARDS = 4  # an evaluation batch holds this many shards' samples: no gradients are kept
+_EVAL_MICROBATCHES = 4  # an evaluation batch holds this many micro-batches' samples: no gradients are kept
 _NOT_TRACKED = select(lambda its: its.scope == "place")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContext:
     """What a trainer works on.
 
     Attributes:
@@ -52,20 +58,20 @@ class Run:
         signals: who asks for a stop.
         deadline: when the job has to stop by itself.
         quiet: show nothing on the terminal.
-        referee: the socket of whoever is asked after each evaluation whether the run goes on.
+        trial_scheduler: the socket of whoever is asked after each evaluation whether the run goes on.
     """
 
     task: Task
     task_name: str
     config: RunConfig
-    data: DataPlan
+    data: DataSetup
     device: torch.device
     processes: int
     directory: RunDirectory
     signals: StopSignals
     deadline: Deadline
     quiet: bool
-    referee: Path | None = None
+    trial_scheduler: Path | None = None
 
     @cached_property
     def run_id(self) -> str:
@@ -78,10 +84,10 @@ class Run:
         return backup_path(self.config.backup_to, self.run_id)
 
     @property
-    def num_shards(self) -> int:
+    def num_microbatches(self) -> int:
         """S."""
-        assert isinstance(self.config.shards, int)
-        return self.config.shards
+        assert isinstance(self.config.microbatches, int)
+        return self.config.microbatches
 
     @property
     def global_batch_size(self) -> int:
@@ -90,24 +96,28 @@ class Run:
         return self.config.global_batch_size
 
     @property
-    def rounds(self) -> Rounds:
+    def sync_schedule(self) -> SyncSchedule:
         """When ranks that train apart come together."""
-        return Rounds(self.config.sync_every or 1, self.data.steps_per_epoch, self.data.total_steps)
+        return SyncSchedule(self.config.local_sgd_steps or 1, self.data.steps_per_epoch, self.data.total_steps)
 
     @property
-    def horizon(self) -> Horizon:
+    def run_schedule(self) -> RunSchedule:
         """What a task's callback is told of the run."""
-        return Horizon(
+        return RunSchedule(
             total_steps=self.data.total_steps,
             steps_per_epoch=self.data.steps_per_epoch,
             eval_every=parse_interval(self.config.eval_every, "eval_every"),
         )
 
     @property
-    def shares_by_speed(self) -> bool:
-        """Whether ranks that are slower may compute fewer shards."""
+    def balances_load(self) -> bool:
+        """Whether ranks that are slower may compute fewer micro-batches."""
         config = self.config
-        return config.balance == "auto" and config.summed_by in ("exact", "fast") and not config.rigid
+        return (
+            config.load_balance == "auto"
+            and config.reducer in ("exact", "allreduce")
+            and not config.non_elastic_options
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """A fresh context of the run's precision."""
@@ -129,8 +139,8 @@ class Run:
             return StreamLoader(
                 data.stream,
                 global_batch_size=self.global_batch_size,
-                num_shards=self.num_shards,
-                min_shard=task.min_shard,
+                num_microbatches=self.num_microbatches,
+                min_microbatch_size=task.min_microbatch_size,
                 seed=self.config.seed,
                 device=self.device,
                 collate=task.collate,
@@ -141,7 +151,7 @@ class Run:
             data.order,
             seed=self.config.seed,
             device=self.device,
-            workers=resolve_workers(data.train, task.collate, self.config.workers, self.processes)
+            workers=resolve_workers(data.train, task.collate, self.config.num_workers, self.processes)
             if workers is None
             else workers,
             collate=task.collate,
@@ -157,14 +167,12 @@ class Run:
         batches = self.build_eval_batches(split)
         if batches is None:
             return None
-        return Evaluator(
-            self.task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split
-        )
+        return Evaluator(self.task, self.device, batches, seed=self.config.seed, autocast=self.autocast, split=split)
 
     @property
     def eval_batch_size(self) -> int:
         """Samples of a block of an evaluation."""
-        return _EVAL_SHARDS * -(-self.global_batch_size // self.num_shards)
+        return _EVAL_MICROBATCHES * -(-self.global_batch_size // self.num_microbatches)
 
     def build_eval_batches(self, split: str) -> EvalBatches | None:
         """What "val" or "test" is evaluated in, or None where the task has no such split.
@@ -184,21 +192,21 @@ class Run:
             self.eval_batch_size,
             seed=self.config.seed,
             device=self.device,
-            workers=resolve_workers(dataset, task.collate, self.config.workers, self.processes),
+            workers=resolve_workers(dataset, task.collate, self.config.num_workers, self.processes),
             collate=task.collate,
             index_map=index_map,
             split=split,
         )
 
-    def build_mesh(self, world: World) -> Mesh:
+    def build_mesh(self, world: World) -> ParallelDims:
         """The ranks of ``world``, laid out as the options say; all of them build it together.
 
         Raises:
             ConfigError: the options are for another number of ranks.
         """
-        return Mesh(world, self.config.axes(world.world_size))
+        return ParallelDims(world, self.config.axes(world.world_size))
 
-    def build_placement(self, mesh: Mesh, rehearsal: Rehearsal) -> Placement:
+    def build_layout(self, mesh: ParallelDims, rehearsal: ExampleBatchProvider) -> ParameterLayout:
         """How the model lies on the ranks.
 
         Args:
@@ -208,9 +216,9 @@ class Run:
         Raises:
             ConfigError: it cannot lie so on so many.
         """
-        return build_placement(self.config, mesh, self.task, rehearsal)
+        return build_layout(self.config, mesh, self.task, rehearsal)
 
-    def build_strategy(self, module: nn.Module, mesh: Mesh, shares: tuple[int, ...]) -> Strategy:
+    def build_strategy(self, module: nn.Module, mesh: ParallelDims, shares: tuple[int, ...]) -> Strategy:
         """The strategy, with the model in it; all ranks build it together.
 
         Raises:
@@ -225,8 +233,8 @@ class Run:
             shares: of each rank that has data of its own.
         """
         return StrategyOptions(
-            shares=shares,
-            kind="exact" if self.config.summed_by == "exact" else "fast",
+            work_split=shares,
+            kind="exact" if self.config.reducer == "exact" else "allreduce",
             row_length=ROW_LENGTH,
             timeout_s=_STEP_TIMEOUT_S,
             compile=self.config.compile,
@@ -241,7 +249,7 @@ class Run:
             self.directory,
             rank=world.rank,
             world_size=world.world_size,
-            computing=world.num_computing,
+            computing=world.num_active,
             total_steps=self.data.total_steps,
             steps_per_epoch=self.data.steps_per_epoch,
             first_step=first_step,
@@ -255,7 +263,7 @@ class Run:
         if not self.config.log_to:
             return []
         manifest = self.directory.read_complete_manifest()
-        tracked = Tracked(
+        tracked = RunInfo(
             id=self.run_id,
             name=self.directory.path.name,
             task=self.task_name,

@@ -26,19 +26,25 @@ from paceline.core.task_loading import (
     task_fields,
 )
 from paceline.data.order import require_same_sizes, save_sizes
-from paceline.parallel.planning.auto_strategy import settle_strategy
+from paceline.parallel.planning.auto_strategy import choose_strategy
 from paceline.runs.directory import RunDirectory
 from paceline.runs.trackers import require
 from paceline.training.control import StopSignals
-from paceline.training.fine_tuning import Parent, keep_parent
-from paceline.training.reproducibility import configure_numerics, current_pins
-from paceline.training.resolve import DataPlan, check_world, continued, plan_data, resolve
-from paceline.training.run_context import Run
+from paceline.training.fine_tuning import PretrainedWeights, save_pretrained_copy
+from paceline.training.reproducibility import configure_numerics, numerics_fingerprint
+from paceline.training.resolve import (
+    DataSetup,
+    check_world,
+    resolve_config,
+    resume_config,
+    set_up_data,
+)
+from paceline.training.run_context import RunContext
 from paceline.training.schedule import Deadline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """What somebody asked for, before anything is resolved; the same on every rank.
 
     Attributes:
@@ -48,20 +54,20 @@ class Request:
         started: when the job began, in seconds since the epoch.
         default_threads: CPU threads of this process, where neither options nor the run's record say.
         quiet: show nothing on the terminal.
-        referee: the socket of whoever is asked after each evaluation whether the run goes on.
+        trial_scheduler: the socket of whoever is asked after each evaluation whether the run goes on.
     """
 
     config: RunConfig
-    given: frozenset[str]
+    explicit_options: frozenset[str]
     task: Task | None
     started: float
     default_threads: int
     quiet: bool
-    referee: Path | None = None
+    trial_scheduler: Path | None = None
 
 
-def prepare(
-    request: Request,
+def setup_run(
+    request: RunRequest,
     manifest: Mapping[str, Any] | None,
     directory: RunDirectory,
     signals: StopSignals,
@@ -70,7 +76,7 @@ def prepare(
     world_size: int,
     processes: int,
     memory: int | None = None,
-) -> tuple[Run, list[str]]:
+) -> tuple[RunContext, list[str]]:
     """The run that was asked for, and what to say aloud when it is created.
 
     Args:
@@ -86,40 +92,40 @@ def prepare(
     Raises:
         UserError: options, task or data cannot work, or are not those of the run in the directory.
     """
-    task, spec, config, notes = check(request, manifest, world_size)
+    task, spec, config, notes = validate(request, manifest, world_size)
     note = None
     if memory is not None:
-        config, note = settle_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
+        config, note = choose_strategy(config, task, world_size=world_size, memory=memory, device=device.type)
     notes += [note] if note is not None else []
     # Recorded, and so kept when the run is continued: another number of threads gives other bits.
     threads = config.threads or request.default_threads
-    config = dataclasses.replace(config, task=spec, run=str(directory.path), threads=threads)
+    config = dataclasses.replace(config, task=spec, run_dir=str(directory.path), threads=threads)
     if config.backup_to is not None:
         # Recorded, and so the same for whoever continues the run from another folder.
         config = dataclasses.replace(config, backup_to=str(Path(config.backup_to).absolute()))
     require(config.log_to)
     configure_numerics(config, threads)
     walltime_s = None if config.walltime is None else parse_duration_s(config.walltime, "walltime")
-    run = Run(
+    run = RunContext(
         task=task,
         task_name=spec,
         config=config,
-        data=plan_data(config, task),
+        data=set_up_data(config, task),
         device=device,
         processes=processes,
         directory=directory,
         signals=signals,
         deadline=Deadline(walltime_s, request.started),
         quiet=request.quiet,
-        referee=request.referee,
+        trial_scheduler=request.trial_scheduler,
     )
     if manifest is not None:
-        require_same_sizes(run.data.order, directory.sample_sizes)
+        require_same_sizes(run.data.order, directory.sample_lengths)
     return run, notes
 
 
-def check(
-    request: Request, manifest: Mapping[str, Any] | None, world_size: int
+def validate(
+    request: RunRequest, manifest: Mapping[str, Any] | None, world_size: int
 ) -> tuple[Task, str, RunConfig, list[str]]:
     """The task, its name, the options with nothing left open, and what to say aloud about them.
 
@@ -131,33 +137,31 @@ def check(
     return task, spec, config, notes
 
 
-def create(run: Run, run_id: str, parent: Parent | None) -> None:
+def create(run: RunContext, run_id: str, parent: PretrainedWeights | None) -> None:
     """Write ``run.toml``, and what the run begins with; rank 0 does, once."""
     document = {"id": run_id, **_manifest(run.config, run.task, run.data, run.device)}
     if parent is not None:
-        document["parent"] = keep_parent(run.directory, parent)
-    save_sizes(run.directory.sample_sizes, run.data.order)
+        document["parent"] = save_pretrained_copy(run.directory, parent)
+    save_sizes(run.directory.sample_lengths, run.data.order)
     run.directory.write_manifest(document)
     run.directory.append_event("created", task=run.task_name)
 
 
-def recorded(directory: RunDirectory) -> dict[str, Any]:
+def load_manifest(directory: RunDirectory) -> dict[str, Any]:
     """The run's manifest and result, where there are any."""
     if not directory.exists():
         return {"manifest": None, "result": None}
     return {"manifest": directory.read_complete_manifest(), "result": directory.read_result()}
 
 
-def _load_task(request: Request, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
+def _load_task(request: RunRequest, manifest: Mapping[str, Any] | None) -> tuple[Task, str]:
     """The task and its name, checked against the run's record."""
     if request.task is not None:
         task, spec = request.task, request.config.task
     else:
         spec = request.config.task or (manifest or {}).get("task", {}).get("spec", "")
         if not spec:
-            raise TaskError(
-                "no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe."
-            )
+            raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe.")
         fields: Mapping[str, Any] = parse_assignments(request.config.set)
         if manifest is not None:
             fields = {**manifest["task"]["fields"], **fields}
@@ -170,7 +174,7 @@ def _load_task(request: Request, manifest: Mapping[str, Any] | None) -> tuple[Ta
 def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, config: RunConfig) -> None:
     if recorded["spec"] != spec and load_task_class(spec).__qualname__ != recorded["name"]:
         raise RunDirectoryError(
-            f"{config.run} is a run of {recorded['spec']}, not of {spec}. Choose another --run DIR."
+            f"{config.run_dir} is a run of {recorded['spec']}, not of {spec}. Choose another --run-dir DIR."
         )
     before, now = task_fields(build_task(type(task), recorded["fields"])), task_fields(task)
     changed = [
@@ -180,22 +184,24 @@ def _require_same_task(recorded: Mapping[str, Any], spec: str, task: Task, confi
     ]
     if changed:
         raise RunDirectoryError(
-            f"{config.run} was created with other hyperparameters:\n" + "\n".join(changed) + "\n"
-            "Leave them out to continue the run, or start a new one with another --run DIR."
+            f"{config.run_dir} was created with other hyperparameters:\n" + "\n".join(changed) + "\n"
+            "Leave them out to continue the run, or start a new one with another --run-dir DIR."
         )
 
 
 def _configure(
-    request: Request, manifest: Mapping[str, Any] | None, task: Task, world_size: int
+    request: RunRequest, manifest: Mapping[str, Any] | None, task: Task, world_size: int
 ) -> tuple[RunConfig, list[str]]:
     if manifest is None:
-        return resolve(request.config, task, world_size)
-    resolved = continued(request.config, request.given, config_from_mapping(manifest["config"], "run.toml"))
+        return resolve_config(request.config, task, world_size)
+    resolved = resume_config(
+        request.config, request.explicit_options, config_from_mapping(manifest["config"], "run.toml")
+    )
     check_world(resolved, world_size)
     return resolved, []
 
 
-def _manifest(config: RunConfig, task: Task, data: DataPlan, device: torch.device) -> dict[str, Any]:
+def _manifest(config: RunConfig, task: Task, data: DataSetup, device: torch.device) -> dict[str, Any]:
     """The content of ``run.toml``."""
     order = data.order
     # TOML has no null; the word is turned back where the field may be None.
@@ -203,9 +209,7 @@ def _manifest(config: RunConfig, task: Task, data: DataPlan, device: torch.devic
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "task": {"spec": config.task, "name": type(task).__qualname__, "fields": fields},
-        "config": {
-            name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"
-        },
+        "config": {name: value for name, value in vars(config).items() if CLASSIFICATIONS[name].scope != "task"},
         "data": {
             "train_samples": None if order is None else order.num_samples,
             "val_samples": None if data.carved is None else len(data.carved.val),
@@ -217,5 +221,5 @@ def _manifest(config: RunConfig, task: Task, data: DataPlan, device: torch.devic
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        "pins": current_pins(config, device),
+        "pins": numerics_fingerprint(config, device),
     }

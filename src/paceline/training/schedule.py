@@ -13,14 +13,14 @@ from typing import Literal
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import Interval, parse_best, parse_early_stop, parse_interval
-from paceline.training.resolve import DataPlan
-from paceline.training.state import Progress
+from paceline.training.resolve import DataSetup
+from paceline.training.state import TrainProgress
 
 # --- When ranks that train apart come together: pure functions of where a run stands ---
 
 
 @dataclass(frozen=True)
-class Rounds:
+class SyncSchedule:
     """The steps from one synchronisation to the next, after which all ranks hold the same state.
 
     A round has ``every`` steps, but ends with its epoch and with the run: what happens at an epoch's end
@@ -36,7 +36,7 @@ class Rounds:
     steps_per_epoch: int | None
     total_steps: int | None
 
-    def ends(self, progress: Progress) -> bool:
+    def is_sync_step(self, progress: TrainProgress) -> bool:
         """Whether the last step was its round's last.
 
         Args:
@@ -45,7 +45,7 @@ class Rounds:
         done = progress.step_in_epoch
         return done % self.every == 0 or done == self.steps_per_epoch or progress.step == self.total_steps
 
-    def begun(self, progress: Progress) -> int:
+    def interval_start(self, progress: TrainProgress) -> int:
         """After which step the round began that ends at ``progress``."""
         done = progress.step_in_epoch or self.steps_per_epoch or 0
         return progress.step - (done % self.every or self.every)
@@ -110,15 +110,15 @@ class Deadline:
 Direction = Literal["min", "max"]
 
 
-class Judge:
-    """Applies ``--best`` and ``--early-stop`` to validation metrics.
+class ModelSelector:
+    """Applies ``--best-metric`` and ``--early-stop`` to validation metrics.
 
-    Without ``--best`` the lowest loss is the best. ``--early-stop`` takes the direction of
-    ``--best`` where both name the same metric; else ``loss`` is to fall and all others to rise.
+    Without ``--best-metric`` the lowest loss is the best. ``--early-stop`` takes the direction of
+    ``--best-metric`` where both name the same metric; else ``loss`` is to fall and all others to rise.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        best: tuple[str, Direction] = ("loss", "min") if config.best is None else parse_best(config.best)
+        best: tuple[str, Direction] = ("loss", "min") if config.best_metric is None else parse_best(config.best_metric)
         self._metric, self._direction = best
         self._early_metric: str | None = None
         self._patience = 0
@@ -135,9 +135,9 @@ class Judge:
         Raises:
             ConfigError: the task has no such metric; names those it has.
         """
-        return _lookup(metrics, self._metric, "--best")
+        return _lookup(metrics, self._metric, "--best-metric")
 
-    def apply(self, metrics: Mapping[str, float], progress: Progress) -> bool:
+    def apply(self, metrics: Mapping[str, float], progress: TrainProgress) -> bool:
         """Note an evaluation in ``progress``; return whether it is the best so far.
 
         Raises:
@@ -185,37 +185,37 @@ class Schedule:
         rounds: evaluations happen at their ends only.
     """
 
-    def __init__(self, config: RunConfig, data: DataPlan) -> None:
-        self.rounds = Rounds(config.sync_every or 1, data.steps_per_epoch, data.total_steps)
+    def __init__(self, config: RunConfig, data: DataSetup) -> None:
+        self.sync_schedule = SyncSchedule(config.local_sgd_steps or 1, data.steps_per_epoch, data.total_steps)
         self._epochs = config.epochs or 0
         self._evaluate_every = parse_interval(config.eval_every, "eval_every", allow_time=False)
         self._total_steps = data.total_steps
         self._steps_per_epoch = data.steps_per_epoch
 
-    def finished(self, progress: Progress) -> bool:
+    def finished(self, progress: TrainProgress) -> bool:
         """Whether no step is left."""
         if progress.stopped_early:
             return True
         total = self._total_steps
         return progress.step >= total if total is not None else progress.epoch >= self._epochs
 
-    def epoch_ends(self, progress: Progress) -> bool:
+    def epoch_ends(self, progress: TrainProgress) -> bool:
         """Whether the last step was its epoch's last."""
         if progress.step_in_epoch == 0:
             return False
         steps = self._steps_per_epoch
         return progress.epoch_ended if steps is None else progress.step_in_epoch >= steps
 
-    def evaluation_is_due(self, progress: Progress) -> bool:
+    def evaluation_is_due(self, progress: TrainProgress) -> bool:
         """Whether the model is to be evaluated now, once the epoch's end has been counted."""
         if progress.step == progress.evaluated_step:
             return False
         every = self._evaluate_every
         # A run may come from another strategy, in the middle of a round.
-        since = max(self.rounds.begun(progress), progress.evaluated_step)
+        since = max(self.sync_schedule.interval_start(progress), progress.evaluated_step)
         return is_due(every, progress, since) or (self.finished(progress) and every != Interval())
 
-    def evaluation_follows(self, progress: Progress, *, more: bool) -> bool:
+    def evaluation_follows(self, progress: TrainProgress, *, more: bool) -> bool:
         """Whether an evaluation will be due after the step under way.
 
         Args:
@@ -233,7 +233,7 @@ class Schedule:
         return self.evaluation_is_due(after)
 
 
-def is_due(every: Interval, progress: Progress, since: int) -> bool:
+def is_due(every: Interval, progress: TrainProgress, since: int) -> bool:
     """Whether something that happens ``every`` so many steps or epochs became due after step ``since``."""
     if every.steps is not None:
         return progress.step // every.steps > since // every.steps

@@ -1,4 +1,4 @@
-"""Silent corruption: now and then one shard's gradient is computed twice, by two ranks, and compared."""
+"""Silent corruption: now and then one micro-batch's gradient is computed twice, by two ranks, and compared."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import ConfigError, CorruptionError, IrreproducibleStepError, PeerLostError
+from paceline.core.errors import ConfigError, NondeterminismError, PeerLostError, SilentDataCorruptionError
 from paceline.data.samples import Loader
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
 from paceline.training import control
 from paceline.training.reproducibility import verification_key
-from paceline.training.run_context import Run
+from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
-from paceline.training.step import shard_loss
+from paceline.training.step import microbatch_loss
 
 _log = logging.getLogger(__name__)
 
@@ -27,44 +27,44 @@ Vote = tuple[int, int]
 """A rank, and the fingerprint that it computed."""
 
 
-def require_verifiable(run: Run) -> None:
-    """Refuse ``--verify-every`` where two right computations may differ.
+def require_verifiable(run: RunContext) -> None:
+    """Refuse ``--sdc-check-every`` where two right computations may differ.
 
     Raises:
         ConfigError: says why.
     """
-    if not run.config.verify_every:
+    if not run.config.sdc_check_every:
         return
     if run.data.stream is not None:
         raise ConfigError(
-            "--verify-every needs a map-style dataset: a stream's samples cannot be fetched once more, "
+            "--sdc-check-every needs a map-style dataset: a stream's samples cannot be fetched once more, "
             "by another process. Leave it out."
         )
     if run.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         raise ConfigError(
-            f"--verify-every compares bits, and --reduction {run.config.reduction} does not make a GPU's "
-            "operations deterministic. Use --reduction exact, or leave --verify-every out."
+            f"--sdc-check-every compares bits, and --reduction {run.config.reduction} does not make a GPU's "
+            "operations deterministic. Use --reduction exact, or leave --sdc-check-every out."
         )
 
 
-class Verifier:
-    """Has one shard of every Nth step computed a second time, by a rank that does not have it.
+class SDCChecker:
+    """Has one micro-batch of every Nth step computed a second time, by a rank that does not have it.
 
     Which one, and who, is a function of seed and step. Two numbers travel with the step's sums, so
     equal gradients cost no message. Else, before anything is made of the sums, every rank computes the
-    shard once more, and the majority says who is wrong.
+    micro-batch once more, and the majority says who is wrong.
 
     Args:
-        run: whose ``verify_every`` it is.
+        run: whose ``sdc_check_every`` it is.
         world: the ranks.
         state: what they are the gradients of.
     """
 
-    def __init__(self, run: Run, world: World, state: TrainingState) -> None:
+    def __init__(self, run: RunContext, world: World, state: TrainingState) -> None:
         self._run, self._world, self._state = run, world, state
         self._strategy: ReducerStrategy | None = None
         self._loader: Loader | None = None
-        self._shard = self._owner = self._second = 0
+        self._microbatch = self._owner = self._second = 0
         self._recomputed = 0
 
     @property
@@ -74,20 +74,20 @@ class Verifier:
         return {"computed": computed, "recomputed": self._recomputed}
 
     def begin_step(self, strategy: Strategy) -> None:
-        """Choose this step's shard, if it is the step's turn; called once the strategy's step has begun."""
+        """Choose this step's micro-batch, if it is the step's turn; called once the strategy's step has begun."""
         assert isinstance(strategy, ReducerStrategy), "the options allow no other"
         self._strategy = strategy
         run, progress, ranks = self._run, self._state.progress, self._world.world_size
         self._recomputed = 0
-        if (progress.step + 1) % run.config.verify_every:
+        if (progress.step + 1) % run.config.sdc_check_every:
             return
         assert run.data.order is not None
         key = verification_key(run.config.seed, progress.step)
-        self._shard = key % len(run.data.order.shard_bounds(progress.step_in_epoch))
+        self._microbatch = key % len(run.data.order.microbatch_bounds(progress.step_in_epoch))
         plan = strategy.plan
-        self._owner = next(rank for rank in range(ranks) if self._shard in plan.shards_of(rank))
+        self._owner = next(rank for rank in range(ranks) if self._microbatch in plan.microbatches_of(rank))
         self._second = (self._owner + 1 + (key >> 32) % max(1, ranks - 1)) % ranks
-        strategy.reducer.watch(self._shard, self._check)
+        strategy.reducer.watch(self._microbatch, self._check)
         if self._world.rank == self._second:
             self._recomputed = self._recompute(strategy)
 
@@ -100,15 +100,15 @@ class Verifier:
         run, progress = self._run, self._state.progress
         if self._loader is None:
             self._loader = run.build_loader(workers=0)
-        self._world.activity.move("data")
-        shards = range(self._shard, self._shard + 1)
-        (microbatch,) = self._loader.fetch(progress.epoch, progress.step_in_epoch, shards)
+        self._world.progress_tracker.move("data")
+        microbatches = range(self._microbatch, self._microbatch + 1)
+        (microbatch,) = self._loader.fetch(progress.epoch, progress.step_in_epoch, microbatches)
 
-        self._world.activity.move("forward")
+        self._world.progress_tracker.move("forward")
 
         def forward_backward() -> tuple[torch.Tensor, torch.Tensor | float]:
-            loss = shard_loss(run, strategy.model, progress.step, microbatch)
-            strategy.backward(self._state.scaled(loss.sum))
+            loss = microbatch_loss(run, strategy.model, progress.step, microbatch)
+            strategy.backward(self._state.scale_loss(loss.sum))
             return loss.sum, loss.weight
 
         return strategy.reducer.recompute(forward_backward, microbatch.checksum)
@@ -117,8 +117,8 @@ class Verifier:
         """Compare; called by all ranks, with the same rows.
 
         Raises:
-            CorruptionError: this rank is wrong.
-            IrreproducibleStepError: nobody can say who is.
+            SilentDataCorruptionError: this rank is wrong.
+            NondeterminismError: nobody can say who is.
             PeerLostError: another rank is wrong, and leaves.
         """
         word = control.merge(rows)
@@ -126,35 +126,35 @@ class Verifier:
             return
         assert self._strategy is not None
         mine = [self._recompute(self._strategy), socket.gethostname()]
-        answers: list[Any] = self._world.all_gather_json(mine)
+        answers: list[Any] = self._world.all_gather_object(mine)
         votes = [(self._owner, word.computed), (self._second, word.recomputed)]
         votes += [(rank, answer[0]) for rank, answer in enumerate(answers)]
         hosts = [str(answer[1]) for answer in answers]
-        culprits = outvoted(votes, self._world.world_size)
+        culprits = find_minority(votes, self._world.world_size)
         step = self._state.progress.step + 1
-        sentence = describe(culprits, votes, hosts, shard=self._shard, step=step)
+        sentence = describe(culprits, votes, hosts, microbatch=self._microbatch, step=step)
         if self._world.rank == 0:
             self._run.directory.append_event(
-                "corruption", step=step, shard=self._shard, ranks=culprits, sentence=sentence
+                "corruption", step=step, microbatch=self._microbatch, ranks=culprits, sentence=sentence
             )
             _log.warning("%s", sentence)
         # The state before the step is whole on all ranks; rank 0 has said so before anybody leaves.
         self._world.barrier()
         if not culprits:
-            raise IrreproducibleStepError(
-                f"{sentence} The step was not applied. If it is the task, leave --verify-every out; if not, "
+            raise NondeterminismError(
+                f"{sentence} The step was not applied. If it is the task, leave --sdc-check-every out; if not, "
                 "continue on another machine, or on three processes or more, which can tell who is wrong: "
                 f"paceline resume {self._run.directory.path}"
             )
         if self._world.rank in culprits:
-            raise CorruptionError(
+            raise SilentDataCorruptionError(
                 f"{sentence} The step was not applied. Continue without that machine: "
                 f"paceline resume {self._run.directory.path}"
             )
         raise PeerLostError(sentence)
 
 
-def outvoted(votes: Sequence[Vote], world_size: int) -> list[int]:
+def find_minority(votes: Sequence[Vote], world_size: int) -> list[int]:
     """The ranks that computed something else than the majority; empty where nobody can say.
 
     A rank alone is wrong if it contradicts itself. Among several, one at least must never have
@@ -168,10 +168,10 @@ def outvoted(votes: Sequence[Vote], world_size: int) -> list[int]:
 
 
 def describe(
-    culprits: Sequence[int], votes: Sequence[Vote], hosts: Sequence[str], *, shard: int, step: int
+    culprits: Sequence[int], votes: Sequence[Vote], hosts: Sequence[str], *, microbatch: int, step: int
 ) -> str:
     """Who computed what, and whom not to trust, in a sentence."""
-    what = f"shard {shard} of step {step}"
+    what = f"micro-batch {microbatch} of step {step}"
     if len(hosts) == 1:
         return (
             f"rank 0 computed different gradients for {what}, one after another: its machine ({hosts[0]}) is "

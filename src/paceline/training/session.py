@@ -12,43 +12,43 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import CheckpointError, PacelineError, PeerLostError
-from paceline.elastic.worker_channel import Member
-from paceline.elastic.worker_group import Agreement, agree, hand_over
-from paceline.parallel.planning.auto_strategy import memory_of_process
-from paceline.parallel.world import Mesh, World
+from paceline.elastic.worker_channel import AgentClient
+from paceline.elastic.worker_group import StateSource, elect_source, transfer_state
+from paceline.parallel.planning.auto_strategy import memory_per_process
+from paceline.parallel.world import ParallelDims, World
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import holds_version
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
-from paceline.training.checkpoint_manager import insist, lacks_steps, newest_checkpoint
+from paceline.training.checkpoint_manager import ledger_has_gap, newest_checkpoint, retry
 from paceline.training.control import StopSignals
 from paceline.training.finalize import conclude
-from paceline.training.fine_tuning import read_parent
-from paceline.training.run_context import Run
-from paceline.training.run_setup import Request
+from paceline.training.fine_tuning import read_pretrained
+from paceline.training.run_context import RunContext
+from paceline.training.run_setup import RunRequest
 from paceline.training.trainer import Trainer
 
 # --- The trainers by strategy ---
 
 
-def build_trainer(run: Run, member: Member | None = None) -> Trainer:
+def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer:
     """The trainer that the run's strategy needs; arguments are a trainer's.
 
     Raises:
         UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
     """
-    if "hogwild" in run.config.methods:
+    if "hogwild" in run.config.strategies:
         from paceline.training.hogwild import HogwildTrainer
 
         return HogwildTrainer(run, member)
-    if "ps" in run.config.methods and run.config.asynchronous:
-        from paceline.training.async_ps import ArrivalTrainer
+    if "ps" in run.config.strategies and run.config.asynchronous:
+        from paceline.training.async_ps import AsyncParameterServerTrainer
 
-        return ArrivalTrainer(run, member)
-    if "ps" in run.config.methods:
-        from paceline.training.async_trainer import ServerTrainer
+        return AsyncParameterServerTrainer(run, member)
+    if "ps" in run.config.strategies:
+        from paceline.training.async_trainer import SyncParameterServerTrainer
 
-        return ServerTrainer(run, member)
+        return SyncParameterServerTrainer(run, member)
     return Trainer(run, member)
 
 
@@ -58,7 +58,7 @@ def build_trainer(run: Run, member: Member | None = None) -> Trainer:
 _log = logging.getLogger(__name__)
 
 
-def train(request: Request, world: World, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
+def train(request: RunRequest, world: World, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
     """Create or continue the run in ``directory``, and train it to its end.
 
     Called by every rank alike; rank 0 holds the directory's lock.
@@ -74,16 +74,16 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     started = time.perf_counter()
     found: dict[str, Any] | None = None
     if world.rank == 0:
-        found = run_setup.recorded(directory)
-    found = world.broadcast_json(found)
+        found = run_setup.load_manifest(directory)
+    found = world.broadcast_object(found)
     assert found is not None
     if found["result"] is not None:
-        run_setup.check(request, found["manifest"], world.world_size)
+        run_setup.validate(request, found["manifest"], world.world_size)
         if world.rank == 0:
             _say_finished(request, directory)
         return dict(found["result"])
-    memory = memory_of_process(world.device, world.local_world_size)
-    run, notes = run_setup.prepare(
+    memory = memory_per_process(world.device, world.local_world_size)
+    run, notes = run_setup.setup_run(
         request,
         found["manifest"],
         directory,
@@ -91,16 +91,14 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
         device=world.device,
         world_size=world.world_size,
         processes=world.local_world_size,
-        memory=min(world.all_gather_json(memory)),
+        memory=min(world.all_gather_object(memory)),
     )
     with build_trainer(run) as trainer:
         try:
-            result = Session(trainer, notes, started).take_part(world)
+            result = ElasticLoop(trainer, notes, started).run_group(world)
         except Exception as error:
             # Paceline's own errors say it where it matters.
-            if trainer.replica.valid and (
-                isinstance(error, PeerLostError) or not isinstance(error, PacelineError)
-            ):
+            if trainer.states.valid and (isinstance(error, PeerLostError) or not isinstance(error, PacelineError)):
                 error.add_note(f"in step {trainer.state.progress.step + 1}")
             raise
     assert result is not None, "the ranks of a world that stays do not leave it"
@@ -108,7 +106,7 @@ def train(request: Request, world: World, directory: RunDirectory, signals: Stop
     return result
 
 
-class Session:
+class ElasticLoop:
     """A trainer's way through one world after another.
 
     Args:
@@ -123,7 +121,7 @@ class Session:
         self._notes = notes
         self._started = started
 
-    def take_part(self, world: World, joined: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+    def run_group(self, world: World, joined: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
         """Agree on the state, train to the end and conclude; all ranks of ``world`` do so together.
 
         Args:
@@ -140,43 +138,43 @@ class Session:
         trainer = self._trainer
         mesh = self.run.build_mesh(world)
         self._agree_on_state(mesh)
-        trainer.attach(mesh)
+        trainer.join_group(mesh)
         joined()
         if not trainer.fit():
             return None
         result = conclude(trainer, self._started)
         if world.rank == 0:
-            insist(partial(self.run.directory.write_result, result))
+            retry(partial(self.run.directory.write_result, result))
             self.run.directory.append_event("finished")
         trainer.monitor.finish(result)
-        self.leave()
+        self.exit_group()
         world.barrier()
         return result
 
-    def leave(self) -> None:
+    def exit_group(self) -> None:
         """Close what belongs to the world; a second call does nothing."""
-        self._trainer.detach()
+        self._trainer.leave_group()
 
-    def _agree_on_state(self, mesh: Mesh) -> None:
+    def _agree_on_state(self, mesh: ParallelDims) -> None:
         """Have every rank hold the state that the furthest one holds, or else the newest that is saved."""
         trainer, world = self._trainer, mesh.world
-        agreement = agree(world, valid=trainer.replica.valid, version=trainer.replica.version)
+        agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
         if agreement.source is not None:
-            state = trainer.replica.give() if world.rank == agreement.source else None
-            received = hand_over(world, agreement, state)
+            state = trainer.states.export_state() if world.rank == agreement.source else None
+            received = transfer_state(world, agreement, state)
             if received is not None:
-                trainer.replica.take(received)
+                trainer.states.import_state(received)
             if not self._something_is_lost(world):
                 return
         with suppress(CheckpointError):
             trainer.checkpointer.wait()  # what is on disk is looked at next
         world.barrier()
         directory = self.run.directory
-        new = bool(world.broadcast_json(not directory.exists()))
-        run_id = str(world.broadcast_json(secrets.token_hex(8) if new else self.run.run_id))
+        new = bool(world.broadcast_object(not directory.exists()))
+        run_id = str(world.broadcast_object(secrets.token_hex(8) if new else self.run.run_id))
         saved = newest_checkpoint(self.run, world, run_id)
-        parent = read_parent(self.run, world) if saved is None else None
-        trainer.replica.restore(mesh, saved, None if parent is None else parent.weights)
+        parent = read_pretrained(self.run, world) if saved is None else None
+        trainer.states.restore(mesh, saved, None if parent is None else parent.weights)
         if world.rank == 0:
             # Only now: where the model could not be built, no run was created.
             if new:
@@ -187,7 +185,7 @@ class Session:
                 "started",
                 generation=world.generation,
                 world_size=world.world_size,
-                shards=self.run.num_shards,
+                microbatches=self.run.num_microbatches,
                 step=trainer.state.progress.step,
                 total_steps=self.run.data.total_steps,
             )
@@ -201,19 +199,19 @@ class Session:
         best = trainer.state.progress.best_version
         missing, lost = False, False
         if world.rank == 0:
-            lost = lacks_steps(directory.ledger, trainer.replica.recent)
+            lost = ledger_has_gap(directory.ledger, trainer.states.recent)
             missing = (
                 best not in (None, trainer.state.progress.version)
-                and not trainer.checkpointer.holds(best or 0)
+                and not trainer.checkpointer.has_in_memory(best or 0)
                 and not holds_version(directory.checkpoints, best or 0)
             )
-        missing, lost = world.broadcast_json([missing, lost])
+        missing, lost = world.broadcast_object([missing, lost])
         if lost or not missing:
             return bool(lost)
         assert best is not None
         with suppress(CheckpointError):
             trainer.checkpointer.wait()
-        holders = world.all_gather_json(trainer.checkpointer.holds(best))
+        holders = world.all_gather_object(trainer.checkpointer.has_in_memory(best))
         if any(holders):
             self._give_best(world, holders.index(True))
         return not any(holders)
@@ -221,15 +219,15 @@ class Session:
     def _give_best(self, world: World, holder: int) -> None:
         """Copy the best model to rank 0, which owes it to the disk from now on."""
         checkpointer = self._trainer.checkpointer
-        held = checkpointer.held() if world.rank == holder else None
-        info = world.broadcast_json(held and dataclasses.asdict(held.manifest.info), holder)
-        given = Agreement(holder, info["state_version"], (0,))
-        received = hand_over(world, given, held.state if held else None)
+        held = checkpointer.in_memory() if world.rank == holder else None
+        info = world.broadcast_object(held and dataclasses.asdict(held.manifest.info), holder)
+        given = StateSource(holder, info["state_version"], (0,))
+        received = transfer_state(world, given, held.state if held else None)
         if received is not None:
-            checkpointer.hold(received, CheckpointInfo(**info))
+            checkpointer.keep_in_memory(received, CheckpointInfo(**info))
 
 
-def _say_finished(request: Request, directory: RunDirectory) -> None:
+def _say_finished(request: RunRequest, directory: RunDirectory) -> None:
     _say(request.quiet, f"{directory.path} has finished; nothing is left to train.")
 
 

@@ -13,17 +13,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.callback import Horizon
+from paceline.core.callback import RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.errors import CheckpointError, TaskError
 from paceline.core.task import Task
 from paceline.parallel.sharded_state import load_module, load_optimizer
 from paceline.runs.checkpoint_state import scheduler_state
-from paceline.training.optim import MovingAverage, OuterOptimizer, PartScaler, rate, scale_rates, scaled
+from paceline.training.optim import EMA, OuterOptimizer, ShardedGradScaler, current_lr, scale_lr, scaled_lr
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """Where a run stands; every change of it is a transition, and raises ``version`` by one.
 
     Attributes:
@@ -71,7 +71,7 @@ class TrainingState:
         twin: a second model equal to ``module``, for the moving average; by default a copy.
 
     Attributes:
-        left_out: what a checkpoint holds of PowerSGD's memory, until a strategy takes it over.
+        pending_powersgd_state: what a checkpoint holds of PowerSGD's memory, until a strategy takes it over.
 
     Raises:
         TaskError: the task's optimizers or schedulers are not what they should be.
@@ -83,14 +83,14 @@ class TrainingState:
         config: RunConfig,
         module: nn.Module,
         device: torch.device,
-        horizon: Horizon,
-        twin: nn.Module | None = None,
+        horizon: RunSchedule,
+        ema_model: nn.Module | None = None,
     ) -> None:
         self.module = module
         self.callback = task.build_callback(module, horizon)
         self.optimizers = _named_optimizers(task, module)
         if config.lr_scale:
-            scale_rates(self.optimizers, module, config.lr_scale)
+            scale_lr(self.optimizers, module, config.lr_scale)
         self.schedulers = {
             name: scheduler
             for name, optimizer in self.optimizers.items()
@@ -98,16 +98,16 @@ class TrainingState:
         }
         self.scaler = _gradient_scaler(config, device) if config.precision == "fp16" else None
         if self.scaler is not None:
-            # It gets its tensors with the first loss, and a rank may have no shard in its first step.
+            # It gets its tensors with the first loss, and a rank may have no micro-batch in its first step.
             self.scaler.scale(torch.zeros((), device=device))
-        self.ema: MovingAverage | None = None
+        self.ema: EMA | None = None
         if config.ema is not None:
-            self.ema = MovingAverage(deepcopy(module) if twin is None else twin, config.ema)
+            self.ema = EMA(deepcopy(module) if ema_model is None else ema_model, config.ema)
         self.outer: OuterOptimizer | None = None
         if config.outer_optimizer == "nesterov":
             self.outer = OuterOptimizer(module, lr=config.outer_lr, momentum=config.outer_momentum)
-        self.left_out: Mapping[str, Any] | None = None
-        self.progress = Progress()
+        self.pending_powersgd_state: Mapping[str, Any] | None = None
+        self.progress = TrainProgress()
 
     @property
     def evaluated_module(self) -> nn.Module:
@@ -116,9 +116,9 @@ class TrainingState:
 
     def learning_rates(self) -> list[float]:
         """One a parameter group, over all optimizers."""
-        return [rate(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        return [current_lr(group) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as backward gets it."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
@@ -132,10 +132,10 @@ class TrainingState:
         applied = True
         if self.scaler is not None:
             applied = self.scaler.unscale_all(self.optimizers.values(), finite=finite)
-        self.callback.gradients_ready()
+        self.callback.on_before_optimizer_step()
         if clip is not None:
             clip()
-        with scaled(self.optimizers):
+        with scaled_lr(self.optimizers):
             for optimizer in self.optimizers.values():
                 if self.scaler is None:
                     optimizer.step()
@@ -192,18 +192,18 @@ class TrainingState:
                 load_module(self.ema, state["ema"])
             if self.outer is not None and "outer" in state:
                 self.outer.load_state_dict(state["outer"])
-            self.left_out = state.get("powersgd")
-            self.progress = Progress(**state["progress"])
+            self.pending_powersgd_state = state.get("powersgd")
+            self.progress = TrainProgress(**state["progress"])
             self.callback.load_state_dict(state.get("callback", {}))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit the task as it is now: {error}\n"
                 "If the task's code has changed since the run was created, "
-                "start a new run with another --run DIR."
+                "start a new run with another --run-dir DIR."
             ) from error
 
 
-def built_model(task: Task) -> nn.Module:
+def build_task_model(task: Task) -> nn.Module:
     """The task's model.
 
     Raises:
@@ -212,8 +212,7 @@ def built_model(task: Task) -> nn.Module:
     module = task.build_model()
     if not isinstance(module, nn.Module):
         raise TaskError(
-            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a "
-            "torch.nn.Module."
+            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a torch.nn.Module."
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise TaskError(
@@ -225,9 +224,7 @@ def built_model(task: Task) -> nn.Module:
 
 def _matched(parts: Mapping[str, Any], states: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     if parts.keys() != states.keys():
-        raise ValueError(
-            f"it holds {', '.join(states) or 'none'}, the task builds {', '.join(parts) or 'none'}"
-        )
+        raise ValueError(f"it holds {', '.join(states) or 'none'}, the task builds {', '.join(parts) or 'none'}")
     return [(part, states[name]) for name, part in parts.items()]
 
 
@@ -242,13 +239,10 @@ def _named_optimizers(task: Task, module: nn.Module) -> dict[str, Optimizer]:
             )
         if isinstance(optimizer, LBFGS):
             raise TaskError(
-                "LBFGS evaluates the loss again within a step, which a sharded step cannot. "
-                "Use another optimizer."
+                "LBFGS evaluates the loss again within a step, which a sharded step cannot. Use another optimizer."
             )
     if not named or not any(_trainable(optimizer) for optimizer in named.values()):
-        raise TaskError(
-            f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter."
-        )
+        raise TaskError(f"{type(task).__name__}.build_optimizer returned no optimizer with a trainable parameter.")
     return named
 
 
@@ -270,9 +264,9 @@ def _build_scheduler(task: Task, optimizer: Optimizer, total_steps: int | None) 
     return scheduler
 
 
-def _gradient_scaler(config: RunConfig, device: torch.device) -> PartScaler:
-    # Losses are summed over a shard, not averaged: start lower by its size, a power of two.
+def _gradient_scaler(config: RunConfig, device: torch.device) -> ShardedGradScaler:
+    # Losses are summed over a micro-batch, not averaged: start lower by its size, a power of two.
     assert config.global_batch_size is not None
-    assert isinstance(config.shards, int)
-    shard_bits = (-(-config.global_batch_size // config.shards)).bit_length()
-    return PartScaler(device.type, init_scale=2.0 ** (16 - shard_bits))
+    assert isinstance(config.microbatches, int)
+    microbatch_bits = (-(-config.global_batch_size // config.microbatches)).bit_length()
+    return ShardedGradScaler(device.type, init_scale=2.0 ** (16 - microbatch_bits))

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from paceline.data.ledger import LedgerEntry
 from paceline.data.samples import Loader
 from paceline.data.stream import StreamLoader
-from paceline.parallel.strategy import Placement, Whole
-from paceline.parallel.world import Mesh, World
+from paceline.parallel.strategy import ParameterLayout, Replicated
+from paceline.parallel.world import ParallelDims, World
 from paceline.parallel.wrap_units import checkpoint_activations
 from paceline.training.checkpoint_manager import RECENT_STEPS
-from paceline.training.fine_tuning import initialise, merged
+from paceline.training.fine_tuning import initialise, merge_adapters
 from paceline.training.reproducibility import seed_model
-from paceline.training.run_context import Run
-from paceline.training.state import TrainingState, built_model
-from paceline.training.step import FirstBatch
+from paceline.training.run_context import RunContext
+from paceline.training.state import TrainingState, build_task_model
+from paceline.training.step import ExampleBatch
 
 
-class Replica:
+class StateManager:
     """The state, and what goes with it from one rank to another.
 
     Attributes:
@@ -40,9 +40,9 @@ class Replica:
 
     loader: Loader
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._placement: Placement = Whole()
+        self._layout: ParameterLayout = Replicated()
         self._weights: Mapping[str, Tensor] | None = None  # another run's, while a state is begun with them
         # Where each rank holds all of it: who cannot build it says so before others wait for this one. A new
         # run that begins with another's weights has to wait for these.
@@ -78,29 +78,29 @@ class Replica:
     def _new_state(self) -> TrainingState:
         run = self._run
         seed_model(run.config.seed)
-        module = self._placement.place(self._built_model(), run.device)
+        module = self._layout.place(self._built_model(), run.device)
         twin = None
         if run.config.ema is not None:
-            twin = self._placement.twin(self._built_model, module, run.device)
-        state = TrainingState(run.task, run.config, module, run.device, run.horizon, twin)
-        state.optimizers = dict(self._placement.take_optimizers(state.optimizers))
+            twin = self._layout.make_ema_model(self._built_model, module, run.device)
+        state = TrainingState(run.task, run.config, module, run.device, run.run_schedule, twin)
+        state.optimizers = dict(self._layout.wrap_optimizers(state.optimizers))
         return state
 
     def _built_model(self) -> nn.Module:
         config = self._run.config
-        module = built_model(self._run.task)
+        module = build_task_model(self._run.task)
         initialise(module, config, self._weights)
         if config.checkpoint_activations != "none":
             checkpoint_activations(
                 module,
                 config.checkpoint_activations,
                 config.checkpoint_blocks,
-                to_the_end="tp" in config.methods,
+                to_the_end="tp" in config.strategies,
             )
         return module
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def mutating(self) -> Iterator[None]:
         """The state changes in here: it is not valid until the end, nor after an error."""
         self.valid = False
         yield
@@ -108,7 +108,7 @@ class Replica:
 
     def restore(
         self,
-        mesh: Mesh,
+        mesh: ParallelDims,
         saved: Mapping[str, Any] | None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -126,11 +126,11 @@ class Replica:
         """
         self.valid = False
         self.recent.clear()
-        self._placement = self._run.build_placement(mesh, FirstBatch(self._run))
+        self._layout = self._run.build_layout(mesh, ExampleBatch(self._run))
         if self._run.config.shards_state or not self._pristine or weights is not None:
             self.close()  # before another one takes its place in memory
         if saved is not None:
-            self.take(saved)
+            self.import_state(saved)
             return
         if weights is not None:
             self._weights = weights
@@ -143,7 +143,7 @@ class Replica:
                 mesh.world.broadcast_module(self.state.ema)
         self.valid, self._pristine = True, False
 
-    def take(self, state: Mapping[str, Any]) -> None:
+    def import_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that a checkpoint or another rank gave.
 
         Raises:
@@ -158,59 +158,59 @@ class Replica:
             self.recent.extend(LedgerEntry(*entry) for entry in state["recent"])
         self.valid = True
 
-    def whole_state(self, world: World) -> dict[str, Any]:
+    def full_state_dict(self, world: World) -> dict[str, Any]:
         """The state as one process would have it, on rank 0; all ranks call this together."""
-        return dict(self._placement.whole(self.state.state_dict(), keep=world.rank == 0))
+        return dict(self._layout.full(self.state.state_dict(), keep=world.rank == 0))
 
-    def whole_model(self, world: World) -> dict[str, Any]:
+    def full_model_state_dict(self, world: World) -> dict[str, Any]:
         """The model's state as one process would have it, on rank 0; all ranks call this together."""
-        return dict(self._placement.whole(self.state.module.state_dict(), keep=world.rank == 0))
+        return dict(self._layout.full(self.state.module.state_dict(), keep=world.rank == 0))
 
-    def whole_evaluated(self, world: World) -> dict[str, Tensor]:
+    def full_evaluated_weights(self, world: World) -> dict[str, Tensor]:
         """The evaluated weights by the names of the task's model, on rank 0; all ranks call this."""
-        whole = self._placement.whole(self.state.evaluated_module.state_dict(), keep=world.rank == 0)
+        whole = self._layout.full(self.state.evaluated_module.state_dict(), keep=world.rank == 0)
         if world.rank != 0:
             return {}
         weights = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
         adapters = self._run.config.adapters
-        return weights if adapters is None else merged(weights, adapters)
+        return weights if adapters is None else merge_adapters(weights, adapters)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
-        self._placement.clip_gradients(self.state.module, max_norm)
+        self._layout.clip_gradients(self.state.module, max_norm)
 
     @property
     def in_step(self) -> bool:
         """Whether whoever calls the model needs the other ranks to call theirs."""
-        return self._placement.in_step
+        return self._layout.is_collective
 
-    def give(self) -> dict[str, Any]:
+    def export_state(self) -> dict[str, Any]:
         """The state for a rank that lacks it: what :meth:`take` takes."""
         state = {**self.state.state_dict(), "recent": [list(entry) for entry in self.recent]}
         if isinstance(self.loader, StreamLoader):
             epoch, step = self.state.progress.epoch, self.state.progress.step_in_epoch
-            state["streams"] = self.loader.positions(epoch, step, range(self._run.num_shards))
+            state["streams"] = self.loader.positions(epoch, step, range(self._run.num_microbatches))
         return state
 
-    def gather_positions(self, world: World, shards: Iterable[int] | None = None) -> dict[str, Any] | None:
+    def gather_positions(self, world: World, microbatches: Iterable[int] | None = None) -> dict[str, Any] | None:
         """Have all ranks know where each one's streams stand; they call this together.
 
         Args:
             world: the ranks.
-            shards: this rank's; those that it has read where None is given.
+            microbatches: this rank's; those that it has read where None is given.
 
         Returns:
-            Positions by shard; None where the dataset is no stream.
+            Positions by micro-batch; None where the dataset is no stream.
         """
         if not isinstance(self.loader, StreamLoader):
             return None
         progress = self.state.progress
         furthest: dict[str, Any] = {}
-        own = self.loader.reading if shards is None else shards
+        own = self.loader.reading if microbatches is None else microbatches
         mine = self.loader.positions(progress.epoch, progress.step_in_epoch, own)
-        for of_rank in world.all_gather_json(mine):
-            for shard, position in of_rank.items():
-                if shard not in furthest or furthest[shard]["step"] < position["step"]:
-                    furthest[shard] = position
+        for of_rank in world.all_gather_object(mine):
+            for microbatch, position in of_rank.items():
+                if microbatch not in furthest or furthest[microbatch]["step"] < position["step"]:
+                    furthest[microbatch] = position
         self.loader.add_positions(furthest)
         return furthest

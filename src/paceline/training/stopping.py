@@ -9,10 +9,10 @@ from paceline.core.errors import ConfigError, PeerLostError, StopRequested
 from paceline.parallel.world import World
 from paceline.runs.failures import describe_stop
 from paceline.training import control
-from paceline.training.run_context import Run
+from paceline.training.run_context import RunContext
 
 
-def leave(run: Run, world: World, stop: int, *, step: int, idle: bool) -> NoReturn:
+def stop_all_ranks(run: RunContext, world: World, stop: int, *, step: int, idle: bool) -> NoReturn:
     """Leave together, once the state is saved.
 
     Args:
@@ -26,7 +26,7 @@ def leave(run: Run, world: World, stop: int, *, step: int, idle: bool) -> NoRetu
         StopRequested: always, but for
         ConfigError: the time was up before a single step was done; it would be so again.
     """
-    if stop == control.WALLTIME and world.broadcast_json(idle):
+    if stop == control.WALLTIME and world.broadcast_object(idle):
         raise ConfigError(
             f"--walltime {run.config.walltime} is over before an evaluation after step {step} is done, "
             "and it would be so again. Give more time, or evaluate less data."

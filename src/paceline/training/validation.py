@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from paceline.parallel.world import Mesh
+from paceline.parallel.world import ParallelDims
 from paceline.runs.monitor import Monitor
-from paceline.training.run_context import Run
-from paceline.training.schedule import Judge
+from paceline.training.run_context import RunContext
+from paceline.training.schedule import ModelSelector
 from paceline.training.state import TrainingState
 
 
@@ -22,11 +22,11 @@ class Validation:
         metrics: of the last evaluation that was applied, as they were judged.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunContext) -> None:
         self.metrics: Mapping[str, float] = {}
         self._deadline = run.deadline
         self._evaluator = run.build_evaluator("val")
-        self._judge = Judge(run.config)
+        self._selector = ModelSelector(run.config)
 
     @property
     def exists(self) -> bool:
@@ -35,7 +35,7 @@ class Validation:
 
     def measure(
         self,
-        mesh: Mesh,
+        mesh: ParallelDims,
         state: TrainingState,
         monitor: Monitor,
         stop: Callable[[], int],
@@ -58,9 +58,9 @@ class Validation:
             EvaluationStopped: somebody asked for a stop.
         """
         assert self._evaluator is not None
-        monitor.activity("evaluating val")
+        monitor.set_status("evaluating val")
         began = time.monotonic()
-        state.callback.evaluation_begins("val", state.evaluated_module)
+        state.callback.on_eval_begin("val", state.evaluated_module)
         try:
             return self._evaluator.run(mesh, state.evaluated_module, stop, in_step=in_step)
         finally:
@@ -77,14 +77,14 @@ class Validation:
         Returns:
             Whether the model is the best so far.
         """
-        metrics = self.metrics = state.callback.evaluated("val", measured)
+        metrics = self.metrics = state.callback.on_eval_end("val", measured)
         progress = state.progress
         progress.evaluated_step = progress.step
         progress.version += 1
-        improved = self._judge.apply(metrics, progress)
-        state.step_plateaus(self._judge.value(metrics))
+        improved = self._selector.apply(metrics, progress)
+        state.step_plateaus(self._selector.value(metrics))
         epoch = progress.epoch - 1 if progress.step_in_epoch == 0 else progress.epoch
-        monitor.evaluated("val", progress.step, epoch, metrics)
+        monitor.on_eval_end("val", progress.step, epoch, metrics)
         return improved
 
     def close(self) -> None:

@@ -26,15 +26,15 @@ from paceline.core.errors import (
     UserError,
 )
 from paceline.core.files import DISK_ERRORS
-from paceline.core.job import Job, default_run_path
+from paceline.core.job import WorkerConfig, default_run_path
 from paceline.core.options import parse_duration_s, parse_hang_timeout
-from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, signals_handled
+from paceline.core.signals import WORKER_STOP_SIGNALS, die_with_parent, dump_stacks_on_signal, handle_signals
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, exit_code_of, failure_of, read_failure, record_failure
 
 if TYPE_CHECKING:
     from paceline.core.task import Task
-    from paceline.elastic.worker_channel import Member
+    from paceline.elastic.worker_channel import AgentClient
     from paceline.parallel.world import World
 
 _SETTLE_S = 1.0
@@ -44,7 +44,7 @@ _runs = itertools.count()
 def main(argv: list[str]) -> int:
     """Run the job that ``argv`` names; return the process's exit code."""
     dump_stacks_on_signal()
-    job = Job.from_toml(Path(argv[0]))
+    job = WorkerConfig.from_toml(Path(argv[0]))
     environment = detect_environment(rdzv_endpoint=job.config.rdzv_endpoint)
     if environment.source == "torchrun":
         die_with_parent()
@@ -75,14 +75,14 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
         slot: names its log.
         terminal: descriptors of the agent's stdout and stderr.
     """
-    from paceline.elastic.worker_channel import Channel, Member, Retired
+    from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
 
     dump_stacks_on_signal()
-    job = Job.from_toml(job_file)
-    assert job.config.run is not None, "an agent names the run"
-    directory = RunDirectory(Path(job.config.run))
-    member = Member(Channel.of(channel), job.config.heartbeat)
-    member.activity.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
+    job = WorkerConfig.from_toml(job_file)
+    assert job.config.run_dir is not None, "an agent names the run"
+    directory = RunDirectory(Path(job.config.run_dir))
+    member = AgentClient(WorkerChannel.of(channel), job.config.heartbeat)
+    member.progress_tracker.limit_steps_to(parse_hang_timeout(job.config.hang_timeout))
     try:
         _run_member(job, member, directory, slot, terminal)
     except Retired:
@@ -100,13 +100,13 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
 
 
 def _run_member(
-    job: Job, member: Member, directory: RunDirectory, slot: int, terminal: tuple[int, int]
+    job: WorkerConfig, member: AgentClient, directory: RunDirectory, slot: int, terminal: tuple[int, int]
 ) -> None:
     from paceline.core.task_loading import TaskReference
     from paceline.runs.rank_log import capture_rank_output, show_on
     from paceline.training.control import StopSignals
-    from paceline.training.elastic_worker import train_as_member
-    from paceline.training.run_setup import Request
+    from paceline.training.elastic_worker import run_elastic_worker
+    from paceline.training.run_setup import RunRequest
 
     config, processes, world_size = job.config, job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"
@@ -128,15 +128,15 @@ def _run_member(
                 shown = True
                 show_on(terminal, stack)
 
-        train_as_member(
-            Request(
-                given=job.given,
+        run_elastic_worker(
+            RunRequest(
+                explicit_options=job.explicit_options,
                 config=config,
                 task=task,
                 started=job.started,
                 default_threads=default_threads(environment),
                 quiet=job.quiet,
-                referee=_referee(job),
+                trial_scheduler=_trial_scheduler(job),
             ),
             member,
             directory,
@@ -148,10 +148,10 @@ def _run_member(
 
 
 def run_reported(
-    job: Job, environment: Environment, task: Task | None = None
+    job: WorkerConfig, environment: Environment, task: Task | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Run a job; on failure record it, tell the user unless a launcher does, and return the exit code."""
-    directory = RunDirectory(Path(job.config.run)) if job.config.run else None
+    directory = RunDirectory(Path(job.config.run_dir)) if job.config.run_dir else None
     try:
         return 0, run(job, environment, task)
     except Exception as raised:
@@ -160,9 +160,7 @@ def run_reported(
             record_failure(directory, environment.rank, error)
             if directory.exists() and not isinstance(error, StopRequested | PeerLostError):
                 with suppress(OSError):
-                    directory.append_event(
-                        "failed", rank=environment.rank, error=str(error).partition("\n")[0]
-                    )
+                    directory.append_event("failed", rank=environment.rank, error=str(error).partition("\n")[0])
         if not job.supervised:
             _tell(error, environment, directory)
         return exit_code_of(error), None
@@ -180,7 +178,7 @@ def _explained(error: Exception, directory: RunDirectory | None) -> Exception:
     return explained
 
 
-def run(job: Job, environment: Environment, task: Task | None = None) -> dict[str, Any]:
+def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -> dict[str, Any]:
     """Join the world, train, and return the content of ``result.json``.
 
     Args:
@@ -192,32 +190,32 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
         PacelineError: as :func:`paceline.training.session.train` says.
     """
     from paceline.core.task_loading import TaskReference
-    from paceline.parallel.rendezvous import settled
+    from paceline.parallel.rendezvous import agree_once
     from paceline.parallel.world import open_world
     from paceline.runs.rank_log import capture_rank_output
     from paceline.training.control import StopSignals
-    from paceline.training.reproducibility import numerics_kept
-    from paceline.training.run_setup import Request
+    from paceline.training.reproducibility import preserve_numerics
+    from paceline.training.run_setup import RunRequest
     from paceline.training.session import train
 
     config = job.config
     init_timeout_s = parse_duration_s(config.init_timeout, "init_timeout")
-    kept = partial(settled, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
+    kept = partial(agree_once, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
     # A script may train several runs, and after a restart trains them again in the same order.
     key = f"paceline/run/{next(_runs)}"
     if task is None and job.fields is not None:
         task = TaskReference(config.task, job.fields).load()
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
-        stack.enter_context(numerics_kept())
-        mine = RunDirectory(Path(config.run or default_run_path(config.task)))
+        stack.enter_context(preserve_numerics())
+        mine = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
         if environment.rank == 0:
-            if config.run is None:
+            if config.run_dir is None:
                 mine = RunDirectory(Path(kept(key, lambda: str(mine.path))))
             mine.create()
             stack.enter_context(mine.locked())
         # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
-        with signals_handled(WORKER_STOP_SIGNALS, signal.SIG_DFL):
+        with handle_signals(WORKER_STOP_SIGNALS, signal.SIG_DFL):
             world = stack.enter_context(
                 open_world(
                     environment,
@@ -238,34 +236,34 @@ def run(job: Job, environment: Environment, task: Task | None = None) -> dict[st
             # Once a job: torchrun's restarts find the run that the job itself began.
             kept(f"{key}/resume", checked)
         # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
-        directory = RunDirectory(Path(world.broadcast_json(str(mine.path))))
+        directory = RunDirectory(Path(world.broadcast_object(str(mine.path))))
         directory.create()
         directory.error_of(world.rank).unlink(missing_ok=True)
         stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
         stack.enter_context(_messages_shown(job.quiet))
         _watch_over(job, world, directory, stack)
-        request = Request(
-            given=job.given,
-            config=dataclasses.replace(config, run=str(directory.path)),
+        request = RunRequest(
+            explicit_options=job.explicit_options,
+            config=dataclasses.replace(config, run_dir=str(directory.path)),
             task=task,
             started=job.started,
             default_threads=default_threads(environment),
             quiet=job.quiet,
-            referee=_referee(job),
+            trial_scheduler=_trial_scheduler(job),
         )
         return train(request, world, directory, signals)
 
 
-def _referee(job: Job) -> Path | None:
-    return None if job.referee is None else Path(job.referee)
+def _trial_scheduler(job: WorkerConfig) -> Path | None:
+    return None if job.trial_scheduler is None else Path(job.trial_scheduler)
 
 
-def _watch_over(job: Job, world: World, directory: RunDirectory, stack: ExitStack) -> None:
+def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:
     """Have a hang noticed, and end the job, for as long as the stack is open."""
     from paceline.elastic.hang import Watchdog
 
     limit_s = parse_hang_timeout(job.config.hang_timeout)
-    world.activity.limit_steps_to(limit_s)
+    world.progress_tracker.limit_steps_to(limit_s)
     # A lone process holds nobody up; it may be in a debugger.
     if limit_s == math.inf or (limit_s is None and world.world_size == 1):
         return
@@ -276,7 +274,7 @@ def _watch_over(job: Job, world: World, directory: RunDirectory, stack: ExitStac
 
     stack.enter_context(
         Watchdog(
-            world.activity,
+            world.progress_tracker,
             directory,
             rank=world.rank,
             world_size=world.world_size,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import LaunchError
-from paceline.tune.history import Trial, Trials
+from paceline.tune.history import SearchHistory, Trial
 from paceline.tune.search import Dimension, Search
 from paceline.tune.status import show_value
 
@@ -18,7 +18,7 @@ _DECADES = 100  # from there on powers of ten are marked
 _ROOM = 0.04  # above and below an axis's values
 
 
-def draw(search: Search, journal: Trials, directory: Path) -> list[Path]:
+def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
     """Write ``curves.svg`` and ``parallel.svg``; return those that were written.
 
     Args:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping, to_flags
-from paceline.core.files import PatientFile, read_json_lines, write_atomically
+from paceline.core.files import ResilientAppendFile, read_json_lines, write_atomically
 from paceline.core.option_sets import select
 from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
-from paceline.tune.search import Cost, Search, SearchDirectory, assignments
+from paceline.tune.search import Search, SearchCost, SearchDirectory, assignments
 
 # --- What came of each trial so far: a line for each result, in the order in which trials were compared ---
 #
@@ -36,7 +36,7 @@ ENDED: tuple[TrialState, ...] = ("stopped", "finished", "goal", "diverged", "fai
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TrialResult:
     """What is known of a trial after an evaluation, or at its end.
 
     Attributes:
@@ -93,7 +93,7 @@ class Trial:
     """
 
     number: int
-    results: list[Result] = field(default_factory=list)
+    results: list[TrialResult] = field(default_factory=list)
     placed: str = ""
     begun: bool = False
 
@@ -140,7 +140,7 @@ class Trial:
         return (max(values) if mode == "max" else min(values)) if values else None
 
 
-class Trials:
+class SearchHistory:
     """What is known of all trials of a search.
 
     Args:
@@ -152,9 +152,9 @@ class Trials:
         unsaid_s: seconds of trials that no result says.
     """
 
-    def __init__(self, records: Iterable[Result | Spent]) -> None:
+    def __init__(self, records: Iterable[TrialResult | Spent]) -> None:
         self.trials: dict[int, Trial] = {}
-        self.results: list[Result] = []
+        self.results: list[TrialResult] = []
         self.unsaid_s = 0.0
         self._spent = Spent(clock_s=0.0, trial_s=0.0)
         for record in records:
@@ -164,7 +164,7 @@ class Trials:
                 self.take(record)
         self.unsaid_s = max(0.0, self._spent.trial_s - self._trial_s)
 
-    def take(self, result: Result) -> None:
+    def take(self, result: TrialResult) -> None:
         """Add a result."""
         self.results.append(result)
         trial = self.trial(result.trial)
@@ -180,7 +180,7 @@ class Trials:
         """Seconds that the search had taken by the last record."""
         return max((self._spent.clock_s, *(result.clock_s for result in self.results)))
 
-    def cost(self, clock_s: float, gpus_per_trial: float) -> Cost:
+    def cost(self, clock_s: float, gpus_per_trial: float) -> SearchCost:
         """What was spent.
 
         Args:
@@ -188,7 +188,7 @@ class Trials:
             gpus_per_trial: that each trial held.
         """
         begun = sum(trial.state != "waiting" for trial in self.trials.values())
-        return Cost(clock_s, begun, self._trial_s / 3600 * gpus_per_trial)
+        return SearchCost(clock_s, begun, self._trial_s / 3600 * gpus_per_trial)
 
     @property
     def _trial_s(self) -> float:
@@ -208,7 +208,7 @@ class Trials:
         return self.trials[-max(rated)[1]] if rated else None
 
 
-class Journal(Trials):
+class SearchJournal(SearchHistory):
     """The results of a search at work; the file grows by whole lines only.
 
     Args:
@@ -217,9 +217,9 @@ class Journal(Trials):
 
     def __init__(self, path: Path) -> None:
         super().__init__(_read(path))
-        self._file = PatientFile(path, _log.warning)
+        self._file = ResilientAppendFile(path, _log.warning)
 
-    def add(self, result: Result) -> None:
+    def add(self, result: TrialResult) -> None:
         """Record a result: it is on its way to disk on return."""
         self.take(result)
         self._write(result)
@@ -235,7 +235,7 @@ class Journal(Trials):
         self._spent = Spent(clock_s=round(clock_s, 3), trial_s=round(trial_s, 3))
         self._write(self._spent)
 
-    def _write(self, record: Result | Spent) -> None:
+    def _write(self, record: TrialResult | Spent) -> None:
         self._file.write((json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
@@ -243,18 +243,18 @@ class Journal(Trials):
         self._file.close()
 
 
-def read_trials(path: Path) -> Trials:
+def read_trials(path: Path) -> SearchHistory:
     """What a journal says, without touching it."""
-    return Trials(_read(path))
+    return SearchHistory(_read(path))
 
 
-def _read(path: Path) -> Iterator[Result | Spent]:
-    names = {f.name for f in dataclasses.fields(Result)}
+def _read(path: Path) -> Iterator[TrialResult | Spent]:
+    names = {f.name for f in dataclasses.fields(TrialResult)}
     for record in read_json_lines(path):
         if record.keys() == {"clock_s", "trial_s"}:
             yield Spent(**record)
         elif record.keys() <= names and {"trial", "state", "iteration", "step", "metrics"} <= record.keys():
-            yield Result(**record)
+            yield TrialResult(**record)
 
 
 # --- What a search has found: ``result.json``, and the command that trains the best configuration ---
@@ -274,9 +274,7 @@ def command_of(search: Search, number: int) -> str:
     return shlex.join(words)
 
 
-def write_result(
-    search: Search, directory: SearchDirectory, journal: Trials, *, done: bool
-) -> dict[str, Any]:
+def write_result(search: Search, directory: SearchDirectory, journal: SearchHistory, *, done: bool) -> dict[str, Any]:
     """Write ``result.json``, and return its content.
 
     Args:
@@ -338,7 +336,7 @@ _FILE = "events.out.tfevents.0000000000.hparams"
 _ENDED_WELL = ("finished", "stopped", "goal")
 
 
-def write_hparams(search: Search, directory: SearchDirectory, journal: Trials) -> None:
+def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHistory) -> None:
     """Write the search's description, and the parameters of each trial that has begun."""
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 

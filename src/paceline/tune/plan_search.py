@@ -21,17 +21,17 @@ from paceline.core.errors import ConfigError, PacelineError, TaskError
 from paceline.core.files import read_json_lines
 from paceline.core.job import default_run_path
 from paceline.core.options import Interval, flag, parse_best, parse_interval
-from paceline.core.parent_death import tethered
+from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, load_task_class, parse_assignments
-from paceline.launch.launcher import Command, JobSpec, Rendered
+from paceline.launch.launcher import Command, LaunchSpec, RenderedJob
 from paceline.launch.ray_cluster import import_ray, require_answer
 from paceline.launch.ray_node import cluster_command
-from paceline.launch.supervisor import Starter, start_commands
+from paceline.launch.supervisor import RankStarter, start_commands
 from paceline.runs.directory import RunDirectory
 from paceline.tune.search import (
+    CostEstimate,
     Dimension,
-    Estimate,
     Search,
     SearchDirectory,
     estimate,
@@ -51,7 +51,7 @@ _TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class TaskProfile:
     """What was found out.
 
     Attributes:
@@ -73,7 +73,7 @@ class Facts:
     seconds_per_evaluation: float
 
 
-def probe(search: Search) -> Facts:
+def probe(search: Search) -> TaskProfile:
     """Try the search's task, in a process of its own.
 
     Raises:
@@ -83,7 +83,7 @@ def probe(search: Search) -> Facts:
         directory = SearchDirectory(Path(name))
         directory.write(search)
         done = subprocess.run(
-            tethered([sys.executable, "-m", "paceline.tune.plan_search", name]),
+            kill_with_parent_command([sys.executable, "-m", "paceline.tune.plan_search", name]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -99,7 +99,7 @@ def probe(search: Search) -> Facts:
         raise ConfigError(
             f"the task could not be tried: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
         )
-    return Facts(**document)
+    return TaskProfile(**document)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,8 +114,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _probe(search: Search, directory: SearchDirectory) -> Facts:
-    from paceline.tune.trial import Order, RunningTrial, TrialServer
+def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
+    from paceline.tune.trial import RunningTrial, TrialCommand, TrialServer
 
     task_class = load_task_class(str(search.options["task"]))
     task = check_fields(task_class, search)
@@ -125,14 +125,12 @@ def _probe(search: Search, directory: SearchDirectory) -> Facts:
             run = RunDirectory(directory.path / f"probe-{number}")
             options = {
                 **search.trial_options(number, directory),
-                "run": str(run.path),
+                "run_dir": str(run.path),
                 "eval_every": f"{_STEPS}steps",
                 "checkpoint_every": ["never"],
                 "log_every": 1,
             }
-            trial = RunningTrial(
-                server, Order(options=options, iteration=0, step=0, stop_file=directory.stop)
-            )
+            trial = RunningTrial(server, TrialCommand(options=options, iteration=0, step=0, stop_file=directory.stop))
             try:
                 told = trial.next()
             finally:
@@ -156,9 +154,9 @@ def _probe(search: Search, directory: SearchDirectory) -> Facts:
     every = parse_interval(search.config.eval_every, "eval_every", allow_time=False)
     spacing = _steps_between(every, data.get("steps_per_epoch"), total)
     evaluations = _evaluations(every, config.get("epochs"), total, spacing)
-    return Facts(
+    return TaskProfile(
         metrics=told.metrics,
-        best=config.get("best") or task.defaults.best,
+        best=config.get("best_metric") or task.defaults.best_metric,
         total_steps=total,
         evaluations=evaluations,
         step_s=step_s,
@@ -233,7 +231,7 @@ def check(search: Search) -> None:
         ConfigError: an option has a value that cannot work.
     """
     config = search.config
-    for name, value in (("trials", search.trials), ("grace", search.grace)):
+    for name, value in (("trials", search.trials), ("grace_period", search.grace_period)):
         if value < 1:
             raise ConfigError(f"--{name} must be at least 1, but is {value}.")
     if not search.reduction_factor > 1:
@@ -243,18 +241,18 @@ def check(search: Search) -> None:
     if config.on not in ("auto", "inprocess", "spawn", "torchrun") or config.nodes not in (1, "1"):
         raise ConfigError(
             "a trial runs on one machine, and Ray chooses which: leave --on and --nodes out. For several "
-            "machines: paceline launch --on slurm --inner ray --nodes 4 -- paceline tune ..."
+            "machines: paceline launch --on slurm --rank-launcher ray --nodes 4 -- paceline tune ..."
         )
     if config.val_fraction is None and config.eval_every == "never":
         raise ConfigError("--eval-every never: trials are compared by evaluations. Leave it out.")
-    if any(method in _APART for method in config.methods):
+    if any(method in _APART for method in config.strategies):
         raise ConfigError(f"--strategy {config.strategy}: its ranks do not stop at an evaluation together.")
     if config.early_stop is not None and search.scheduler == "asha":
         raise ConfigError("--early-stop ends trials by themselves; ASHA compares them. Use --scheduler none.")
     _ = search.parsed_space, search.mode, search.limit
 
 
-def measured(search: Search, metric: str | None) -> tuple[Search, Facts]:
+def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProfile]:
     """Try the task for some steps; return the search with what it takes, and what was found out.
 
     Args:
@@ -269,12 +267,11 @@ def measured(search: Search, metric: str | None) -> tuple[Search, Facts]:
     for name in (parse_best(metric)[0], *search.stop):
         if name not in facts.metrics:
             raise ConfigError(
-                f"the task has no metric {name!r} on its validation split. It has: "
-                f"{', '.join(facts.metrics)}."
+                f"the task has no metric {name!r} on its validation split. It has: {', '.join(facts.metrics)}."
             )
     options = {**search.options}
-    if options.get("best") is None and facts.best is None:
-        options["best"] = metric
+    if options.get("best_metric") is None and facts.best is None:
+        options["best_metric"] = metric
     return dataclasses.replace(
         search,
         options=options,
@@ -285,7 +282,7 @@ def measured(search: Search, metric: str | None) -> tuple[Search, Facts]:
     ), facts
 
 
-def estimated(search: Search, cpus: int) -> Estimate | None:
+def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
     """What the search takes, by what was measured here; None where a trial's length is not known.
 
     Args:
@@ -324,10 +321,10 @@ def require_same(there: Search, asked: Search, directory: SearchDirectory, metri
         ConfigError: they differ.
     """
     options = dict(there.options)
-    if "best" not in asked.options:
-        options.pop("best", None)  # the search's own
+    if "best_metric" not in asked.options:
+        options.pop("best_metric", None)  # the search's own
     names = {"space": "search", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
-    fields = ("space", "scheduler", "grace", "reduction_factor", "stop", "cpus", "gpus")
+    fields = ("space", "scheduler", "grace_period", "reduction_factor", "stop", "cpus", "gpus")
     differing = [names.get(n, n) for n in fields if not _alike(getattr(there, n), getattr(asked, n))]
     differing += [
         name
@@ -339,7 +336,7 @@ def require_same(there: Search, asked: Search, directory: SearchDirectory, metri
     if differing:
         raise ConfigError(
             f"--resume: {directory.path} holds a search that differs in {', '.join(map(flag, differing))}. "
-            "Give what it was begun with, or another --run DIR; see its tune.json."
+            "Give what it was begun with, or another --run-dir DIR; see its tune.json."
         )
 
 
@@ -349,7 +346,7 @@ def _alike(one: object, other: object) -> bool:
     return bool(json.loads(json.dumps(one, default=list)) == json.loads(json.dumps(other, default=list)))
 
 
-def describe(search: Search, expected: Estimate | None, *, here: bool) -> str:
+def describe(search: Search, expected: CostEstimate | None, *, here: bool) -> str:
     """What is going to happen, in a sentence or two.
 
     Args:
@@ -412,17 +409,17 @@ def run(
     if address is not None:
         say(f"the Ray cluster at {address} runs the trials; {path} must be a directory that it shares.")
         command = Command(title="the search", argv=driver, env={"RAY_ADDRESS": address})
-        return _start(JobSpec(command=driver, name="tune", directory=path), command)
+        return _start(LaunchSpec(command=driver, name="tune", directory=path), command)
     # A cluster's files are its own: one whose command was killed may still be ending beside this one.
     with tempfile.TemporaryDirectory(prefix=".ray-", dir=path) as own:
-        spec = JobSpec(command=driver, name="tune", directory=Path(own))
+        spec = LaunchSpec(command=driver, name="tune", directory=Path(own))
         argv = cluster_command(spec, driver, cpus=cpus, gpus=None if search.gpus else 0)
         return _start(spec, Command(title="a Ray cluster on this machine, and the search in it", argv=argv))
 
 
-def _start(spec: JobSpec, command: Command) -> int:
-    rendered = Rendered(spec=spec, commands=(command,))
-    return start_commands(rendered, Starter(name="the search", says_why=True)).wait()
+def _start(spec: LaunchSpec, command: Command) -> int:
+    rendered = RenderedJob(spec=spec, commands=(command,))
+    return start_commands(rendered, RankStarter(name="the search", says_why=True)).wait()
 
 
 def own_cpus() -> int:

@@ -15,9 +15,9 @@ from ray.tune import Trainable
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from paceline.tune.history import Journal, Result
+from paceline.tune.history import SearchJournal, TrialResult
 from paceline.tune.search import Search, SearchDirectory
-from paceline.tune.trial import Order, RunningTrial, Told, TrialServer
+from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
 
 # --- What Ray Tune starts on its machines: an actor that has one trial after another ---
 
@@ -43,7 +43,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
         order = config["order"]
         self._goals, self._metric, self._mode = config["stop"], config["metric"], config["mode"]
         stop_file = Path(order["stop_file"])
-        self._order = Order(
+        self._order = TrialCommand(
             options=order["options"], iteration=order["iteration"], step=order["step"], stop_file=stop_file
         )
         # Started by the first step: Tune makes actors for trials that another one has taken by then.
@@ -56,7 +56,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
             self._trial = RunningTrial(self._server, self._order)
         started = time.monotonic()
         if self._trial is None:
-            told = Told(iteration=self._order.iteration, step=self._order.step, metrics={}, state="waiting")
+            told = TrialReport(iteration=self._order.iteration, step=self._order.step, metrics={}, state="waiting")
         else:
             told = self._trial.next()
         state = told.state
@@ -74,7 +74,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
             "done": state != "running",
         }
 
-    def _objective(self, told: Told) -> float:
+    def _objective(self, told: TrialReport) -> float:
         """The metric; the worst there is where it is no number, or none."""
         value = told.metrics.get(self._metric)
         if value is not None and math.isfinite(value) and told.state not in ("diverged", "failed"):
@@ -120,7 +120,7 @@ class TrialRun(Trainable):  # type: ignore[misc]
 _NO_END = 1_000_000  # evaluations, where nobody knows how many a trial has
 
 
-class Trials(Searcher):  # type: ignore[misc]
+class JournalSearcher(Searcher):  # type: ignore[misc]
     """Suggests one trial after another, those that were interrupted first.
 
     Args:
@@ -135,7 +135,7 @@ class Trials(Searcher):  # type: ignore[misc]
         self,
         search: Search,
         directory: SearchDirectory,
-        journal: Journal,
+        journal: SearchJournal,
         numbers: Sequence[int],
         closed: Callable[[], bool],
     ) -> None:
@@ -164,9 +164,7 @@ class Trials(Searcher):  # type: ignore[misc]
             },
         }
 
-    def on_trial_complete(
-        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
-    ) -> None:
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Nothing is learned from it: what comes next was drawn before."""
 
     def save(self, checkpoint_path: str) -> None:
@@ -177,7 +175,7 @@ class Trials(Searcher):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class _Named:
+class _NamedTrial:
     """A trial by the name that it keeps over restarts of the search; Tune's own is a new one each time."""
 
     trial_id: str
@@ -196,16 +194,16 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
             time_attr=TIME,
             metric=OBJECTIVE,
             mode=search.mode,
-            max_t=max(evaluations, search.grace),
-            grace_period=search.grace,
+            max_t=max(evaluations, search.grace_period),
+            grace_period=search.grace_period,
             reduction_factor=search.reduction_factor,
         )
 
-    def replay(self, results: Sequence[Result], search: Search) -> None:
+    def replay(self, results: Sequence[TrialResult], search: Search) -> None:
         """Compare what was compared before, in the same order."""
         worst = float("-inf") if search.mode == "max" else float("inf")
         for result in results:
-            name = _Named(str(result.trial))
+            name = _NamedTrial(str(result.trial))
             if name.trial_id not in self._trial_info:
                 super().on_trial_add(None, name)
             value = result.value(search.metric_name)
@@ -246,11 +244,11 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
         self._trial_info.pop(str(trial.config["number"]), None)
 
 
-def _name(trial: Any) -> _Named:
-    return _Named(str(trial.config["number"]))
+def _name(trial: Any) -> _NamedTrial:
+    return _NamedTrial(str(trial.config["number"]))
 
 
-def make_scheduler(search: Search, results: Sequence[Result]) -> TrialScheduler:
+def make_scheduler(search: Search, results: Sequence[TrialResult]) -> TrialScheduler:
     """What ends trials early.
 
     Args:

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.core.errors import LaunchError, PacelineError, RunDirectoryError
-from paceline.core.signals import STOP_SIGNALS, StopRequests, signals_handled
+from paceline.core.signals import STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.ray_cluster import connect, import_ray
 from paceline.runs.metrics import finite
 from paceline.tune.charts import draw
-from paceline.tune.history import Journal, Result, write_hparams, write_result
-from paceline.tune.search import WARN_AT, Cost, Search, SearchDirectory, estimate, show_seconds
-from paceline.tune.status import Standing, render
+from paceline.tune.history import SearchJournal, TrialResult, write_hparams, write_result
+from paceline.tune.search import WARN_AT, Search, SearchCost, SearchDirectory, estimate, show_seconds
+from paceline.tune.status import SearchStatus, render
 
 # --- Follows a search: writes the journal, shows the status, and watches the budget ---
 
@@ -36,7 +36,7 @@ _SHOW_S = 0.5
 _RECORD_S = 15.0  # what is forgotten of a search that is killed, at most
 
 
-class Observer:
+class SearchMonitor:
     """What happens beside the trials.
 
     Args:
@@ -54,7 +54,13 @@ class Observer:
     """
 
     def __init__(
-        self, ray: ModuleType, search: Search, directory: SearchDirectory, journal: Journal, *, quiet: bool
+        self,
+        ray: ModuleType,
+        search: Search,
+        directory: SearchDirectory,
+        journal: SearchJournal,
+        *,
+        quiet: bool,
     ) -> None:
         self._ray, self._search, self._directory, self._journal = ray, search, directory, journal
         self._budget = search.limit
@@ -90,7 +96,7 @@ class Observer:
         return self._earlier_s + time.monotonic() - self._began
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> SearchCost:
         """What was spent until now, with what running trials have taken since their last result."""
         known = self._journal.cost(self.clock_s, self._search.gpus)
         return replace(known, gpu_hours=known.gpu_hours + self._running_s / 3600 * self._search.gpus)
@@ -110,7 +116,7 @@ class Observer:
         """Whether nothing more is to begin."""
         return self.spent or self._directory.stop.exists()
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Look at the budget, record what is spent, and show where the search stands."""
         self._watch_budget()
         if time.monotonic() - self._recorded_at > _RECORD_S:
@@ -120,16 +126,14 @@ class Observer:
             self._shown_at = time.monotonic()
             self._live.update(render(self._search, self._journal, self.standing()), refresh=True)
 
-    def standing(self) -> Standing:
+    def standing(self) -> SearchStatus:
         """What there is to show, besides the trials."""
         there, free = self._ray.cluster_resources(), self._ray.available_resources()
         used = [
-            f"{there[name] - free.get(name, 0):g}/{there[name]:g} {name}s"
-            for name in ("CPU", "GPU")
-            if name in there
+            f"{there[name] - free.get(name, 0):g}/{there[name]:g} {name}s" for name in ("CPU", "GPU") if name in there
         ]
         asha = self._search.scheduler == "asha" and self.scheduler is not None
-        return Standing(
+        return SearchStatus(
             clock_s=self.clock_s,
             resources=", ".join(used),
             scheduler=self.scheduler.debug_string() if asha else "",
@@ -161,7 +165,7 @@ class Observer:
             self._journal.unsaid_s += said["seconds"]
             return  # said before, or to be gone on with
         place = f"{said.get('node_ip', '')}:{said.get('pid', '')}"
-        result = Result(
+        result = TrialResult(
             trial=number,
             state="stopped" if ended and state == "running" else state,
             iteration=said["iteration"],
@@ -188,7 +192,7 @@ class Observer:
         self.failure = why
         trial = self._journal.trial(number)
         self._journal.add(
-            Result(
+            TrialResult(
                 trial=number,
                 state="failed",
                 iteration=trial.iteration,
@@ -204,16 +208,14 @@ class Observer:
         """Tell the user, above the table."""
         self._console.print(f"paceline: {text}", markup=False, soft_wrap=True)
 
-    def _say_line(self, result: Result) -> None:
+    def _say_line(self, result: TrialResult) -> None:
         value = result.value(self._search.metric_name)
         shown = "" if value is None else f", {self._search.metric_name} {value:.6g}"
         state = "" if result.state == "running" else f", {result.state}"
         # What else is said of a loss that is NaN is advice for a run that was meant to go on.
         message = result.message.partition(". ")[0] if result.state == "diverged" else result.message
         why = f": {message}" if message else ""
-        self.say(
-            f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}"
-        )
+        self.say(f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}")
 
     def _estimate_anew(self, seconds_per_evaluation: float) -> None:
         """An evaluation's cost is known now, and it is this cluster's; without the first import of torch."""
@@ -262,11 +264,11 @@ class Observer:
 class _Events(Callback):  # type: ignore[misc]
     """What Tune tells."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: SearchMonitor) -> None:
         self._observer = observer
 
     def on_step_end(self, iteration: int, trials: Any, **info: Any) -> None:
-        self._observer.turn()
+        self._observer.poll()
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         self._observer.started(trial.config["number"])
@@ -327,7 +329,7 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def unfinished(search: Search, journal: Journal) -> list[int]:
+def unfinished(search: Search, journal: SearchJournal) -> list[int]:
     """The trials that are to run: those that have begun and not ended, then those that have not begun."""
     there = [n for n, trial in journal.trials.items() if not trial.ended]
     return [*sorted(there), *(n for n in range(search.planned) if n not in journal.trials)]
@@ -337,7 +339,7 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
 
     require_room(ray, search)
     directory.stop.unlink(missing_ok=True)
-    journal = Journal(directory.journal)
+    journal = SearchJournal(directory.journal)
     numbers = unfinished(search, journal)
     asked: list[int] = []
     requests = StopRequests()
@@ -348,10 +350,10 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
         asked.append(number)
         directory.stop.touch()
 
-    observer = Observer(ray, search, directory, journal, quiet=quiet)
+    observer = SearchMonitor(ray, search, directory, journal, quiet=quiet)
     try:
-        with signals_handled(STOP_SIGNALS, on_signal), observer:
-            observer.turn()
+        with handle_signals(STOP_SIGNALS, on_signal), observer:
+            observer.poll()
             if numbers and not observer.closed:
                 _tune(search, directory, journal, numbers, observer)
     finally:
@@ -366,7 +368,7 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     except OSError as error:
         raise RunDirectoryError(
             f"cannot write to {directory.path}: {error.strerror}. Make room, then go on with: paceline tune "
-            f"--resume --run {directory.path}. What had ended is not run again."
+            f"--resume --run-dir {directory.path}. What had ended is not run again."
         ) from error
     except LaunchError as error:
         observer.say(str(error))
@@ -375,7 +377,7 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     if not done and not observer.spent:
         raise LaunchError(
             f"{sum(not t.ended for t in trials)} trials did not end: "
-            f"{observer.failure or 'Ray gave them up'}. Go on with: paceline tune --resume --run "
+            f"{observer.failure or 'Ray gave them up'}. Go on with: paceline tune --resume --run-dir "
             f"{directory.path}"
         )
     if (done or observer.spent) and journal.best(search.metric_name, search.mode) is None:
@@ -401,13 +403,13 @@ def require_room(ray: ModuleType, search: Search) -> None:
 def _tune(
     search: Search,
     directory: SearchDirectory,
-    journal: Journal,
+    journal: SearchJournal,
     numbers: Sequence[int],
-    observer: Observer,
+    observer: SearchMonitor,
 ) -> None:
     from ray import tune
 
-    from paceline.tune.ray_adapter import TrialRun, Trials, make_scheduler
+    from paceline.tune.ray_adapter import JournalSearcher, TrialRun, make_scheduler
 
     # It misses the files that its own loggers would have written.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
@@ -420,7 +422,7 @@ def _tune(
                 name="search",
                 storage_path=own,
                 num_samples=len(numbers),
-                search_alg=Trials(search, directory, journal, numbers, lambda: observer.closed),
+                search_alg=JournalSearcher(search, directory, journal, numbers, lambda: observer.closed),
                 scheduler=observer.scheduler,
                 resources_per_trial={"cpu": search.cpus, **({"gpu": search.gpus} if search.gpus else {})},
                 reuse_actors=True,

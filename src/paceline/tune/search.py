@@ -107,9 +107,7 @@ class Space:
             number: from 0; below ``size`` where there is one.
         """
         if self._order is None:
-            return {
-                d.field: d.draw(random.Random(f"{self.seed}/{number}/{d.field}")) for d in self.dimensions
-            }
+            return {d.field: d.draw(random.Random(f"{self.seed}/{number}/{d.field}")) for d in self.dimensions}
         rest, chosen = self._order[number], {}
         for dimension in self.dimensions:
             assert dimension.options is not None
@@ -180,7 +178,7 @@ Unit = Literal["seconds", "trials", "gpu-h", "$"]
 
 
 @dataclass(frozen=True)
-class Cost:
+class SearchCost:
     """What was spent, or is going to be.
 
     Attributes:
@@ -195,7 +193,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Budget:
+class SearchBudget:
     """The most that a search may spend.
 
     Attributes:
@@ -208,11 +206,11 @@ class Budget:
     unit: Unit
     price_per_hour: float | None = None
 
-    def used(self, cost: Cost) -> float:
+    def used(self, cost: SearchCost) -> float:
         """The part of the budget that ``cost`` is; above 1 where it is more."""
         return self._in_unit(cost) / self.amount
 
-    def show(self, cost: Cost) -> str:
+    def show(self, cost: SearchCost) -> str:
         """A cost in the budget's unit, beside the budget."""
         spent = self._in_unit(cost)
         match self.unit:
@@ -222,7 +220,7 @@ class Budget:
                 return f"${spent:.2f} of ${self.amount:.2f}"
         return f"{spent:.4g} of {self.amount:g} {self.unit}"
 
-    def _in_unit(self, cost: Cost) -> float:
+    def _in_unit(self, cost: SearchCost) -> float:
         match self.unit:
             case "seconds":
                 return cost.seconds
@@ -234,7 +232,7 @@ class Budget:
         return cost.seconds / 3600 * self.price_per_hour
 
 
-def parse_budget(text: str, price_per_hour: float | None, gpus_per_trial: float) -> Budget:
+def parse_budget(text: str, price_per_hour: float | None, gpus_per_trial: float) -> SearchBudget:
     """Read what ``--budget`` says.
 
     Raises:
@@ -250,20 +248,20 @@ def parse_budget(text: str, price_per_hour: float | None, gpus_per_trial: float)
             raise ConfigError(
                 f"--budget {text}: say what an hour of the machines costs, in dollars: --price-per-hour 3.5."
             )
-        return Budget(float(match[2]), "$", price_per_hour)
+        return SearchBudget(float(match[2]), "$", price_per_hour)
     if match[3].startswith("trial"):
         if float(match[2]) % 1:
             raise ConfigError(f"--budget {text}: trials are whole.")
-        return Budget(float(match[2]), "trials")
+        return SearchBudget(float(match[2]), "trials")
     if match[3] == "gpu-h":
         if not gpus_per_trial:
             raise ConfigError(f"--budget {text}: trials use no GPU. Say --gpus-per-trial, or give hours.")
-        return Budget(float(match[2]), "gpu-h")
-    return Budget(parse_duration_s(text.strip(), "budget"), "seconds")
+        return SearchBudget(float(match[2]), "gpu-h")
+    return SearchBudget(parse_duration_s(text.strip(), "budget"), "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class CostEstimate:
     """What a search is going to cost, from what a trial's first steps or rung took.
 
     Attributes:
@@ -272,8 +270,8 @@ class Estimate:
         concurrent: trials at a time.
     """
 
-    trial: Cost
-    search: Cost
+    trial: SearchCost
+    search: SearchCost
     concurrent: int
 
 
@@ -286,7 +284,7 @@ def estimate(
     reduction: float,
     concurrent: int,
     gpus_per_trial: float,
-) -> Estimate:
+) -> CostEstimate:
     """What a search will cost.
 
     Of the trials that reach a rung, one in ``reduction`` goes on (Li et al., "A System for Massively Parallel
@@ -312,14 +310,14 @@ def estimate(
     total += left * (evaluations - done)
     work_s = total * seconds_per_evaluation
     clock_s = max(work_s / min(concurrent, trials), trial_s)
-    return Estimate(
-        trial=Cost(trial_s, 1, trial_s / 3600 * gpus_per_trial),
-        search=Cost(clock_s, trials, work_s / 3600 * gpus_per_trial),
+    return CostEstimate(
+        trial=SearchCost(trial_s, 1, trial_s / 3600 * gpus_per_trial),
+        search=SearchCost(clock_s, trials, work_s / 3600 * gpus_per_trial),
         concurrent=concurrent,
     )
 
 
-def require_room(budget: Budget, estimated: Estimate, text: str) -> None:
+def require_room(budget: SearchBudget, estimated: CostEstimate, text: str) -> None:
     """Refuse a budget that not even one trial fits into.
 
     Raises:
@@ -369,7 +367,7 @@ class Search:
         space: what ``--search`` said.
         trials: how many, at most.
         scheduler: what ends trials early.
-        grace: evaluations that every trial has.
+        grace_period: evaluations that every trial has.
         reduction_factor: one in so many trials passes a rung.
         metric: ``NAME:min`` or ``NAME:max``, of the validation split.
         stop: values at which a trial has done enough, by metric.
@@ -388,7 +386,7 @@ class Search:
     trials: int
     metric: str
     scheduler: SchedulerName = "asha"
-    grace: int = 1
+    grace_period: int = 1
     reduction_factor: float = 4.0
     stop: Mapping[str, float] = field(default_factory=dict)
     cpus: float = 1.0
@@ -421,7 +419,7 @@ class Search:
         return parse_best(self.metric)[1]
 
     @property
-    def limit(self) -> Budget | None:
+    def limit(self) -> SearchBudget | None:
         """The budget."""
         return None if self.budget is None else parse_budget(self.budget, self.price_per_hour, self.gpus)
 
@@ -439,11 +437,11 @@ class Search:
         """After which evaluations trials are compared, the first one first."""
         if self.scheduler == "none" or self.evaluations is None:
             return ()
-        left = [float(self.grace)]
+        left = [float(self.grace_period)]
         while left[-1] < self.evaluations:
-            left.append(self.grace * self.reduction_factor ** len(left))
+            left.append(self.grace_period * self.reduction_factor ** len(left))
         found = []
-        for evaluation in range(self.grace, self.evaluations):
+        for evaluation in range(self.grace_period, self.evaluations):
             # ASHA compares once an evaluation, at the highest rung not compared at yet.
             if reached := bisect_right(left, evaluation):
                 left.pop(reached - 1)
@@ -456,7 +454,7 @@ class Search:
         return {
             **self.options,
             "set": [*self.options.get("set", ()), *chosen],
-            "run": str(directory.trial(number)),
+            "run_dir": str(directory.trial(number)),
         }
 
 
@@ -519,7 +517,7 @@ class SearchDirectory:
                 write_atomically(self.settings, (json.dumps(asdict(search), indent=2) + "\n").encode())
         except OSError as error:
             raise RunDirectoryError(
-                f"cannot write to {self.path}: {error.strerror}. Choose another directory with --run DIR."
+                f"cannot write to {self.path}: {error.strerror}. Choose another directory with --run-dir DIR."
             ) from error
 
     def require_none(self) -> None:
@@ -530,8 +528,8 @@ class SearchDirectory:
         """
         if self.settings.exists():
             raise RunDirectoryError(
-                f"{self.path} holds a search already. Go on with it: paceline tune --resume --run "
-                f"{self.path}; or choose another --run DIR."
+                f"{self.path} holds a search already. Go on with it: paceline tune --resume --run-dir "
+                f"{self.path}; or choose another --run-dir DIR."
             )
 
     @contextmanager
@@ -551,7 +549,7 @@ class SearchDirectory:
                     if time.monotonic() > deadline:
                         raise RunInUseError(
                             f"{self.path} is in use by another process. Wait for it to end, or choose "
-                            "another --run DIR."
+                            "another --run-dir DIR."
                         ) from None
                     time.sleep(_POLL_S)
             yield
@@ -571,7 +569,7 @@ class SearchDirectory:
             _ = search.config, search.parsed_space, search.mode, search.limit
         except FileNotFoundError:
             raise RunDirectoryError(
-                f"{self.path} holds no search (no tune.json). Check --run DIR, or leave --resume out."
+                f"{self.path} holds no search (no tune.json). Check --run-dir DIR, or leave --resume out."
             ) from None
         except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
             raise RunDirectoryError(

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from paceline.tune.history import Trial, Trials, TrialState
+from paceline.tune.history import SearchHistory, Trial, TrialState
 from paceline.tune.search import Search, Value, show_seconds
 
 _ORDER: tuple[TrialState, ...] = ("running", "waiting", "finished", "goal", "stopped", "diverged", "failed")
@@ -28,7 +28,7 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class SearchStatus:
     """What there is to show, besides the journal.
 
     Attributes:
@@ -46,7 +46,7 @@ class Standing:
     notes: Sequence[str] = ()
 
 
-def render(search: Search, journal: Trials, standing: Standing, *, every: bool = False) -> RenderableType:
+def render(search: Search, journal: SearchHistory, standing: SearchStatus, *, every: bool = False) -> RenderableType:
     """The status, with a table of trials.
 
     Args:

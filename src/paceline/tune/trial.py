@@ -23,8 +23,8 @@ from paceline.core.config import config_from_mapping
 from paceline.core.environment import variables_of_another_job
 from paceline.core.errors import LaunchError, RunDirectoryError
 from paceline.core.files import read_json_lines, write_atomically
-from paceline.core.job import Job
-from paceline.core.parent_death import die_with_parent, tethered
+from paceline.core.job import WorkerConfig
+from paceline.core.parent_death import die_with_parent, kill_with_parent_command
 from paceline.core.signals import WORKER_STOP_SIGNALS
 from paceline.launch.ray import own_variables
 from paceline.runs.directory import RunDirectory
@@ -73,7 +73,7 @@ def _trial(job_file: Path, output: Path) -> int:
         os.dup2(descriptor, number)
     code = 1
     try:
-        code = run_trial(Job.from_toml(job_file))
+        code = run_trial(WorkerConfig.from_toml(job_file))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -81,7 +81,7 @@ def _trial(job_file: Path, output: Path) -> int:
     return code
 
 
-def run_trial(job: Job) -> int:
+def run_trial(job: WorkerConfig) -> int:
     """Train as ``paceline train`` does: here, or with several processes; return the exit code."""
     from paceline.core.errors import PacelineError
     from paceline.launch.local_run import launch
@@ -107,7 +107,7 @@ class TrialDiedError(LaunchError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class TrialCommand:
     """What a trial is to do.
 
     Attributes:
@@ -124,7 +124,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class TrialReport:
     """What a trial has to say: an evaluation, its end, or both.
 
     Attributes:
@@ -149,7 +149,7 @@ class TrialServer:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
-                tethered([sys.executable, "-m", "paceline.tune.trial", str(theirs.fileno())]),
+                kill_with_parent_command([sys.executable, "-m", "paceline.tune.trial", str(theirs.fileno())]),
                 # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
                 env=variables_of_another_job(own_variables()),
                 stdin=subprocess.DEVNULL,
@@ -198,9 +198,9 @@ class RunningTrial:
         order: what it is to do.
     """
 
-    def __init__(self, server: TrialServer, order: Order) -> None:
+    def __init__(self, server: TrialServer, order: TrialCommand) -> None:
         self._server, self._order = server, order
-        self._directory = RunDirectory(Path(order.options["run"]))
+        self._directory = RunDirectory(Path(order.options["run_dir"]))
         self._iteration, self._step = order.iteration, order.step
         self._metrics: Mapping[str, float | None] = {}
         self._connection: socket.socket | None = None
@@ -225,11 +225,11 @@ class RunningTrial:
         for old in self._directory.logs.glob("rank-*.error.json"):
             old.unlink()
         config = config_from_mapping(dict(self._order.options), "tune.json")
-        job = Job(
+        job = WorkerConfig(
             config=config,
-            given=frozenset(self._order.options),
+            explicit_options=frozenset(self._order.options),
             quiet=True,
-            referee=str(self._private / "referee"),
+            trial_scheduler=str(self._private / "referee"),
         )
         self._directory.create()
         file = self._directory.path / "trial.toml"
@@ -244,7 +244,7 @@ class RunningTrial:
                 raise RunDirectoryError(f"{self._directory.path} is in use by another process.")
             time.sleep(_POLL_S)
 
-    def next(self) -> Told:
+    def next(self) -> TrialReport:
         """Let it go on, and wait for its next evaluation or its end.
 
         Raises:
@@ -337,12 +337,12 @@ class RunningTrial:
             self._exit_code = int(self._server.receive().get("exited", -signal.SIGKILL))
         return None
 
-    def _told(self, state: TrialState, message: str = "") -> Told:
-        return Told(
+    def _told(self, state: TrialState, message: str = "") -> TrialReport:
+        return TrialReport(
             iteration=self._iteration, step=self._step, metrics=self._metrics, state=state, message=message
         )
 
-    def _ended(self, code: int) -> Told:
+    def _ended(self, code: int) -> TrialReport:
         """How it ended.
 
         Raises:

@@ -7,14 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.elastic.agent import Agent
 from paceline.launch.local_processes import get_local_launcher
 from paceline.runs.directory import RunDirectory
 
 nproc, max_restarts = (int(word) for word in sys.argv[1:3])
 faults = json.loads(Path("job.json").read_text())["faults"].values()
-spec = LocalSpec(
+spec = ProcessGroupSpec(
     command=("-m", "paceline.training.worker", str(Path("job.json").resolve())),
     nproc=nproc,
     directory=RunDirectory(Path.cwd()),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.core import errors
 from paceline.elastic import forkserver
-from paceline.elastic.worker_channel import Channel, Member, Retired
+from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import record_failure
 from paceline.training import worker
@@ -39,7 +39,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
         file.write(f"{os.getpid()}\n")
     nth = len(starts.read_text().splitlines())
     fault_step, kind = script["faults"].get(f"{slot}:{nth}", [-1, ""])
-    member = Member(Channel.of(channel))
+    member = AgentClient(WorkerChannel.of(channel))
     left = -1
     print(f"slot {slot} of {os.getpid()}", flush=True)
     os.write(terminal[0], f"terminal of {slot}\n".encode())
@@ -50,7 +50,7 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
             end(kind)
         progress = place_of_work / "step"
         while True:
-            place = member.next_view(left, "test")
+            place = member.next_group(left, "test")
             assert place is not None
             left = place.generation
             with (place_of_work / "views").open("a") as file:
@@ -102,7 +102,7 @@ def end(kind: str) -> None:
         case "raise" | "bug":
             raise ValueError("a bug")
         case "corrupt":
-            raise errors.CorruptionError(
+            raise errors.SilentDataCorruptionError(
                 "rank 1 computed another gradient: its machine (m) is not to be trusted."
             )
         case "user":
@@ -113,5 +113,5 @@ worker.main_member = main_member
 
 if __name__ == "__main__":
     # As the real one does, but without torch: that takes seconds to import.
-    child = forkserver.Zygote(socket.socket(fileno=int(sys.argv[1]))).serve()
+    child = forkserver.ForkServerProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
     sys.exit(0 if child is None else child())

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from tests.conftest import children, runs
 
-from paceline.core.process_group import LocalSpec
-from paceline.elastic.consensus.discovery import Company
-from paceline.elastic.consensus.messages import Roster
-from paceline.elastic.consensus.witness import LeaseDirectory
+from paceline.core.process_group import ProcessGroupSpec
+from paceline.elastic.consensus.discovery import PeerDirectory
+from paceline.elastic.consensus.messages import NodeSet
+from paceline.elastic.consensus.witness import FileWitness
 from paceline.runs.directory import RunDirectory
 
 DRIVER = Path(__file__).with_name("driver.py")
@@ -131,9 +131,7 @@ def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> 
 
 @pytest.mark.integration
 def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
-    program = (
-        "from paceline.elastic.controller import say; say('the run continues.'); print('so does the agent')"
-    )
+    program = "from paceline.elastic.controller import print_status; print_status('the run continues.'); print('so does the agent')"
     with open("/dev/full", "w") as full:
         popen = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full)
         assert popen.communicate(timeout=60)[0] == b"so does the agent\n"
@@ -141,10 +139,10 @@ def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
 
 def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = RunDirectory(tmp_path)
-    company = Company(LocalSpec(command=("job.toml",), directory=directory), directory, None)
-    company.begin(None, LeaseDirectory(tmp_path / "nowhere", "0" * 32))
+    company = PeerDirectory(ProcessGroupSpec(command=("job.toml",), directory=directory), directory, None)
+    company.begin(None, FileWitness(tmp_path / "nowhere", "0" * 32))
     for _ in range(3):
-        assert company.take_lease(Roster(1, ("a", "b")), frozenset("a")) is None
+        assert company.acquire_witness(NodeSet(1, ("a", "b")), frozenset("a")) is None
     assert capsys.readouterr().err.count("cannot be used: No such file or directory") == 1
 
 
@@ -172,9 +170,7 @@ def test_an_error_that_would_happen_again_ends_the_job(job: Job, kind: str, step
     done = job.run(2, {"1:1": [step, kind]})
     assert done.returncode == code
     assert done.stderr.startswith(
-        "paceline: an option is wrong"
-        if kind == "user"
-        else "paceline: rank 1 failed first: ValueError: a bug"
+        "paceline: an option is wrong" if kind == "user" else "paceline: rank 1 failed first: ValueError: a bug"
     )
     assert len(job.pids(1)) == 1
 
@@ -202,9 +198,7 @@ def test_a_fault_that_always_comes_back_ends_the_job_and_names_the_step(job: Job
 
 
 @pytest.mark.parametrize(("allowed", "starts"), [(0, 1), (1, 2)])
-def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(
-    job: Job, allowed: int, starts: int
-) -> None:
+def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(job: Job, allowed: int, starts: int) -> None:
     # The one that has lost its peer says so while the other still writes down its error.
     faults = {f"{slot}:{nth}": [20, kind] for nth in (1, 2, 3) for slot, kind in ((0, "loses"), (1, "late"))}
     done = job.run(2, faults, max_restarts=allowed, recover="restart")
@@ -214,9 +208,7 @@ def test_a_restart_is_counted_though_a_peer_notices_the_fault_first(
     assert done.stderr.startswith("paceline: rank 1 failed first: ValueError: a bug")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
 def test_a_signal_is_passed_on_once_and_nobody_is_started_after_it(job: Job, number: int, code: int) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)

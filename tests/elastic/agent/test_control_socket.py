@@ -16,10 +16,10 @@ import pytest
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.elastic import control
-from paceline.elastic.control import AgentConnection, AgentGone, ControlSocket, Status, WorkerStatus
+from paceline.elastic.control import AgentConnection, AgentGone, ControlSocket, RunStatus, WorkerStatus
 from paceline.runs.directory import RunDirectory
 
-STATUS = Status(
+STATUS = RunStatus(
     generation=3,
     target=2,
     whole=True,
@@ -43,7 +43,7 @@ class Job:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         return STATUS
 
     def scale(self, nproc: int) -> None:
@@ -176,9 +176,7 @@ def test_a_note_that_is_no_note_is_an_error_in_words(directory: RunDirectory) ->
             AgentConnection(directory)
 
 
-def test_without_a_short_folder_it_says_which_to_set(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_short_folder_it_says_which_to_set(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(control.tempfile, "gettempdir", lambda: "/long" * 40)
     monkeypatch.setattr(control.os, "access", lambda path, mode: False)

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from paceline.elastic import hang as hang_watch
-from paceline.elastic.coordinator import View
-from paceline.elastic.hang import Ask, Hang, HangWatch
-from paceline.elastic.worker_channel import Standing
+from paceline.elastic.coordinator import WorkerGroup
+from paceline.elastic.hang import Ask, Hang, HangDetector
+from paceline.elastic.worker_channel import StallSnapshot
 from paceline.runs.directory import RunDirectory
 
 
-def standing(rank: int, *, inside: bool, generation: int = 4, still_s: float = 31.0) -> Standing:
-    return Standing(
+def standing(rank: int, *, inside: bool, generation: int = 4, still_s: float = 31.0) -> StallSnapshot:
+    return StallSnapshot(
         generation=generation,
         rank=rank,
         step=8,
         stage="step",
         phase="forward",
         exchange="all-reduce",
-        entered=3 if inside else 2,
+        collective_seq=3 if inside else 2,
         left=2,
         stage_s=32.0,
         overdue=True,
@@ -41,9 +41,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, now: list[float]) -> HangWatch:
-    watching = HangWatch(RunDirectory(tmp_path))
-    watching.forms(View(4, (7, 9), 2), ["a", "b"])
+def watch(tmp_path: Path, now: list[float]) -> HangDetector:
+    watching = HangDetector(RunDirectory(tmp_path))
+    watching.forms(WorkerGroup(4, (7, 9), 2), ["a", "b"])
     return watching
 
 
@@ -51,23 +51,23 @@ def events(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in e.items() if k != "time"} for e in RunDirectory(path).read_events()]
 
 
-def test_nobody_is_asked_while_nobody_is_overdue(watch: HangWatch) -> None:
+def test_nobody_is_asked_while_nobody_is_overdue(watch: HangDetector) -> None:
     watch.beats(7, overdue=False)
     watch.beats(5, overdue=True)  # no member
     assert watch.deadline == math.inf
-    assert watch.turn() is None
+    assert watch.poll() is None
 
 
-def test_who_holds_the_others_up_is_to_be_killed(watch: HangWatch, tmp_path: Path) -> None:
+def test_who_holds_the_others_up_is_to_be_killed(watch: HangDetector, tmp_path: Path) -> None:
     watch.beats(9, overdue=True)
     assert watch.deadline == 100.0
-    assert watch.turn() == Ask((7, 9))
-    assert watch.turn() is None
+    assert watch.poll() == Ask((7, 9))
+    assert watch.poll() is None
     watch.answers(7, standing(0, inside=False))
     watch.answers(9, standing(1, inside=True, generation=3))  # of an earlier view
-    assert watch.turn() is None
+    assert watch.poll() is None
     watch.answers(9, standing(1, inside=True))
-    hang = watch.turn()
+    hang = watch.poll()
     reason = "has not entered all-reduce 3 of step 9: it is in `f` (a.py:1)"
     (event,) = events(tmp_path)
     folder = tmp_path / event.pop("stacks")
@@ -83,50 +83,50 @@ def test_who_holds_the_others_up_is_to_be_killed(watch: HangWatch, tmp_path: Pat
     assert (folder / "rank-0.txt").read_text().endswith("the stacks")
     # It is said once, however long the culprit takes to end.
     watch.beats(9, overdue=True)
-    assert watch.turn() is None
+    assert watch.poll() is None
 
 
-def test_who_does_not_answer_is_to_be_killed(watch: HangWatch, now: list[float]) -> None:
+def test_who_does_not_answer_is_to_be_killed(watch: HangDetector, now: list[float]) -> None:
     watch.beats(7, overdue=True)
-    watch.turn()
+    watch.poll()
     watch.answers(7, standing(0, inside=True))
     now[0] += 4.9
-    assert watch.turn() is None
+    assert watch.poll() is None
     now[0] += 0.2
-    hang = watch.turn()
+    hang = watch.poll()
     assert isinstance(hang, Hang)
     assert hang.culprits == {9: "does not answer"}
 
 
 def test_who_moves_is_slow_and_that_is_said_once_in_a_while(
-    watch: HangWatch, now: list[float], tmp_path: Path
+    watch: HangDetector, now: list[float], tmp_path: Path
 ) -> None:
     for _ in range(3):
         watch.beats(9, overdue=True)
         assert watch.deadline <= now[0] + 2
         now[0] = watch.deadline
-        assert watch.turn() == Ask((7, 9))
+        assert watch.poll() == Ask((7, 9))
         watch.answers(7, standing(0, inside=False, still_s=0.1))
         watch.answers(9, standing(1, inside=True))
-        assert watch.turn() is None
+        assert watch.poll() is None
     assert [(event["event"], event["ranks"]) for event in events(tmp_path)] == [("slow", [0])]
 
 
-def test_who_has_finished_is_not_waited_for(watch: HangWatch) -> None:
+def test_who_has_finished_is_not_waited_for(watch: HangDetector) -> None:
     watch.finishes(7)
     watch.beats(9, overdue=True)
-    watch.turn()
+    watch.poll()
     watch.answers(9, standing(1, inside=True))
-    hang = watch.turn()
+    hang = watch.poll()
     assert isinstance(hang, Hang)
     assert hang.culprits == {}
     assert "rank 0 on node a has finished" in hang.sentence
 
 
-def test_a_view_that_breaks_is_judged_no_more(watch: HangWatch) -> None:
+def test_a_view_that_breaks_is_judged_no_more(watch: HangDetector) -> None:
     watch.beats(9, overdue=True)
-    watch.turn()
+    watch.poll()
     watch.forget()
     watch.answers(9, standing(1, inside=True))
     assert watch.deadline == math.inf
-    assert watch.turn() is None
+    assert watch.poll() is None

@@ -16,7 +16,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.elastic.consensus.transport import LONGEST, Link, LinkError, Listener, connect
+from paceline.elastic.consensus.transport import (
+    LONGEST,
+    AuthenticatedConnection,
+    Listener,
+    PeerConnectionError,
+    connect,
+)
 
 TOKEN = bytes(range(32))
 GREETING = len(b"paceline-link-1\n") + 32
@@ -26,12 +32,12 @@ def wait(*watched: Any, write: bool = False) -> None:
     """Until one of these is ready, as the agent's selector waits."""
     with selectors.DefaultSelector() as selector:
         for item in watched:
-            wants = write or (isinstance(item, Link) and item.wants_write)
+            wants = write or (isinstance(item, AuthenticatedConnection) and item.wants_write)
             selector.register(item, selectors.EVENT_READ | (selectors.EVENT_WRITE if wants else 0))
         assert selector.select(20), "nothing happens"
 
 
-def receive(link: Link, count: int) -> list[dict[str, Any]]:
+def receive(link: AuthenticatedConnection, count: int) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     while len(messages) < count:
         wait(link)
@@ -39,13 +45,13 @@ def receive(link: Link, count: int) -> list[dict[str, Any]]:
     return messages
 
 
-def ended(link: Link) -> str:
+def ended(link: AuthenticatedConnection) -> str:
     """Why the link ends."""
     while True:
         wait(link)
         try:
             assert link.receive() == []
-        except LinkError as error:
+        except PeerConnectionError as error:
             return str(error)
 
 
@@ -60,7 +66,7 @@ class Network:
         self.stack.callback(listener.close)
         return listener
 
-    def connect(self, listener: Listener, token: bytes = TOKEN, **options: Any) -> Link:
+    def connect(self, listener: Listener, token: bytes = TOKEN, **options: Any) -> AuthenticatedConnection:
         link = connect("127.0.0.1", listener.port, token, {"i": "connect"}, **options)
         self.stack.callback(link.close)
         return link
@@ -70,10 +76,10 @@ class Network:
         self.stack.callback(end.close)
         return end
 
-    def pair(self) -> tuple[Link, Link]:
+    def pair(self) -> tuple[AuthenticatedConnection, AuthenticatedConnection]:
         listener = self.listen()
         ours = self.connect(listener)
-        theirs: list[Link] = []
+        theirs: list[AuthenticatedConnection] = []
         while not (theirs and ours.is_open):
             wait(listener, ours) if not theirs else wait(ours)
             theirs += listener.accept()[0]
@@ -216,7 +222,7 @@ def test_silent_peers_keep_nobody_out(network: Network) -> None:
     wait(listener)
     listener.accept()
     honest = network.connect(listener)
-    opened: list[Link] = []
+    opened: list[AuthenticatedConnection] = []
     while not opened:
         wait(listener, honest)
         opened += listener.accept()[0]
@@ -244,7 +250,7 @@ def test_who_takes_too_long_is_refused(network: Network) -> None:
     assert network.refusals(listener)[0].endswith("not done with the handshake in time.")
     quick = network.listen()
     link = network.connect(quick, within_s=0.0)
-    with pytest.raises(LinkError, match=r"no answer|handshake in time"):
+    with pytest.raises(PeerConnectionError, match=r"no answer|handshake in time"):
         link.receive()
     assert quick.deadline > time.monotonic()
 
@@ -252,10 +258,10 @@ def test_who_takes_too_long_is_refused(network: Network) -> None:
 def test_nobody_there_is_an_error_with_its_reason(network: Network) -> None:
     listener = network.listen()
     listener.close()
-    with pytest.raises(LinkError, match="refused"):  # at once, or as the answer comes  # noqa: PT012
+    with pytest.raises(PeerConnectionError, match="refused"):  # at once, or as the answer comes  # noqa: PT012
         link = network.connect(listener)
-        raise LinkError(ended(link))
-    with pytest.raises(LinkError, match=r"no link with nowhere\.invalid:1"):
+        raise PeerConnectionError(ended(link))
+    with pytest.raises(PeerConnectionError, match=r"no link with nowhere\.invalid:1"):
         connect("nowhere.invalid", 1, TOKEN, {})
 
 
@@ -294,14 +300,14 @@ class Wire:
         assert self.sender.is_open
         assert self.receiver.is_open
 
-    def _end(self, side: Any) -> tuple[Link, socket.socket]:
+    def _end(self, side: Any) -> tuple[AuthenticatedConnection, socket.socket]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             ours = socket.create_connection(server.getsockname())
             theirs, _ = server.accept()
         ours.setblocking(False)
         theirs.settimeout(20)
-        link = Link(ours, side, "peer", TOKEN, {}, time.monotonic() + 60, 4.0)
-        with suppress(LinkError):
+        link = AuthenticatedConnection(ours, side, "peer", TOKEN, {}, time.monotonic() + 60, 4.0)
+        with suppress(PeerConnectionError):
             link.receive()
         return link, theirs
 
@@ -331,7 +337,7 @@ class Wire:
             wait(self.receiver)
             try:
                 messages += self.receiver.receive()
-            except LinkError as error:
+            except PeerConnectionError as error:
                 return messages, str(error)
 
     def close(self) -> None:
@@ -374,9 +380,7 @@ def test_a_flipped_bit_is_noticed(wires: Callable[[], Wire], place: float, bit: 
     messages, why = wire.deliver(bytes(content))
     assert len(messages) < len(MESSAGES)
     assert messages == MESSAGES[: len(messages)]
-    assert any(
-        words in why for words in ("changed on its way", "in the middle of a message", "was announced")
-    )
+    assert any(words in why for words in ("changed on its way", "in the middle of a message", "was announced"))
     wire.close()
 
 

@@ -8,49 +8,49 @@ from typing import Any
 import pytest
 
 from paceline.elastic.consensus.messages import (
-    Announce,
-    Book,
-    Clear,
+    AddressBook,
+    JobFinished,
+    LeaderHeartbeat,
     Message,
     MessageError,
-    Ordered,
-    Over,
-    Reported,
-    Roster,
-    SeenOff,
-    SentHome,
-    Signalled,
+    NodeCommand,
+    NodeSet,
+    Quiesced,
+    Rejected,
+    Removed,
+    SignalReceived,
     Term,
-    Workers,
+    WorkerEvent,
+    WorkerList,
     read,
     write,
 )
-from paceline.elastic.coordinator import Seat
+from paceline.elastic.coordinator import WorkerSlot
 from paceline.elastic.node import Ended
-from paceline.elastic.worker_channel import Beat, Leave, Place
+from paceline.elastic.worker_channel import Assignment, ExitRequest, WorkerHeartbeat
 from paceline.runs.failures import failure_of
 
 TERM = Term(3, "a")
-PLACE = Place(1, 2, 3, local_rank=0, local_world_size=1, computing=3, address="10.0.0.1", port=40000)
+PLACE = Assignment(1, 2, 3, local_rank=0, local_world_size=1, active=3, address="10.0.0.1", port=40000)
 ENDED = Ended(4, 1, 77, -9, "was silent", 2.5, 30, retired=False, failure=failure_of(1, ValueError("é")))
 MESSAGES: list[Message] = [
-    Ordered(TERM, "start", (4, 1)),
-    Ordered(TERM, "tell", (4, PLACE)),
-    Ordered(TERM, "tell", (4, Leave())),
-    Ordered(TERM, "kill", (4, "was silent")),
-    Ordered(TERM, "stop", (15,)),
-    Ordered(TERM, "kill_all", ("was told to end",)),
-    Reported(4, Beat(step=3, version=4, phase="data")),
+    NodeCommand(TERM, "start", (4, 1)),
+    NodeCommand(TERM, "send", (4, PLACE)),
+    NodeCommand(TERM, "send", (4, ExitRequest())),
+    NodeCommand(TERM, "kill", (4, "was silent")),
+    NodeCommand(TERM, "stop", (15,)),
+    NodeCommand(TERM, "kill_all", ("was told to end",)),
+    WorkerEvent(4, WorkerHeartbeat(step=3, version=4, phase="data")),
     ENDED,
     Ended(4, 1, None, 0, "", 0, -1, retired=True, failure=None),
-    Workers(2, {4: (7, Seat(1, "member")), 5: (-1, Seat(0, "starting"))}),
-    Clear(TERM),
-    Signalled(15),
-    Book((("a", ("10.0.0.1", 29500)), ("b", ("10.0.0.2", 40000)))),
-    Over(75),
-    SeenOff(),
-    SentHome("why"),
-    Announce(TERM, Roster(2, ("a", "b"))),
+    WorkerList(2, {4: (7, WorkerSlot(1, "member")), 5: (-1, WorkerSlot(0, "starting"))}),
+    Quiesced(TERM),
+    SignalReceived(15),
+    AddressBook((("a", ("10.0.0.1", 29500)), ("b", ("10.0.0.2", 40000)))),
+    JobFinished(75),
+    Removed(),
+    Rejected("why"),
+    LeaderHeartbeat(TERM, NodeSet(2, ("a", "b"))),
 ]
 
 
@@ -81,7 +81,7 @@ def test_no_value_of_another_type_gets_through(message: Message, wrong: Any) -> 
         {
             "kind": "order",
             "term": [3, "a"],
-            "order": "tell",
+            "order": "send",
             "arguments": [1, {"kind": "joined", "generation": 1}],
         },
         {"kind": "said", "worker": 1, "message": {"kind": "retire"}},

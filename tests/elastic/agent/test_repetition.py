@@ -6,29 +6,29 @@ from pathlib import Path
 
 from paceline.core.errors import PeerLostError
 from paceline.data.ledger import LedgerWriter
-from paceline.data.order import DataOrder
-from paceline.elastic.failure_policy import describe_repetition, of_rank
+from paceline.data.order import DeterministicSampler
+from paceline.elastic.failure_policy import describe_crash_loop, of_rank
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import failure_of
 
-ORDER = DataOrder(100, 24, 4, seed=3)
-CONFIG = {"shards": 4, "global_batch_size": 24}
+ORDER = DeterministicSampler(100, 24, 4, seed=3)
+CONFIG = {"microbatches": 4, "global_batch_size": 24}
 
 
-def test_samples_are_those_of_the_ranks_shards_in_the_next_step() -> None:
+def test_samples_are_those_of_the_ranks_microbatches_in_the_next_step() -> None:
     assert ORDER.steps_per_epoch == 5  # the last of 4 samples
     numbers = ORDER.indices(1, 36, 48).tolist()
     shown = ", ".join(map(str, numbers[:8]))
     assert of_rank(CONFIG, ORDER, 6, 1, 2) == (
-        f"shards 2 to 3: positions 36 to 47 of the epoch (samples {shown}, ...)"
+        f"micro-batches 2 to 3: positions 36 to 47 of the epoch (samples {shown}, ...)"
     )
-    first = ORDER.shard_indices(0, 2, 0).tolist()
+    first = ORDER.microbatch_indices(0, 2, 0).tolist()
     assert of_rank(CONFIG, ORDER, 2, 0, 4) == (
-        f"shard 0: positions 48 to 53 of the epoch (samples {', '.join(map(str, first))})"
+        f"micro-batch 0: positions 48 to 53 of the epoch (samples {', '.join(map(str, first))})"
     )
-    # The last step's 4 samples are 2 shards: the second rank of two has none.
+    # The last step's 4 samples are 2 micro-batches: the second rank of two has none.
     assert of_rank(CONFIG, ORDER, 4, 1, 2) == ""
-    assert of_rank(CONFIG, None, 6, 1, 2) == "shards 2 to 3 of the stream, after about 144 samples in all"
+    assert of_rank(CONFIG, None, 6, 1, 2) == "micro-batches 2 to 3 of the stream, after about 144 samples in all"
 
 
 def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
     LedgerWriter(directory.ledger, ORDER, generation=0, parent_version=None).close()
 
     def verdict(error: Exception | None, rank: int | None, steps: int = 6) -> list[str]:
-        return describe_repetition(
+        return describe_crash_loop(
             directory,
             steps=steps,
             replacements=3,
@@ -52,7 +52,7 @@ def test_verdict_names_step_samples_and_error(tmp_path: Path) -> None:
         "The run is still at step 6 after 3 replacements, the last of which exited with status 1: "
         "it would happen again."
     )
-    assert second.startswith("  In step 7, rank 1 computes shards 2 to 3: positions 36 to 47 of the epoch")
+    assert second.startswith("  In step 7, rank 1 computes micro-batches 2 to 3: positions 36 to 47 of the epoch")
     assert third == "  Its last error: ValueError: a bad sample"
     assert len(verdict(PeerLostError("gone"), 1)) == 2
     assert len(verdict(None, None)) == 1

@@ -49,9 +49,7 @@ def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.
         read_token(path)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t: t[:-2], lambda t: b"g" + t[1:], lambda t: t + b"0", lambda t: b""]
-)
+@pytest.mark.parametrize("change", [lambda t: t[:-2], lambda t: b"g" + t[1:], lambda t: t + b"0", lambda t: b""])
 def test_a_damaged_token_is_refused_and_not_shown(tmp_path: Path, change: object) -> None:
     path = tmp_path / "token"
     token = create_token(path).hex()

@@ -13,7 +13,7 @@ from typing import Any
 SLOW = """
 import os, signal, socket, sys, time
 from paceline.training import worker
-from paceline.elastic.forkserver import Zygote
+from paceline.elastic.forkserver import ForkServerProcess
 from paceline.core.signals import WORKER_STOP_SIGNALS
 
 setsid = os.setsid
@@ -26,7 +26,7 @@ os.setsid = late
 worker.main_member = lambda *arguments: time.sleep(600)
 for number in WORKER_STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
-child = Zygote(socket.socket(fileno=int(sys.argv[1]))).serve()
+child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
 sys.exit(0 if child is None else child())
 """
 

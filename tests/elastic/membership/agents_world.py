@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.elastic.consensus.messages import Roster, Term
+from paceline.elastic.consensus.messages import NodeSet, Term
 from paceline.elastic.consensus.paxos import (
+    AcquireWitness,
     Action,
     Committed,
     Fence,
@@ -19,8 +20,7 @@ from paceline.elastic.consensus.paxos import (
     Out,
     Pause,
     Send,
-    StepDown,
-    TakeLease,
+    StopLeading,
 )
 
 Event = tuple[str, str, str]  # what happens, where, and with whom
@@ -70,7 +70,7 @@ class Driver:
     leads: bool = False
     formed: View | None = None
     relinked: frozenset[str] = frozenset()
-    asks: TakeLease | None = None
+    asks: AcquireWitness | None = None
     paused: str = ""
 
 
@@ -108,7 +108,7 @@ class World:
     def at_work(cls, names: str, *, ties: bool, acting: str | None = None, **faults: int) -> World:
         """Agents named a, b, ... in a committed roster that the first leads, with a view at work."""
         nodes = tuple(names)
-        term, roster = Term(1, nodes[0]), Roster(len(nodes) - 1, nodes)
+        term, roster = Term(1, nodes[0]), NodeSet(len(nodes) - 1, nodes)
         agents = {
             name: Leadership(
                 name,
@@ -128,7 +128,7 @@ class World:
             agents,
             {name: Driver(leads=name == nodes[0]) for name in nodes},
             frozenset(frozenset(pair) for pair in itertools.combinations(nodes, 2)),
-            history={roster.generation: nodes},
+            history={roster.config_epoch: nodes},
             **faults,
         )
         world.form(nodes[0], tuple(acting or names))
@@ -141,7 +141,7 @@ class World:
     def founded(cls, names: str, *, ties: bool, **faults: int) -> World:
         """The first agent leads itself; the others are linked, and ask to join."""
         nodes = tuple(names)
-        first, actions = Leadership.found(nodes[0], ties=ties)
+        first, actions = Leadership.bootstrap(nodes[0], ties=ties)
         world = cls(
             {nodes[0]: first, **{name: Leadership.outside(name, ties=ties) for name in nodes[1:]}},
             {name: Driver() for name in nodes},
@@ -160,7 +160,7 @@ class World:
         """All that can happen next; what happens only by a fault or by impatience comes last."""
         yield from self.due()
         for name, agent in self.agents.items():
-            if self.haste and agent.impatient:
+            if self.haste and agent.needs_timer:
                 yield "hurry", name, ""
             if self.forms and self.drivers[name].leads:
                 for nodes in self.formable(name):
@@ -242,8 +242,8 @@ class World:
             assert agent is not None
             assert asked is not None
             self.drivers[one] = replace(self.drivers[one], asks=None)
-            won = self.leases.setdefault(asked.roster.generation, asked.winners)
-            self.perform(one, agent.lease_answered(asked.roster, won))
+            won = self.leases.setdefault(asked.roster.config_epoch, asked.holders)
+            self.perform(one, agent.witness_answered(asked.roster, won))
         elif what == "hurry":
             self.haste -= 1
             self.lose_patience(one)
@@ -272,7 +272,7 @@ class World:
             self.link(one, other)
 
     def lose_patience(self, name: str) -> None:
-        self.perform(name, self.agents[name].patience_over())
+        self.perform(name, self.agents[name].on_timeout())
 
     def end_links(self, pairs: list[frozenset[str]]) -> None:
         """What is on its way may still arrive, until the receiver notices."""
@@ -327,9 +327,7 @@ class World:
         self.drivers[leader] = replace(self.drivers[leader], formed=view, relinked=frozenset())
         for node in nodes:
             if node == leader:
-                self.drivers[node] = replace(
-                    self.drivers[node], acts=view, heard=view.number, must_leave=False
-                )
+                self.drivers[node] = replace(self.drivers[node], acts=view, heard=view.number, must_leave=False)
             else:
                 self.send(leader, node, view)
 
@@ -358,13 +356,13 @@ class World:
                     self.send(name, to, message)
                 case Lead():
                     self.drivers[name] = replace(driver, leads=True)
-                case StepDown():
+                case StopLeading():
                     assert driver.leads
                     self.drivers[name] = replace(driver, leads=False)
                 case Fence() | Follow():
                     self.drivers[name] = replace(driver, must_leave=driver.acts is not None)
                     reports = True
-                case TakeLease():
+                case AcquireWitness():
                     self.drivers[name] = replace(driver, asks=action)
                 case Out():
                     self.drivers[name] = replace(driver, must_leave=driver.acts is not None)
@@ -384,8 +382,8 @@ class World:
         """Whatever has happened: one history, one leader a term, one view that acts."""
         for name, agent in self.agents.items():
             if agent.committed:
-                known = self.history.setdefault(agent.committed.generation, agent.committed.nodes)
-                assert known == agent.committed.nodes, f"two rosters {agent.committed.generation}"
+                known = self.history.setdefault(agent.committed.config_epoch, agent.committed.nodes)
+                assert known == agent.committed.nodes, f"two rosters {agent.committed.config_epoch}"
             assert self.drivers[name].leads == (agent.role == "leading")
             if agent.role == "leading":
                 assert agent.promised.node == name == agent.leader
@@ -400,8 +398,7 @@ class World:
     def is_broken(self, view: View) -> bool:
         """Whether a node has left the view, which its workers feel as lost peers."""
         return any(
-            node not in self.drivers
-            or (self.drivers[node].heard >= view.number and self.drivers[node].acts != view)
+            node not in self.drivers or (self.drivers[node].heard >= view.number and self.drivers[node].acts != view)
             for node in view.nodes
         )
 
@@ -419,7 +416,7 @@ class World:
             if event is not None:
                 self.happens(event)
                 continue
-            impatient = sorted(name for name, agent in self.agents.items() if agent.impatient)
+            impatient = sorted(name for name, agent in self.agents.items() if agent.needs_timer)
             if not impatient or quiet > 2 * len(self.agents):
                 return
             before = self.key()
@@ -432,11 +429,11 @@ class World:
         rosters = [agent.committed for agent in self.agents.values() if agent.committed]
         if not rosters:
             return
-        roster = max(rosters, key=lambda r: r.generation)
+        roster = max(rosters, key=lambda r: r.config_epoch)
         alive = frozenset(self.agents) & set(roster.nodes)
         excess = 2 * len(alive) - len(roster.nodes)
         ties = next(iter(self.agents.values())).ties
-        won = self.leases.get(roster.generation, alive)
+        won = self.leases.get(roster.config_epoch, alive)
         leaders = [name for name, agent in self.agents.items() if agent.role == "leading"]
         if excess > 0 or (excess == 0 and ties and won == alive):
             assert len(leaders) == 1, f"{leaders} lead of {roster}"

@@ -11,60 +11,60 @@ import pytest
 
 from paceline.elastic.coordinator import (
     Action,
-    AskToReform,
-    Break,
+    BreakGroup,
     Coordinator,
-    Form,
-    Retire,
-    Seat,
+    FormGroup,
+    RequestReform,
     Start,
-    View,
+    StopWorker,
+    WorkerGroup,
+    WorkerSlot,
 )
 
 
-def view(generation: int, members: tuple[int, ...], computing: int | None = None) -> View:
+def view(generation: int, members: tuple[int, ...], computing: int | None = None) -> WorkerGroup:
     """A view in which all compute, unless said otherwise."""
-    return View(generation, members, len(members) if computing is None else computing)
+    return WorkerGroup(generation, members, len(members) if computing is None else computing)
 
 
 def formed(nproc: int, most: int | None = None, generation: int = -1, spares: int = 0) -> Coordinator:
     """A coordinator of one node whose first view has formed of workers 0, 1, ..."""
-    coordinator = Coordinator(nodes={"a": nproc}, most=most or nproc, generation=generation, spares=spares)
+    coordinator = Coordinator(nodes={"a": nproc}, max_workers=most or nproc, generation=generation, spares=spares)
     target = nproc + spares
     assert coordinator.begin() == [Start(w, "a", w) for w in range(target)]
     for worker in range(target):
         coordinator.waits(worker)
-    assert coordinator.view is not None
+    assert coordinator.group is not None
     return coordinator
 
 
 def test_the_first_view_waits_for_all() -> None:
-    coordinator = Coordinator(nodes={"a": 3}, most=3, generation=6)
+    coordinator = Coordinator(nodes={"a": 3}, max_workers=3, generation=6)
     coordinator.begin()
     assert coordinator.waits(2) == []
     assert coordinator.waits(0) == []
-    assert coordinator.waits(1) == [Form(view(7, (0, 1, 2)))]
+    assert coordinator.waits(1) == [FormGroup(view(7, (0, 1, 2)))]
 
 
 def test_survivors_go_on_before_the_replacement_is_there() -> None:
     coordinator = formed(3)
-    assert coordinator.exited(0) == [Start(3, "a", 0), Break(0, (1, 2))]
+    assert coordinator.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     assert coordinator.waits(2) == []
-    assert coordinator.waits(1) == [Form(view(1, (1, 2)))]
-    assert coordinator.waits(3) == [AskToReform(view(1, (1, 2)))]
-    assert coordinator.waits(1) == [Break(1, (2,))]
+    assert coordinator.waits(1) == [FormGroup(view(1, (1, 2)))]
+    assert coordinator.waits(3) == [RequestReform(view(1, (1, 2)))]
+    assert coordinator.waits(1) == [BreakGroup(1, (2,))]
     # The newcomer has the lowest slot, but holds nothing: it is last.
-    assert coordinator.waits(2) == [Form(view(2, (1, 2, 3)))]
+    assert coordinator.waits(2) == [FormGroup(view(2, (1, 2, 3)))]
 
 
 def test_a_view_is_asked_once_to_re_form() -> None:
     coordinator = formed(3)
     coordinator.exited(1)
     coordinator.exited(2)
-    assert coordinator.waits(0) == [Form(view(1, (0,)))]
-    assert coordinator.waits(3) == [AskToReform(view(1, (0,)))]
+    assert coordinator.waits(0) == [FormGroup(view(1, (0,)))]
+    assert coordinator.waits(3) == [RequestReform(view(1, (0,)))]
     assert coordinator.waits(4) == []
-    assert coordinator.waits(0) == [Form(view(2, (0, 3, 4)))]
+    assert coordinator.waits(0) == [FormGroup(view(2, (0, 3, 4)))]
 
 
 def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
@@ -72,7 +72,7 @@ def test_no_view_while_a_member_may_still_act_in_the_last() -> None:
     coordinator.exited(0)
     coordinator.waits(3)
     assert coordinator.waits(1) == []  # 2 is silent
-    assert coordinator.exited(2) == [Start(4, "a", 2), Form(view(1, (1, 3)))]
+    assert coordinator.exited(2) == [Start(4, "a", 2), FormGroup(view(1, (1, 3)))]
 
 
 def test_where_all_are_lost_the_next_view_waits_for_all() -> None:
@@ -80,7 +80,7 @@ def test_where_all_are_lost_the_next_view_waits_for_all() -> None:
     coordinator.exited(0)
     assert coordinator.exited(1) == [Start(3, "a", 1)]
     assert coordinator.waits(3) == []
-    assert coordinator.waits(2) == [Form(view(1, (2, 3)))]
+    assert coordinator.waits(2) == [FormGroup(view(1, (2, 3)))]
 
 
 def test_a_member_that_is_done_breaks_nothing() -> None:
@@ -88,50 +88,50 @@ def test_a_member_that_is_done_breaks_nothing() -> None:
     assert coordinator.done(1) == []
     assert coordinator.done(0) == []
     # The last one lost them before it was done itself: it goes on alone, and nobody is started.
-    assert coordinator.waits(2) == [Form(view(1, (2,)))]
+    assert coordinator.waits(2) == [FormGroup(view(1, (2,)))]
     assert coordinator.exited(2) == []
 
 
 def test_nobody_is_started_once_hiring_has_ended() -> None:
-    coordinator = Coordinator(nodes={"a": 3}, most=3, generation=-1)
+    coordinator = Coordinator(nodes={"a": 3}, max_workers=3, generation=-1)
     coordinator.begin()
     coordinator.waits(0)
-    coordinator.hiring = False
+    coordinator.may_spawn = False
     assert coordinator.exited(1) == []
-    assert coordinator.waits(2) == [Form(view(0, (0, 2)))]
+    assert coordinator.waits(2) == [FormGroup(view(0, (0, 2)))]
 
 
 def test_growing_and_shrinking() -> None:
     coordinator = formed(2, most=4)
     assert coordinator.resize("a", 4) == [Start(2, "a", 2), Start(3, "a", 3)]
-    assert coordinator.waits(3) == [AskToReform(view(0, (0, 1)))]
+    assert coordinator.waits(3) == [RequestReform(view(0, (0, 1)))]
     coordinator.waits(2)
     coordinator.waits(0)
-    assert coordinator.waits(1) == [Form(view(1, (0, 1, 2, 3)))]
-    assert coordinator.resize("a", 3) == [AskToReform(view(1, (0, 1, 2, 3)))]
+    assert coordinator.waits(1) == [FormGroup(view(1, (0, 1, 2, 3)))]
+    assert coordinator.resize("a", 3) == [RequestReform(view(1, (0, 1, 2, 3)))]
     for worker in (0, 1, 2):
         coordinator.waits(worker)
-    assert coordinator.waits(3) == [Retire(3), Form(view(2, (0, 1, 2)))]
+    assert coordinator.waits(3) == [StopWorker(3), FormGroup(view(2, (0, 1, 2)))]
     # The retired one has not ended yet, so its slot, and its log, is not given away.
     assert coordinator.resize("a", 4) == [Start(4, "a", 4)]
 
 
 def test_who_holds_the_state_is_kept_before_who_does_not() -> None:
     coordinator = formed(3)
-    assert coordinator.exited(0) == [Start(3, "a", 0), Break(0, (1, 2))]
+    assert coordinator.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     coordinator.waits(1)
-    assert coordinator.waits(2) == [Form(view(1, (1, 2)))]
+    assert coordinator.waits(2) == [FormGroup(view(1, (1, 2)))]
     # The replacement in slot 0 holds nothing yet: it goes at once, and then the highest rank.
-    assert coordinator.resize("a", 1) == [Retire(3), AskToReform(view(1, (1, 2)))]
+    assert coordinator.resize("a", 1) == [StopWorker(3), RequestReform(view(1, (1, 2)))]
     coordinator.waits(2)
-    assert coordinator.waits(1) == [Retire(2), Form(view(2, (1,)))]
+    assert coordinator.waits(1) == [StopWorker(2), FormGroup(view(2, (1,)))]
 
 
 def test_who_was_to_leave_stays_where_the_others_died() -> None:
     coordinator = formed(2)
-    assert coordinator.resize("a", 1) == [AskToReform(view(0, (0, 1)))]
-    assert coordinator.exited(0) == [Break(0, (1,))]
-    assert coordinator.waits(1) == [Form(view(1, (1,)))]
+    assert coordinator.resize("a", 1) == [RequestReform(view(0, (0, 1)))]
+    assert coordinator.exited(0) == [BreakGroup(0, (1,))]
+    assert coordinator.waits(1) == [FormGroup(view(1, (1,)))]
 
 
 def test_who_was_to_leave_stays_where_it_is_wanted_again() -> None:
@@ -139,7 +139,7 @@ def test_who_was_to_leave_stays_where_it_is_wanted_again() -> None:
     coordinator.resize("a", 1)
     assert coordinator.resize("a", 2) == []
     coordinator.waits(0)
-    assert coordinator.waits(1) == [Form(view(1, (0, 1)))]
+    assert coordinator.waits(1) == [FormGroup(view(1, (0, 1)))]
 
 
 def test_a_view_that_gathers_waits_for_all() -> None:
@@ -147,42 +147,42 @@ def test_a_view_that_gathers_waits_for_all() -> None:
     assert coordinator.gather() == []  # all are there
     coordinator.exited(0)
     coordinator.waits(1)
-    assert coordinator.waits(2) == [Form(view(1, (1, 2)))]
-    assert coordinator.gather() == [AskToReform(view(1, (1, 2)))]
+    assert coordinator.waits(2) == [FormGroup(view(1, (1, 2)))]
+    assert coordinator.gather() == [RequestReform(view(1, (1, 2)))]
     coordinator.waits(2)
     assert coordinator.waits(1) == []
-    assert coordinator.waits(3) == [Form(view(2, (1, 2, 3)))]
-    assert not coordinator.gathering
+    assert coordinator.waits(3) == [FormGroup(view(2, (1, 2, 3)))]
+    assert not coordinator.wait_for_all
 
 
 def test_a_target_may_change_before_the_first_view() -> None:
-    coordinator = Coordinator(nodes={"a": 3}, most=4, generation=-1)
+    coordinator = Coordinator(nodes={"a": 3}, max_workers=4, generation=-1)
     coordinator.begin()
     coordinator.waits(0)
     coordinator.waits(1)
-    assert coordinator.resize("a", 2) == [Retire(2), Form(view(0, (0, 1)))]
+    assert coordinator.resize("a", 2) == [StopWorker(2), FormGroup(view(0, (0, 1)))]
     assert coordinator.resize("a", 4) == [Start(3, "a", 3), Start(4, "a", 4)]
 
 
 def test_more_than_can_compute_wait() -> None:
     coordinator = formed(3, most=2)
-    assert coordinator.view == view(0, (0, 1))
-    assert coordinator.exited(1) == [Start(3, "a", 1), Break(0, (0,))]
-    assert coordinator.waits(0) == [Form(view(1, (0, 2)))]
+    assert coordinator.group == view(0, (0, 1))
+    assert coordinator.exited(1) == [Start(3, "a", 1), BreakGroup(0, (0,))]
+    assert coordinator.waits(0) == [FormGroup(view(1, (0, 2)))]
 
 
 def test_a_spare_is_a_member_that_computes_once_it_is_needed() -> None:
     coordinator = formed(2, spares=1)
-    assert coordinator.view == view(0, (0, 1, 2), computing=2)
-    assert coordinator.exited(0) == [Start(3, "a", 0), Break(0, (1, 2))]
+    assert coordinator.group == view(0, (0, 1, 2), computing=2)
+    assert coordinator.exited(0) == [Start(3, "a", 0), BreakGroup(0, (1, 2))]
     coordinator.waits(1)
-    assert coordinator.waits(2) == [Form(view(1, (1, 2), computing=2))]
-    assert coordinator.waits(3) == [AskToReform(view(1, (1, 2), computing=2))]
+    assert coordinator.waits(2) == [FormGroup(view(1, (1, 2), computing=2))]
+    assert coordinator.waits(3) == [RequestReform(view(1, (1, 2), computing=2))]
 
 
 def two_nodes(spares: int = 0, least: int = 1) -> Coordinator:
     """Two nodes of two workers each, and their first view."""
-    coordinator = Coordinator(nodes={"a": 2}, most=12, generation=-1, spares=spares, least=least)
+    coordinator = Coordinator(nodes={"a": 2}, max_workers=12, generation=-1, spares=spares, min_nodes=least)
     assert coordinator.begin() == [Start(0, "a", 0), Start(1, "a", 1)]
     assert coordinator.node_joins("b", 2) == [Start(2, "b", 2), Start(3, "b", 3)]
     for worker in coordinator.workers:
@@ -192,20 +192,20 @@ def two_nodes(spares: int = 0, least: int = 1) -> Coordinator:
 
 def test_with_a_node_all_its_workers_are_gone() -> None:
     coordinator = two_nodes()
-    assert coordinator.view == view(0, (0, 1, 2, 3))
+    assert coordinator.group == view(0, (0, 1, 2, 3))
     coordinator.hold()  # until the agents have agreed that it is gone
-    assert coordinator.node_lost("a") == [Break(0, (2, 3))]
+    assert coordinator.node_lost("a") == [BreakGroup(0, (2, 3))]
     assert coordinator.waits(2) == []
     assert coordinator.waits(3) == []
-    assert coordinator.release() == [Form(view(1, (2, 3)))]
+    assert coordinator.release() == [FormGroup(view(1, (2, 3)))]
     # One that comes takes the free slots, and joins after a step.
     assert coordinator.node_joins("c", 1) == [Start(4, "c", 0)]
-    assert coordinator.waits(4) == [AskToReform(view(1, (2, 3)))]
+    assert coordinator.waits(4) == [RequestReform(view(1, (2, 3)))]
 
 
 def test_too_few_nodes_wait_for_others() -> None:
     coordinator = two_nodes(least=2)
-    assert coordinator.node_lost("b") == [Break(0, (0, 1))]
+    assert coordinator.node_lost("b") == [BreakGroup(0, (0, 1))]
     coordinator.waits(0)
     assert coordinator.waits(1) == []
     coordinator.node_joins("d", 2)
@@ -214,7 +214,7 @@ def test_too_few_nodes_wait_for_others() -> None:
 
 
 def test_spares_are_on_the_last_nodes() -> None:
-    coordinator = Coordinator(nodes={"a": 2, "b": 2}, most=12, generation=-1, spares=1)
+    coordinator = Coordinator(nodes={"a": 2, "b": 2}, max_workers=12, generation=-1, spares=1)
     assert coordinator.begin() == [
         Start(0, "a", 0),
         Start(1, "a", 1),
@@ -227,36 +227,39 @@ def test_spares_are_on_the_last_nodes() -> None:
 @pytest.mark.parametrize("leads", ["before", "anew"])
 def test_spares_compute_for_a_node_that_was_lost(leads: str) -> None:
     """Until another one comes; whoever leads by then."""
-    coordinator = Coordinator(nodes={"a": 1, "b": 1}, most=12, generation=-1, spares=1)
+    coordinator = Coordinator(nodes={"a": 1, "b": 1}, max_workers=12, generation=-1, spares=1)
     coordinator.begin()
     for worker in (0, 1, 2):
         actions = coordinator.waits(worker)
-    assert actions == [Form(View(0, (0, 1, 2), 2))]
+    assert actions == [FormGroup(WorkerGroup(0, (0, 1, 2), 2))]
     if leads == "before":
         coordinator.node_lost("a")
     else:
-        coordinator = Coordinator(nodes={}, most=12, generation=0, spares=1)
+        coordinator = Coordinator(nodes={}, max_workers=12, generation=0, spares=1)
         coordinator.take_over(100, 2)
-        coordinator.node_joins("b", 1, {1: Seat(1, "member"), 2: Seat(2, "member")})
+        coordinator.node_joins("b", 1, {1: WorkerSlot(1, "member"), 2: WorkerSlot(2, "member")})
     coordinator.waits(1)
-    assert coordinator.waits(2) == [Form(View(1, (1, 2), 2))]
+    assert coordinator.waits(2) == [FormGroup(WorkerGroup(1, (1, 2), 2))]
     # The spare is on the last node again.
     started = [action.worker for action in coordinator.node_joins("c", 1) if isinstance(action, Start)]
     for worker in (*started, 1):
         coordinator.waits(worker)
-    assert coordinator.waits(2)[-1] == Form(View(2, (1, *started), 2))
+    assert coordinator.waits(2)[-1] == FormGroup(WorkerGroup(2, (1, *started), 2))
 
 
 def test_who_takes_over_ends_the_view_and_keeps_its_members_in_front() -> None:
-    coordinator = Coordinator(nodes={}, most=12, generation=4)
+    coordinator = Coordinator(nodes={}, max_workers=12, generation=4)
     coordinator.hold()  # until enough nodes have told of their workers
     coordinator.take_over(100, 6)
-    seats = {11: Seat(2, "member"), 12: Seat(3, "waiting")}
-    assert coordinator.node_joins("b", 2, seats) == [Break(4, (11,))]
+    seats = {11: WorkerSlot(2, "member"), 12: WorkerSlot(3, "waiting")}
+    assert coordinator.node_joins("b", 2, seats) == [BreakGroup(4, (11,))]
     assert coordinator.waits(11) == []
-    assert coordinator.node_joins("c", 2, {21: Seat(1, "member")}) == [Start(100, "c", 0), Break(4, (21,))]
+    assert coordinator.node_joins("c", 2, {21: WorkerSlot(1, "member")}) == [
+        Start(100, "c", 0),
+        BreakGroup(4, (21,)),
+    ]
     coordinator.waits(21)
-    assert coordinator.release() == [Form(view(5, (11, 21, 12)))]
+    assert coordinator.release() == [FormGroup(view(5, (11, 21, 12)))]
 
 
 GATHER = 0  # in place of a number of workers: no view can have none
@@ -283,7 +286,7 @@ class World:
     """The coordinator, its workers and the messages between them; every step is one event."""
 
     def __init__(self, target: int, most: int, deaths: int, resizes: tuple[int, ...] = ()) -> None:
-        self.coordinator = Coordinator(nodes={"a": target}, most=most, generation=-1)
+        self.coordinator = Coordinator(nodes={"a": target}, max_workers=most, generation=-1)
         self.alive: dict[int, Process] = {}
         self.dead: list[int] = []  # not noticed yet
         self.deaths = deaths
@@ -309,15 +312,12 @@ class World:
 
     def lost_a_peer(self, process: Process) -> bool:
         """Whether a connection broke: a peer has died, or has left this generation."""
-        view = self.coordinator.view
+        view = self.coordinator.group
         if view is None or process.acts_in != view.generation:
             return True
         return any(
             w not in self.alive
-            or (
-                self.alive[w].acts_in != view.generation
-                and ("view", view.generation) not in self.alive[w].to_worker
-            )
+            or (self.alive[w].acts_in != view.generation and ("view", view.generation) not in self.alive[w].to_worker)
             for w in view.members
         )
 
@@ -360,16 +360,16 @@ class World:
         for action in actions:
             match action:
                 case Start(worker, _, slot):
-                    slots = [self.coordinator.slot(w) for w in self.coordinator.workers]
+                    slots = [self.coordinator.local_index(w) for w in self.coordinator.workers]
                     assert len(slots) == len(set(slots)), f"slot {slot} is given twice"
                     self.alive[worker] = Process()
-                case Form(view):
+                case FormGroup(view):
                     self.form(view)
-                case AskToReform(view):
+                case RequestReform(view):
                     self.send(view.members, "reform", view.generation)
-                case Break(generation, members):
+                case BreakGroup(generation, members):
                     self.send(members, "break", generation)
-                case Retire(worker):
+                case StopWorker(worker):
                     self.send((worker,), "retire", 0)
 
     def send(self, workers: tuple[int, ...], what: str, generation: int) -> None:
@@ -377,8 +377,8 @@ class World:
             if worker in self.alive:
                 self.alive[worker].to_worker.append((what, generation))
 
-    def form(self, view: View) -> None:
-        assert 0 < len(view.members) <= self.coordinator.most
+    def form(self, view: WorkerGroup) -> None:
+        assert 0 < len(view.members) <= self.coordinator.max_workers
         acting = [w for w, process in self.alive.items() if process.acts_in is not None]
         assert not acting, f"{view} is formed while {acting} still act in an older one"
         pending = [w for w, p in self.alive.items() if any(what == "view" for what, _ in p.to_worker)]
@@ -401,9 +401,9 @@ class World:
 def check_at_rest(world: World) -> None:
     """Once the faults end, all that should be are in one view and act in it."""
     coordinator = world.coordinator
-    view = coordinator.view
+    view = coordinator.group
     assert view is not None
-    assert len(view.members) == min(coordinator.target, coordinator.most)
+    assert len(view.members) == min(coordinator.target, coordinator.max_workers)
     assert set(view.members) <= set(world.alive)
     assert len(world.alive) == coordinator.target
     assert all(world.alive[w].acts_in == view.generation for w in view.members)
@@ -422,9 +422,7 @@ def check_at_rest(world: World) -> None:
         (2, 2, 2, (GATHER,), 300),
     ],
 )
-def test_every_interleaving(
-    target: int, most: int, deaths: int, resizes: tuple[int, ...], at_least: int
-) -> None:
+def test_every_interleaving(target: int, most: int, deaths: int, resizes: tuple[int, ...], at_least: int) -> None:
     """From every state that any order of events leads to, the survivors come to rest in one view."""
     start = World(target, most, deaths, resizes)
     seen = {start.key()}
@@ -436,10 +434,10 @@ def test_every_interleaving(
         check_at_rest(at_rest)
         for event in list(world.events()):
             following = copy.deepcopy(world)
-            before = following.coordinator.view
+            before = following.coordinator.group
             survivors = following.coordinator.members()
             following.happens(*event)
-            after = following.coordinator.view
+            after = following.coordinator.group
             if after is not None and before is not None and after != before:
                 assert after.generation == before.generation + 1
                 staying = [w for w in survivors if w in after.members]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.hang import Finished, Silence, Verdict, verdict
-from paceline.elastic.worker_channel import Standing
+from paceline.elastic.hang import ExitedRank, HangVerdict, NoResponse, diagnose
+from paceline.elastic.worker_channel import StallSnapshot
 
 
-def rank(number: int, entered: int, left: int, **others: Any) -> Standing:
+def rank(number: int, entered: int, left: int, **others: Any) -> StallSnapshot:
     known: dict[str, Any] = {
         "generation": 0,
         "step": 211,
@@ -21,20 +21,20 @@ def rank(number: int, entered: int, left: int, **others: Any) -> Standing:
         "overdue": True,
         "still_s": 30.0,
     }
-    return Standing(rank=number, entered=entered, left=left, **{**known, **others})
+    return StallSnapshot(rank=number, collective_seq=entered, left=left, **{**known, **others})
 
 
-def waits(number: int, **others: Any) -> Standing:
+def waits(number: int, **others: Any) -> StallSnapshot:
     return rank(number, 841, 840, **others)
 
 
-def works(number: int, at: str, **others: Any) -> Standing:
+def works(number: int, at: str, **others: Any) -> StallSnapshot:
     return rank(number, 840, 840, **{"phase": "forward", "where": at, **others})
 
 
 def test_one_rank_in_its_own_code_holds_up_all_others() -> None:
-    found = verdict([waits(0), waits(1), waits(2), works(3, "`Faces.__getitem__` (faces.py:88)")])
-    assert found == Verdict(
+    found = diagnose([waits(0), waits(1), waits(2), works(3, "`Faces.__getitem__` (faces.py:88)")])
+    assert found == HangVerdict(
         reasons={3: "has not entered all-reduce 841 of step 212: it is in `Faces.__getitem__` (faces.py:88)"},
         victims=(0, 1, 2),
         sentence="rank 3 has not entered all-reduce 841 of step 212: "
@@ -60,16 +60,13 @@ def test_one_rank_in_its_own_code_holds_up_all_others() -> None:
     ],
 )
 def test_where_the_culprit_is(others: dict[str, Any], sentence: str) -> None:
-    found = verdict([waits(0), works(1, "", **others)])
-    assert (
-        found.sentence
-        == f"rank 1 has not entered all-reduce 841 of step 212: {sentence}; rank 0 waits for it"
-    )
+    found = diagnose([waits(0), works(1, "", **others)])
+    assert found.sentence == f"rank 1 has not entered all-reduce 841 of step 212: {sentence}; rank 0 waits for it"
 
 
 def test_two_culprits_on_two_nodes() -> None:
     reports = [waits(0), works(1, "`f` (a.py:1)"), waits(2), waits(3), works(4, "`g` (a.py:2)")]
-    found = verdict(reports, {0: "a", 1: "a", 2: "a", 3: "b", 4: "b"})
+    found = diagnose(reports, {0: "a", 1: "a", 2: "a", 3: "b", 4: "b"})
     assert found.culprits == (1, 4)
     assert found.sentence == (
         "rank 1 on node a has not entered all-reduce 841 of step 212: it is in `f` (a.py:1); "
@@ -79,17 +76,15 @@ def test_two_culprits_on_two_nodes() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_to_blame() -> None:
-    found = verdict([waits(0), Silence(1, "is stopped (SIGSTOP)"), waits(2)])
-    assert found.sentence == (
-        "rank 1 is stopped (SIGSTOP); ranks 0 and 2 wait for it in all-reduce 841 of step 212"
-    )
+    found = diagnose([waits(0), NoResponse(1, "is stopped (SIGSTOP)"), waits(2)])
+    assert found.sentence == ("rank 1 is stopped (SIGSTOP); ranks 0 and 2 wait for it in all-reduce 841 of step 212")
     assert (found.culprits, found.victims, found.certain) == ((1,), (0, 2), True)
-    assert verdict([waits(0), Silence(1)]).reasons == {1: "does not answer"}
+    assert diagnose([waits(0), NoResponse(1)]).reasons == {1: "does not answer"}
 
 
 def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
     early = rank(2, 841, 840, exchange="all-gather", stage="evaluation")
-    found = verdict([waits(0), waits(1), early])
+    found = diagnose([waits(0), waits(1), early])
     assert found.is_deadlock
     assert found.certain
     assert found.victims == (0, 1, 2)
@@ -101,7 +96,7 @@ def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
 
 def test_a_rank_that_left_an_evaluation_early_is_in_a_later_exchange() -> None:
     evaluating = [rank(n, 900, 899, exchange="all-gather", stage="evaluation") for n in range(2)]
-    found = verdict([*evaluating, rank(2, 901, 900)])
+    found = diagnose([*evaluating, rank(2, 901, 900)])
     assert found.is_deadlock
     assert "ranks 0 and 1 are in all-gather 900 of the evaluation after step 211" in found.sentence
     assert "rank 2 is in all-reduce 901 of step 212" in found.sentence
@@ -109,31 +104,31 @@ def test_a_rank_that_left_an_evaluation_early_is_in_a_later_exchange() -> None:
 
 def test_a_collective_of_the_users_own_that_others_do_not_call() -> None:
     alone = works(1, "`Faces.loss` (faces.py:9)", collective="torch.distributed.barrier")
-    found = verdict([waits(0), alone])
+    found = diagnose([waits(0), alone])
     assert found.is_deadlock
     assert "rank 1 is in torch.distributed.barrier, called by `Faces.loss` (faces.py:9)" in found.sentence
     # Where somebody is still on the way there, nobody is in disagreement.
-    found = verdict([alone, works(2, "`slow` (faces.py:3)")])
+    found = diagnose([alone, works(2, "`slow` (faces.py:3)")])
     assert (found.culprits, found.victims) == ((2,), (1,))
 
 
 def test_all_in_the_same_exchange() -> None:
-    found = verdict([waits(0), waits(1)])
+    found = diagnose([waits(0), waits(1)])
     assert found.is_deadlock
     assert found.sentence.startswith("ranks 0 and 1 are in all-reduce 841 of step 212, and none of them")
 
 
 def test_a_rank_that_has_finished_is_named_and_not_to_be_killed() -> None:
-    found = verdict([waits(0), Finished(1)])
+    found = diagnose([waits(0), ExitedRank(1)])
     assert found.is_deadlock
     assert found.certain
     assert "rank 0 is in all-reduce 841 of step 212; rank 1 has finished" in found.sentence
-    found = verdict([waits(0), Finished(1), works(2, "`f` (a.py:1)")])
+    found = diagnose([waits(0), ExitedRank(1), works(2, "`f` (a.py:1)")])
     assert found.culprits == (2,)
 
 
 def test_a_rank_alone() -> None:
-    found = verdict([works(0, "`f` (a.py:1)")])
+    found = diagnose([works(0, "`f` (a.py:1)")])
     assert found.sentence == "rank 0 has been at step 212 for 31 s: it is in `f` (a.py:1)"
     assert found.culprits == (0,)
 
@@ -141,15 +136,15 @@ def test_a_rank_alone() -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        {"still_s": 2.0},  # it goes on, from one shard to the next
+        {"still_s": 2.0},  # it goes on, from one micro-batch to the next
         {"overdue": False, "stage": "checkpoint"},  # others wait for it, but it may take its time
     ],
 )
 def test_a_rank_that_moves_or_may_take_its_time_is_only_slow(others: dict[str, Any]) -> None:
-    found = verdict([waits(0), works(1, "`f` (a.py:1)", **others)])
+    found = diagnose([waits(0), works(1, "`f` (a.py:1)", **others)])
     assert found.culprits == (1,)
     assert not found.certain
 
 
 def test_ranks_that_go_on_while_they_are_asked_are_not_deadlocked() -> None:
-    assert not verdict([waits(0, still_s=0.01), rank(1, 842, 841, still_s=0.0)]).certain
+    assert not diagnose([waits(0, still_s=0.01), rank(1, 842, 841, still_s=0.0)]).certain

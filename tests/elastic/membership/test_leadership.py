@@ -11,17 +11,18 @@ from tests.elastic.membership.agents_world import World
 
 from paceline.elastic.consensus.messages import (
     Accept,
-    Announce,
-    Claim,
+    Accepted,
+    LeaderHeartbeat,
+    Nack,
+    NodeSet,
+    Prepare,
     Promise,
-    Propose,
-    Refuse,
-    Resign,
-    Roster,
+    StepDown,
     Term,
     Vote,
 )
 from paceline.elastic.consensus.paxos import (
+    AcquireWitness,
     Action,
     Committed,
     Fence,
@@ -31,16 +32,15 @@ from paceline.elastic.consensus.paxos import (
     Out,
     Pause,
     Send,
-    StepDown,
-    TakeLease,
+    StopLeading,
 )
 
-ABC = Roster(2, ("a", "b", "c"))
-AB = Roster(1, ("a", "b"))
+ABC = NodeSet(2, ("a", "b", "c"))
+AB = NodeSet(1, ("a", "b"))
 OLD = Term(1, "a")
 
 
-def follower(node: str, roster: Roster = ABC, ties: bool = False) -> Leadership:
+def follower(node: str, roster: NodeSet = ABC, ties: bool = False) -> Leadership:
     """A node that follows a, linked with all others."""
     return Leadership(
         node,
@@ -54,7 +54,7 @@ def follower(node: str, roster: Roster = ABC, ties: bool = False) -> Leadership:
     )
 
 
-def leader(roster: Roster = ABC, ties: bool = False) -> Leadership:
+def leader(roster: NodeSet = ABC, ties: bool = False) -> Leadership:
     """Node a, which leads, with all nodes clear."""
     agent = follower("a", roster, ties)
     agent.role = "leading"
@@ -68,13 +68,13 @@ def sent(actions: list[Action], kind: type) -> list[str]:
 
 
 def test_the_founder_leads_and_others_join_by_its_own_vote() -> None:
-    founder, actions = Leadership.found("a", ties=False)
-    assert actions == [Lead(Term(1, "a"), Roster(0, ("a",)))]
+    founder, actions = Leadership.bootstrap("a", ties=False)
+    assert actions == [Lead(Term(1, "a"), NodeSet(0, ("a",)))]
     newcomer = Leadership.outside("b", ties=False)
     [announced] = founder.linked("b")
     assert isinstance(announced, Send)
     assert newcomer.linked("a") == []
-    assert newcomer.heard("a", announced.message) == [Follow(Term(1, "a"), "a", Roster(0, ("a",)))]
+    assert newcomer.heard("a", announced.message) == [Follow(Term(1, "a"), "a", NodeSet(0, ("a",)))]
     actions = founder.admit("b")
     assert actions[-1] == Committed(Term(1, "a"), AB)
     [told] = [action for action in actions if isinstance(action, Send)]
@@ -89,10 +89,10 @@ def test_a_lost_node_is_taken_out_by_those_who_remain() -> None:
     agent = leader()
     agent.formed("abc")
     proposed = agent.lost("c")
-    assert sent(proposed, Propose) == ["b"]
+    assert sent(proposed, Accept) == ["b"]
     assert not agent.may_form(("a", "b"))
-    actions = agent.heard("b", Accept(OLD, ABC, 3))
-    assert Committed(OLD, Roster(3, ("a", "b"))) in actions
+    actions = agent.heard("b", Accepted(OLD, ABC, 3))
+    assert Committed(OLD, NodeSet(3, ("a", "b"))) in actions
     assert not agent.may_form(("a", "b"))  # their workers may act in the old view still
     agent.clear("a")
     agent.clear("b")
@@ -102,9 +102,9 @@ def test_a_lost_node_is_taken_out_by_those_who_remain() -> None:
 def test_the_first_that_can_be_reached_claims_and_leads_once_a_quorum_promises() -> None:
     b, c = follower("b"), follower("c")
     claimed = b.lost("a")
-    assert sent(claimed, Claim) == ["c"]
+    assert sent(claimed, Prepare) == ["c"]
     assert c.lost("a") == []  # b comes first
-    assert c.impatient
+    assert c.needs_timer
     claim = claimed[-1]
     assert isinstance(claim, Send)
     assert c.heard("b", claim.message) == [
@@ -113,20 +113,20 @@ def test_the_first_that_can_be_reached_claims_and_leads_once_a_quorum_promises()
     ]
     actions = b.heard("c", Promise(Term(2, "b"), ABC, None))
     assert Lead(Term(2, "b"), ABC) in actions
-    assert sent(actions, Announce) == ["c"]
+    assert sent(actions, LeaderHeartbeat) == ["c"]
 
 
 def test_a_node_that_can_reach_its_leader_promises_nothing_until_it_loses_it() -> None:
     agent = follower("c")
-    assert agent.heard("b", Claim(Term(2, "b"), ABC)) == []
-    actions = agent.heard("a", Resign(OLD, ABC))
+    assert agent.heard("b", Prepare(Term(2, "b"), ABC)) == []
+    actions = agent.heard("a", StepDown(OLD, ABC))
     assert actions == [Fence(Term(2, "b")), Send("b", Promise(Term(2, "b"), ABC, None))]
-    assert agent.heard("a", Claim(OLD, ABC)) == [Send("a", Refuse(OLD, ABC, Term(2, "b")))]
+    assert agent.heard("a", Prepare(OLD, ABC)) == [Send("a", Nack(OLD, ABC, Term(2, "b")))]
 
 
 def test_a_claim_is_not_answered_once_its_node_is_lost() -> None:
     agent = follower("c")
-    agent.heard("b", Claim(Term(2, "b"), ABC))
+    agent.heard("b", Prepare(Term(2, "b"), ABC))
     agent.lost("b")
     [pause] = agent.lost("a")
     assert isinstance(pause, Pause)
@@ -136,7 +136,7 @@ def test_a_claim_is_not_answered_once_its_node_is_lost() -> None:
 def test_a_node_whose_predecessor_does_not_claim_claims_itself() -> None:
     agent = follower("c")
     assert agent.lost("a") == []
-    assert sent(agent.patience_over(), Claim) == ["b"]
+    assert sent(agent.on_timeout(), Prepare) == ["b"]
 
 
 def test_a_side_without_a_quorum_pauses_and_says_why() -> None:
@@ -144,16 +144,16 @@ def test_a_side_without_a_quorum_pauses_and_says_why() -> None:
     agent.lost("b")
     [pause] = agent.lost("a")
     assert pause == Pause("1 of 3 nodes are here, and more than half must agree; a, b cannot be reached")
-    assert agent.patience_over() == []
-    assert sent(agent.linked("b"), Claim) == []  # b comes first
-    assert sent(agent.patience_over(), Claim) == ["b"]
+    assert agent.on_timeout() == []
+    assert sent(agent.linked("b"), Prepare) == []  # b comes first
+    assert sent(agent.on_timeout(), Prepare) == ["b"]
 
 
 def test_a_leader_without_a_quorum_resigns() -> None:
     agent = leader()
     agent.lost("b")
     actions = agent.lost("c")
-    assert actions[0] == StepDown(OLD)
+    assert actions[0] == StopLeading(OLD)
     assert isinstance(actions[-1], Pause)
     assert not agent.may_form(("a",))
 
@@ -167,42 +167,42 @@ def test_a_tie_without_a_shared_directory_pauses() -> None:
 def test_a_tie_is_won_by_the_lease_and_lost_without_it() -> None:
     winner, loser = leader(AB, ties=True), follower("b", AB, ties=True)
     winner.formed("ab")
-    take = TakeLease(AB, frozenset("a"))
+    take = AcquireWitness(AB, frozenset("a"))
     assert winner.lost("b") == [take]
-    assert loser.lost("a")[-1] == TakeLease(AB, frozenset("b"))
-    assert winner.lease_answered(AB, frozenset("a")) == [Committed(OLD, Roster(2, ("a",)))]
-    [pause] = loser.lease_answered(AB, frozenset("a"))
+    assert loser.lost("a")[-1] == AcquireWitness(AB, frozenset("b"))
+    assert winner.witness_answered(AB, frozenset("a")) == [Committed(OLD, NodeSet(2, ("a",)))]
+    [pause] = loser.witness_answered(AB, frozenset("a"))
     assert isinstance(pause, Pause)
     assert "a tie, which a won" in pause.reason
-    assert loser.patience_over() == []
+    assert loser.on_timeout() == []
     # The link comes back: it is told that it is out.
-    actions = loser.heard("a", Announce(OLD, Roster(2, ("a",))))
-    assert actions == [Out(Roster(2, ("a",)))]
+    actions = loser.heard("a", LeaderHeartbeat(OLD, NodeSet(2, ("a",))))
+    assert actions == [Out(NodeSet(2, ("a",)))]
 
 
 def test_a_lease_directory_that_fails_pauses_and_is_asked_again() -> None:
     agent = follower("b", AB, ties=True)
     agent.lost("a")
-    assert isinstance(agent.lease_answered(AB, None)[-1], Pause)
-    assert agent.patience_over()[-1] == TakeLease(AB, frozenset("b"))
+    assert isinstance(agent.witness_answered(AB, None)[-1], Pause)
+    assert agent.on_timeout()[-1] == AcquireWitness(AB, frozenset("b"))
 
 
 def test_an_old_leader_that_hears_of_a_higher_term_follows() -> None:
     agent = leader()
     new = Term(2, "b")
-    later = Roster(3, ("a", "b"))
-    actions = agent.heard("b", Announce(new, later))
-    assert actions[0] == StepDown(OLD)
+    later = NodeSet(3, ("a", "b"))
+    actions = agent.heard("b", LeaderHeartbeat(new, later))
+    assert actions[0] == StopLeading(OLD)
     assert actions[-2:] == [Fence(new), Follow(new, "b", later)]
-    assert sent(agent.heard("c", Propose(Term(1, "c"), later, Roster(4, ("c",)))), Refuse) == ["c"]
+    assert sent(agent.heard("c", Accept(Term(1, "c"), later, NodeSet(4, ("c",)))), Nack) == ["c"]
     assert agent.accepted is None
 
 
 def test_who_leaves_in_good_order_needs_no_vote_later() -> None:
     agent = leader(AB)
-    assert sent(agent.dismiss("b"), Propose) == ["b"]
-    actions = agent.heard("b", Accept(OLD, AB, 2))
-    assert sent(actions, Announce) == ["b"]
+    assert sent(agent.dismiss("b"), Accept) == ["b"]
+    actions = agent.heard("b", Accepted(OLD, AB, 2))
+    assert sent(actions, LeaderHeartbeat) == ["b"]
     assert agent.lost("b") == []
     assert agent.may_form(("a",))
 
@@ -214,32 +214,32 @@ def test_a_leader_that_leaves_is_followed_by_the_next() -> None:
     [accepted] = b.heard("a", proposed.message)
     assert isinstance(accepted, Send)
     actions = a.heard("b", accepted.message)
-    assert actions[-2:] == [StepDown(OLD), Out(Roster(2, ("b",)))]
-    [told] = [x for x in actions if isinstance(x, Send) and isinstance(x.message, Announce)]
-    assert Lead(Term(2, "b"), Roster(2, ("b",))) in b.heard("a", told.message)
-    assert leader(Roster(0, ("a",))).dismiss("a") == []  # the last one cannot go
+    assert actions[-2:] == [StopLeading(OLD), Out(NodeSet(2, ("b",)))]
+    [told] = [x for x in actions if isinstance(x, Send) and isinstance(x.message, LeaderHeartbeat)]
+    assert Lead(Term(2, "b"), NodeSet(2, ("b",))) in b.heard("a", told.message)
+    assert leader(NodeSet(0, ("a",))).dismiss("a") == []  # the last one cannot go
 
 
 def test_what_may_be_committed_is_proposed_again_and_the_latest_of_it() -> None:
-    roster = Roster(4, ("a", "b", "c", "d", "e"))
+    roster = NodeSet(4, ("a", "b", "c", "d", "e"))
     b = follower("b", roster)
-    early = Vote(OLD, Roster(5, ("a", "b")))
-    late = Vote(Term(2, "e"), Roster(5, ("b", "c", "d", "e")))
+    early = Vote(OLD, NodeSet(5, ("a", "b")))
+    late = Vote(Term(2, "e"), NodeSet(5, ("b", "c", "d", "e")))
     b.accepted = early
     b.lost("a")
     term = b.promised
     b.heard("c", Promise(term, roster, None))
-    assert sent(b.heard("d", Promise(term, roster, late)), Propose) == []  # a view may act still
+    assert sent(b.heard("d", Promise(term, roster, late)), Accept) == []  # a view may act still
     for node in ("b", "c"):
         assert b.clear(node) == []
     proposed = b.clear("d")
-    assert sent(proposed, Propose) == ["c", "d", "e"]
-    assert b.accepted == Vote(term, late.roster)
+    assert sent(proposed, Accept) == ["c", "d", "e"]
+    assert b.accepted == Vote(term, late.node_set)
 
 
 def test_the_nodes_of_a_roster_that_is_found_have_to_promise_too() -> None:
     b = follower("b")
-    found = Roster(3, ("b", "c", "d", "e"))
+    found = NodeSet(3, ("b", "c", "d", "e"))
     b.accepted = Vote(OLD, found)
     b.linked("d")
     b.linked("e")
@@ -248,47 +248,45 @@ def test_the_nodes_of_a_roster_that_is_found_have_to_promise_too() -> None:
     b.heard("c", Promise(term, ABC, None))
     b.clear("b")
     b.clear("c")
-    actions = b.heard("c", Accept(term, ABC, 3))
+    actions = b.heard("c", Accepted(term, ABC, 3))
     assert b.committed == found
     assert b.accepted is None
-    assert sent(actions, Claim) == ["d", "e"]
+    assert sent(actions, Prepare) == ["d", "e"]
     assert not any(isinstance(action, Lead) for action in actions)
     assert Lead(term, found) in b.heard("e", Promise(term, found, None))
 
 
 def test_nothing_is_accepted_on_a_base_that_is_not_the_last() -> None:
-    agent = follower("b", Roster(3, ("a", "b")))
-    refused = agent.heard("a", Propose(Term(5, "a"), ABC, Roster(3, ("a", "c"))))
-    assert sent(refused, Refuse) == ["a"]
+    agent = follower("b", NodeSet(3, ("a", "b")))
+    refused = agent.heard("a", Accept(Term(5, "a"), ABC, NodeSet(3, ("a", "c"))))
+    assert sent(refused, Nack) == ["a"]
     assert agent.accepted is None
     assert agent.promised == OLD
 
 
 def test_who_is_out_is_told_so_and_gets_no_promise() -> None:
-    agent = follower("b", Roster(3, ("a", "b")))
+    agent = follower("b", NodeSet(3, ("a", "b")))
     agent.lost("a")
     agent.linked("c")
-    claim = Claim(Term(9, "c"), ABC)
-    assert agent.heard("c", claim) == [Send("c", Refuse(Term(9, "c"), Roster(3, ("a", "b")), agent.promised))]
+    claim = Prepare(Term(9, "c"), ABC)
+    assert agent.heard("c", claim) == [Send("c", Nack(Term(9, "c"), NodeSet(3, ("a", "b")), agent.promised))]
     outsider = follower("c")
     outsider.lost("a")
-    assert Out(Roster(3, ("a", "b"))) in outsider.heard(
-        "b", Refuse(Term(9, "c"), Roster(3, ("a", "b")), Term(2, "b"))
-    )
-    assert outsider.patience_over() == []
+    assert Out(NodeSet(3, ("a", "b"))) in outsider.heard("b", Nack(Term(9, "c"), NodeSet(3, ("a", "b")), Term(2, "b")))
+    assert outsider.on_timeout() == []
 
 
 def test_a_node_with_a_higher_promise_makes_the_leader_claim_a_term_above_it() -> None:
     agent = leader()
-    actions = agent.heard("c", Refuse(OLD, ABC, Term(7, "c")))
-    assert actions[0] == StepDown(OLD)
-    assert sent(actions, Claim) == ["b", "c"]
+    actions = agent.heard("c", Nack(OLD, ABC, Term(7, "c")))
+    assert actions[0] == StopLeading(OLD)
+    assert sent(actions, Prepare) == ["b", "c"]
     assert agent.promised == Term(8, "a")
 
 
 def test_what_was_said_before_a_claim_does_not_make_a_node_clear() -> None:
     agent = leader()
-    agent.heard("c", Refuse(OLD, ABC, Term(7, "c")))
+    agent.heard("c", Nack(OLD, ABC, Term(7, "c")))
     agent.heard("b", Promise(agent.promised, ABC, None))
     assert agent.role == "leading"
     assert not agent.may_form("abc")
@@ -304,7 +302,7 @@ def test_a_view_is_not_formed_where_a_quorum_could_go_on_without_it() -> None:
 
 
 def test_no_newcomer_is_let_in_beside_a_view_that_it_could_do_without() -> None:
-    agent = leader(Roster(0, ("a",)), ties=True)
+    agent = leader(NodeSet(0, ("a",)), ties=True)
     agent.formed("a")
     agent.linked("b")
     assert agent.admit("b") == []
@@ -427,5 +425,5 @@ def test_a_proposal_that_reached_nobody_and_a_later_tie(ties: bool) -> None:
     world.happens(("heal", "a", "b"))
     world.settle()
     world.check_at_rest()
-    assert world.agents["c"].committed == Roster(5, ("c", "d"))
+    assert world.agents["c"].committed == NodeSet(5, ("c", "d"))
     assert {world.agents[name].role for name in "ab"} == {"out"}

@@ -11,26 +11,26 @@ from threading import Barrier
 import pytest
 
 from paceline.core.errors import RunDirectoryError
-from paceline.elastic.consensus.messages import Roster
-from paceline.elastic.consensus.witness import LeaseDirectory
+from paceline.elastic.consensus.messages import NodeSet
+from paceline.elastic.consensus.witness import FileWitness
 
-ROSTER = Roster(7, ("a", "b", "c", "d"))
+ROSTER = NodeSet(7, ("a", "b", "c", "d"))
 AB, CD = frozenset("ab"), frozenset("cd")
 
 
 @pytest.fixture
-def leases(tmp_path: Path) -> LeaseDirectory:
-    return LeaseDirectory.found(tmp_path)
+def leases(tmp_path: Path) -> FileWitness:
+    return FileWitness.create(tmp_path)
 
 
-def test_the_first_to_take_it_holds_it_for_ever(leases: LeaseDirectory) -> None:
-    assert leases.take(ROSTER, AB) == AB
-    assert leases.take(ROSTER, CD) == AB
-    assert leases.take(ROSTER, AB) == AB
-    assert leases.take(replace(ROSTER, generation=8), CD) == CD
+def test_the_first_to_take_it_holds_it_for_ever(leases: FileWitness) -> None:
+    assert leases.acquire(ROSTER, AB) == AB
+    assert leases.acquire(ROSTER, CD) == AB
+    assert leases.acquire(ROSTER, AB) == AB
+    assert leases.acquire(replace(ROSTER, generation=8), CD) == CD
 
 
-def test_of_many_at_once_one_wins(leases: LeaseDirectory) -> None:
+def test_of_many_at_once_one_wins(leases: FileWitness) -> None:
     rosters = [replace(ROSTER, generation=g) for g in range(20)]
     barrier = Barrier(4)
 
@@ -38,7 +38,7 @@ def test_of_many_at_once_one_wins(leases: LeaseDirectory) -> None:
         answers = []
         for roster in rosters:
             barrier.wait(30)
-            answers.append(leases.take(roster, winners))
+            answers.append(leases.acquire(roster, winners))
         return answers
 
     with ThreadPoolExecutor(4) as pool:
@@ -46,21 +46,21 @@ def test_of_many_at_once_one_wins(leases: LeaseDirectory) -> None:
     assert all(len(set(of_roster)) == 1 for of_roster in zip(*answers, strict=True))
 
 
-def test_nothing_but_leases_stays_behind(leases: LeaseDirectory, tmp_path: Path) -> None:
-    leases.take(ROSTER, AB)
-    leases.take(ROSTER, CD)
+def test_nothing_but_leases_stays_behind(leases: FileWitness, tmp_path: Path) -> None:
+    leases.acquire(ROSTER, AB)
+    leases.acquire(ROSTER, CD)
     assert leases.is_shared()
     [directory] = tmp_path.iterdir()
     assert [path.name for path in directory.iterdir()] == ["roster-00000007.json"]
 
 
-def test_another_directory_and_another_job_are_told_apart(leases: LeaseDirectory, tmp_path: Path) -> None:
-    assert LeaseDirectory(tmp_path, leases.key).is_shared()
-    assert not LeaseDirectory(tmp_path / "elsewhere", leases.key).is_shared()
-    assert not LeaseDirectory(tmp_path, "0" * 32).is_shared()
-    assert not LeaseDirectory(tmp_path, f"{leases.key}/../leases-{leases.key}").is_shared()
-    leases.take(ROSTER, AB)
-    assert LeaseDirectory.found(tmp_path).take(ROSTER, CD) == CD
+def test_another_directory_and_another_job_are_told_apart(leases: FileWitness, tmp_path: Path) -> None:
+    assert FileWitness(tmp_path, leases.key).is_shared()
+    assert not FileWitness(tmp_path / "elsewhere", leases.key).is_shared()
+    assert not FileWitness(tmp_path, "0" * 32).is_shared()
+    assert not FileWitness(tmp_path, f"{leases.key}/../leases-{leases.key}").is_shared()
+    leases.acquire(ROSTER, AB)
+    assert FileWitness.create(tmp_path).acquire(ROSTER, CD) == CD
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_another_directory_and_another_job_are_told_apart(leases: LeaseDirectory
         b'{"nodes": ["a", "b", "c", "d"], "winners": [[]]}',
     ],
 )
-def test_a_damaged_lease_is_nobodys(leases: LeaseDirectory, tmp_path: Path, content: bytes) -> None:
-    leases.take(ROSTER, AB)
+def test_a_damaged_lease_is_nobodys(leases: FileWitness, tmp_path: Path, content: bytes) -> None:
+    leases.acquire(ROSTER, AB)
     [lease] = tmp_path.glob("leases-*/roster-*")
     lease.write_bytes(content)
     with pytest.raises(RunDirectoryError, match="is not the lease of the nodes a, b, c, d"):
-        leases.take(ROSTER, AB)
+        leases.acquire(ROSTER, AB)
 
 
 @pytest.fixture
@@ -96,14 +96,14 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_links")
-def test_where_no_lease_can_be_made_nobody_goes_on(leases: LeaseDirectory) -> None:
+def test_where_no_lease_can_be_made_nobody_goes_on(leases: FileWitness) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be used: Operation not permitted"):
-        leases.take(ROSTER, AB)
+        leases.acquire(ROSTER, AB)
     assert not list(leases.path.glob("leases-*/*"))
 
 
-def test_a_directory_that_is_gone_is_an_error(leases: LeaseDirectory, tmp_path: Path) -> None:
+def test_a_directory_that_is_gone_is_an_error(leases: FileWitness, tmp_path: Path) -> None:
     [directory] = tmp_path.iterdir()
     directory.rmdir()
     with pytest.raises(RunDirectoryError, match="that all nodes can write"):
-        leases.take(ROSTER, AB)
+        leases.acquire(ROSTER, AB)

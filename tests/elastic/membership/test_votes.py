@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from paceline.elastic.consensus.messages import (
     KINDS,
     Accept,
-    Announce,
-    Claim,
+    Accepted,
     ElectionMessage,
+    LeaderHeartbeat,
+    Nack,
+    NodeSet,
+    Prepare,
     Promise,
-    Propose,
-    Refuse,
-    Resign,
-    Roster,
+    StepDown,
     Term,
     Vote,
     VoteError,
@@ -29,16 +29,16 @@ from paceline.elastic.consensus.messages import (
 )
 
 TERM = Term(3, "b")
-ROSTER = Roster(4, ("a", "b", "é"))
+ROSTER = NodeSet(4, ("a", "b", "é"))
 MESSAGES: list[ElectionMessage] = [
-    Claim(TERM, ROSTER),
+    Prepare(TERM, ROSTER),
     Promise(TERM, ROSTER, None),
-    Promise(TERM, ROSTER, Vote(Term(2, "a"), Roster(5, ("a",)))),
-    Refuse(TERM, ROSTER, Term(7, "c")),
-    Propose(TERM, ROSTER, Roster(5, ("a",))),
-    Accept(TERM, ROSTER, 5),
-    Announce(TERM, ROSTER),
-    Resign(TERM, ROSTER),
+    Promise(TERM, ROSTER, Vote(Term(2, "a"), NodeSet(5, ("a",)))),
+    Nack(TERM, ROSTER, Term(7, "c")),
+    Accept(TERM, ROSTER, NodeSet(5, ("a",))),
+    Accepted(TERM, ROSTER, 5),
+    LeaderHeartbeat(TERM, ROSTER),
+    StepDown(TERM, ROSTER),
 ]
 
 

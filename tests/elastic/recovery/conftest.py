@@ -42,7 +42,7 @@ calls = 0
 @dataclass
 class Small(paceline.Task):
     lr: float = 0.1
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -67,11 +67,11 @@ def hurt():
     calls += 1
     grouped = torch.distributed.is_initialized()
     mine = torch.distributed.get_rank() if grouped else 0
-    shards = 4 // (torch.distributed.get_world_size() if grouped else 1)
+    microbatches = 4 // (torch.distributed.get_world_size() if grouped else 1)
     happened = Path("happened")
     done = len(happened.read_text()) if happened.exists() else 0
     action, step, rank = FAULTS[done] if done < len(FAULTS) else ("none", 0, 0)
-    if action == "none" or mine != int(rank) or calls <= int(step) * shards:
+    if action == "none" or mine != int(rank) or calls <= int(step) * microbatches:
         return
     with happened.open("a") as file:
         file.write("" if action == "slow" else "x")
@@ -117,7 +117,7 @@ class Small:
         return started
 
     def train(self, *arguments: str, fault: str = "none 0 0") -> subprocess.Popen[str]:
-        return self.start("train", "small.py:Small", *OPTIONS, "--run", "run", *arguments, fault=fault)
+        return self.start("train", "small.py:Small", *OPTIONS, "--run-dir", "run", *arguments, fault=fault)
 
     def finish(self, popen: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         done: subprocess.CompletedProcess[str] = self.processes.finish(popen, timeout_s=180)
@@ -157,7 +157,7 @@ def undisturbed(session_processes: Processes, tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp("undisturbed")
     (path / "small.py").write_text(TASK)
     done = session_processes.run(
-        [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run", "run", "--json"],
+        [sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run-dir", "run", "--json"],
         cwd=path,
         timeout_s=90,
     )

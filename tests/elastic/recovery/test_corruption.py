@@ -1,4 +1,4 @@
-"""--verify-every: who computes or reads something else than the others is named, and nothing of it counts."""
+"""--sdc-check-every: who computes or reads something else than the others is named, and nothing of it counts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Samples(torch.utils.data.Dataset):
 
 @dataclass
 class Small(paceline.Task):
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -81,21 +81,21 @@ class Small(paceline.Task):
             logits = logits + torch.eye(*logits.shape) * 1e-4
         return nn.functional.cross_entropy(logits, labels)
 """
-SEED, SHARDS, EVERY, STEPS = 5, 4, 3, 18
+SEED, MICROBATCHES, EVERY, STEPS = 5, 4, 3, 18
 ALWAYS = 10**6
 
 
 def train(path: Path, *arguments: str, corrupt: str = "none 0 0 0") -> subprocess.CompletedProcess[str]:
     (path / "small.py").write_text(TASK)
-    command = [sys.executable, "-m", "paceline", "train", "small.py:Small", "--run", "run", "--threads", "1"]
+    command = [sys.executable, "-m", "paceline", "train", "small.py:Small", "--run-dir", "run", "--threads", "1"]
     command += [
         "--max-steps",
         str(STEPS),
         "--seed",
         str(SEED),
-        "--verify-every",
+        "--sdc-check-every",
         str(EVERY),
-        "--workers",
+        "--num-workers",
         "0",
     ]
     return subprocess.run(
@@ -110,12 +110,12 @@ def train(path: Path, *arguments: str, corrupt: str = "none 0 0 0") -> subproces
 
 
 def parts(step: int, world_size: int) -> tuple[int, int, int]:
-    """The shard that is verified in the step after so many, who has it, and who computes it too."""
+    """The micro-batch that is verified in the step after so many, who has it, and who computes it too."""
     key = verification_key(SEED, step)
-    shard = key % SHARDS
-    shares = [range(r * SHARDS // world_size, (r + 1) * SHARDS // world_size) for r in range(world_size)]
-    owner = next(rank for rank, shares_of in enumerate(shares) if shard in shares_of)
-    return shard, owner, (owner + 1 + (key >> 32) % max(1, world_size - 1)) % world_size
+    microbatch = key % MICROBATCHES
+    shares = [range(r * MICROBATCHES // world_size, (r + 1) * MICROBATCHES // world_size) for r in range(world_size)]
+    owner = next(rank for rank, shares_of in enumerate(shares) if microbatch in shares_of)
+    return microbatch, owner, (owner + 1 + (key >> 32) % max(1, world_size - 1)) % world_size
 
 
 def step_with(role: int, rank: int, world_size: int) -> int:
@@ -143,18 +143,14 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("rank", "role", "what"), [(0, 1, "forward"), slow(1, 2, "fetch"), slow(2, 1, "forward")]
-)
-def test_the_wrong_rank_of_three_is_named(
-    tmp_path: Path, undisturbed: str, rank: int, role: int, what: str
-) -> None:
+@pytest.mark.parametrize(("rank", "role", "what"), [(0, 1, "forward"), slow(1, 2, "fetch"), slow(2, 1, "forward")])
+def test_the_wrong_rank_of_three_is_named(tmp_path: Path, undisturbed: str, rank: int, role: int, what: str) -> None:
     step = step_with(role, rank, 3)
     options = ("--nproc", "3", "--recover", "none")
     done = train(tmp_path, *options, corrupt=f"{what} {step} {rank} {ALWAYS}")
     others = " and ".join(str(r) for r in range(3) if r != rank)
     sentence = (
-        f"rank {rank} computed another gradient for shard {parts(step, 3)[0]} of step {step + 1} "
+        f"rank {rank} computed another gradient for micro-batch {parts(step, 3)[0]} of step {step + 1} "
         f"than ranks {others}: its machine ("
     )
     assert done.returncode == 1
@@ -191,6 +187,5 @@ def test_a_rank_alone_finds_that_it_contradicts_itself(tmp_path: Path) -> None:
     done = train(tmp_path, "--nproc", "1", corrupt=f"forward {EVERY - 1} 0 1")
     assert done.returncode == 1
     assert (
-        f"rank 0 computed different gradients for shard {parts(EVERY - 1, 1)[0]} of step {EVERY}"
-        in done.stderr
+        f"rank 0 computed different gradients for micro-batch {parts(EVERY - 1, 1)[0]} of step {EVERY}" in done.stderr
     )

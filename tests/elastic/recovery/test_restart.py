@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.elastic.recovery.conftest import OPTIONS, TASK
 
-RESTART = ("--nproc", "2", "--recover", "restart", "--reduction", "torch")
+RESTART = ("--nproc", "2", "--recover", "restart", "--reduction", "ddp")
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -27,7 +27,7 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
         "train",
         "small.py:Small",
         *OPTIONS,
-        "--run",
+        "--run-dir",
         "run",
         *RESTART,
     ]
@@ -68,5 +68,5 @@ def test_a_step_that_always_kills_ends_the_run(small: Any) -> None:
     # Whether the workers told of their last steps before one was killed is for the machine to decide.
     found = re.search(r"The run is still at step ([456]) after 2 replacements", verdict)
     assert found is not None, verdict
-    assert f"In step {int(found[1]) + 1}, rank 1 computes shards 2 to 3" in done.stderr
+    assert f"In step {int(found[1]) + 1}, rank 1 computes micro-batches 2 to 3" in done.stderr
     assert small.run.read_result() is None

@@ -41,9 +41,7 @@ def _assert_stopped(small: Any, done: Any, code: int, cause: str, earliest: int 
     return step
 
 
-def _assert_equal(
-    small: Any, result: dict[str, Any], undisturbed: dict[str, Any], recomputed: int = 0
-) -> None:
+def _assert_equal(small: Any, result: dict[str, Any], undisturbed: dict[str, Any], recomputed: int = 0) -> None:
     assert result["model_sha256"] == undisturbed["model_sha256"]
     assert (result["steps"], result["samples"]) == (undisturbed["steps"], undisturbed["samples"])
     report = small.audit()
@@ -117,10 +115,8 @@ def test_a_scheduler_signals_every_process_more_than_once(
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("inprocess", marks=pytest.mark.slow), "inplace"])
-def test_walltime_ends_in_time_and_the_run_goes_on(
-    small: Any, undisturbed: dict[str, Any], launcher: str
-) -> None:
-    # A tenth of a second for each shard of 30 steps is more than the time less its reserve.
+def test_walltime_ends_in_time_and_the_run_goes_on(small: Any, undisturbed: dict[str, Any], launcher: str) -> None:
+    # A tenth of a second for each micro-batch of 30 steps is more than the time less its reserve.
     done = small.finish(small.train(*LAUNCHED[launcher], "--walltime", "10s", fault="slow 0 0"))
     _assert_stopped(small, done, 75, "walltime", earliest=1)
     assert small.run.read_manifest()["config"]["walltime"] == "10s"

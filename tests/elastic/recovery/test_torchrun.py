@@ -63,7 +63,7 @@ def test_resume_never_still_refuses_what_others_began(small: Any) -> None:
     """Also when torchrun tries again: the refusal is a failure like any other to it."""
     (small.path / "run").mkdir()
     (small.path / "run" / "run.toml").write_text("")
-    options = {"max_steps": 30, "run": "run", "resume": "never"}
+    options = {"max_steps": 30, "run_dir": "run", "resume": "never"}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     done = small.finish(small.start("small.py", json.dumps(options), front=torchrun))
     assert done.returncode == 1
@@ -108,7 +108,7 @@ def start_on(node: Node, small: Any, endpoint: str, fault: str) -> Any:
                 "train",
                 "small.py:Small",
                 *OPTIONS,
-                "--run",
+                "--run-dir",
                 "run",
                 "--quiet",
             ),

@@ -28,9 +28,9 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
-from paceline.core.callback import BatchPlace
+from paceline.core.callback import BatchInfo
 from paceline.elastic import worker_group
-from paceline.elastic.worker_channel import Member
+from paceline.elastic.worker_channel import AgentClient
 from paceline.runs import checkpoint_store
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
@@ -109,7 +109,7 @@ def _hooked() -> None:
     form, send, write = worker_group._form, worker_group._send, checkpoint_store.write_file
     publish, as_bytes = checkpoint_store._publish, worker_group._bytes
     copied = itertools.count(1)
-    asked_to_reform = Member.should_reform
+    asked_to_reform = AgentClient.should_reform
 
     def formed(place: Any, backend: str) -> None:
         harm.rank = place.rank
@@ -142,7 +142,7 @@ def _hooked() -> None:
             harm.at("save", next(saves))
         return write(path, *arguments)
 
-    def should_reform(member: Member, generation: int) -> bool:
+    def should_reform(member: AgentClient, generation: int) -> bool:
         awaited = harm.awaited(generation)
         while awaited is not None and awaited.exists() and not asked_to_reform(member, generation):
             time.sleep(0.005)
@@ -152,7 +152,7 @@ def _hooked() -> None:
 
     worker_group._form, worker_group._send, checkpoint_store.write_file = formed, sent, written
     checkpoint_store._publish, worker_group._bytes = published, to_bytes
-    Member.should_reform = should_reform  # type: ignore[method-assign]
+    AgentClient.should_reform = should_reform  # type: ignore[method-assign]
 
 
 class Samples(Dataset[Any]):
@@ -171,16 +171,16 @@ class Samples(Dataset[Any]):
 
 
 class Stream:
-    """Shards of 20 steps each. Every opened reader, and every one that went to a position, leaves a line."""
+    """Micro-batches of 20 steps each. Every opened reader, and every one that went to a position, leaves a line."""
 
     def __init__(self, tensors: TensorDataset, log: Path) -> None:
         self.tensors, self.log = tensors, log
 
-    def open(self, shard: int, num_shards: int, epoch: int, seed: int) -> Reader:
-        sizes = [20 * (21 // num_shards + (k < 21 % num_shards)) for k in range(num_shards)]
-        first = sum(sizes[:shard])
+    def open(self, microbatch: int, num_microbatches: int, epoch: int, seed: int) -> Reader:
+        sizes = [20 * (21 // num_microbatches + (k < 21 % num_microbatches)) for k in range(num_microbatches)]
+        first = sum(sizes[:microbatch])
         self.wrote("open")
-        return Reader(self, first, first + sizes[shard])
+        return Reader(self, first, first + sizes[microbatch])
 
     def wrote(self, line: str) -> None:
         with self.log.open("a") as file:
@@ -215,7 +215,7 @@ class Faulty(paceline.Task):
     sample_by_sample: bool = False
     stream: bool = False
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=21, shards=6, epochs=2)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=21, microbatches=6, epochs=2)
 
     def build_model(self) -> nn.Module:
         if self.plan and harm.plan != Path(self.plan):
@@ -271,7 +271,7 @@ class Parted(Faulty):
             *(nn.Dropout(0.3), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)),
         )
 
-    def begin_batch(self, place: BatchPlace) -> None:
+    def on_batch_begin(self, place: BatchInfo) -> None:
         self._place = place
         harm.rank = distributed.get_rank()
 

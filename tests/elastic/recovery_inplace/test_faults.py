@@ -57,8 +57,8 @@ def start(
     for harm in harms:
         (plan / harm).touch()
     options = ["--recover", recover] if nproc > 1 else []
-    command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(run), "--nproc", str(nproc)]
-    command += ["--threads", "1", "--set", f"plan={plan}", "--eval-every", "7steps", "--best", "accuracy:max"]
+    command = [sys.executable, "-m", "paceline", "train", TASK, "--run-dir", str(run), "--nproc", str(nproc)]
+    command += ["--threads", "1", "--set", f"plan={plan}", "--eval-every", "7steps", "--best-metric", "accuracy:max"]
     for field in fields:
         command += ["--set", field]
     process = subprocess.Popen(
@@ -122,14 +122,9 @@ SECOND = ("kill rank 1", "kill rank 2", "stop rank 2", "kill in an evaluation")
 
 @pytest.mark.parametrize(
     "harms",
-    [
-        pytest.param(harms, id=name, marks=[pytest.mark.slow] if name in SECOND else [])
-        for name, harms in HARMS.items()
-    ],
+    [pytest.param(harms, id=name, marks=[pytest.mark.slow] if name in SECOND else []) for name, harms in HARMS.items()],
 )
-def test_model_is_that_of_the_undisturbed_run(
-    harms: list[str], tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_model_is_that_of_the_undisturbed_run(harms: list[str], tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     same(train(tmp_path / "run", 3, harms), undisturbed)
 
 
@@ -194,7 +189,7 @@ def test_a_run_that_was_stopped_goes_on(
 def test_streams_are_read_on_after_a_fault(tmp_path: Path) -> None:
     fields = ("stream=true", "num=420")
     whole = train(tmp_path / "whole/run", 1, fields=fields)
-    # Before a save and after one; survivors read a step again, and the lost rank's shards move.
+    # Before a save and after one; survivors read a step again, and the lost rank's micro-batches move.
     result = train(tmp_path / "faulty/run", 3, ["step-3-2-kill", "step-9-1-kill"], fields=fields)
     same(result, whole)
     readers = (tmp_path / "faulty/readers").read_text().splitlines()

@@ -26,8 +26,8 @@ class Run:
         for harm in harms:
             (plan / harm).touch()
         self.done: subprocess.CompletedProcess[str] = processes.paceline(
-            *("train", TASK, "--run", str(path), "--threads", "1", "--quiet", "--set", f"plan={plan}"),
-            *("--eval-every", "7steps", "--best", "accuracy:max", "--checkpoint-every", "5steps"),
+            *("train", TASK, "--run-dir", str(path), "--threads", "1", "--quiet", "--set", f"plan={plan}"),
+            *("--eval-every", "7steps", "--best-metric", "accuracy:max", "--checkpoint-every", "5steps"),
             *("--hang-timeout", "3s", *options),
             env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
@@ -60,9 +60,7 @@ PATIENT = ("--heartbeat", "30")
 INPLACE = ("--recover", "inplace", "--nproc")
 
 
-def test_ranks_that_do_not_go_on_are_named_and_replaced(
-    run_processes: Any, tmp_path: Path, undisturbed: str
-) -> None:
+def test_ranks_that_do_not_go_on_are_named_and_replaced(run_processes: Any, tmp_path: Path, undisturbed: str) -> None:
     # There are two ranks at least in the third hang, whenever the replacements join.
     harms = ["step-9-0-spin", "step-16-0-lock", "step-24-0-fifo"]
     run = Run(run_processes, tmp_path / "run", harms, (*INPLACE, "4", *PATIENT))
@@ -108,10 +106,8 @@ def test_silent_ranks_are_described(run_processes: Any, tmp_path: Path, undistur
         ("1", "it waits for its data worker N, which is in `sleep`"),
     ],
 )
-def test_a_dataset_that_blocks(
-    run_processes: Any, tmp_path: Path, undisturbed: str, workers: str, place: str
-) -> None:
-    options = ("--set", "sample_by_sample=true", "--workers", workers)
+def test_a_dataset_that_blocks(run_processes: Any, tmp_path: Path, undisturbed: str, workers: str, place: str) -> None:
+    options = ("--set", "sample_by_sample=true", "--num-workers", workers)
     run = Run(run_processes, tmp_path / "run", ["data-37-any-sleep"], (*INPLACE, "2", *options))
     assert run.model() == undisturbed
     (sentence,) = run.sentences()
@@ -119,9 +115,7 @@ def test_a_dataset_that_blocks(
 
 
 @pytest.mark.slow
-def test_without_recovery_the_job_ends_and_can_be_resumed(
-    run_processes: Any, tmp_path: Path, undisturbed: str
-) -> None:
+def test_without_recovery_the_job_ends_and_can_be_resumed(run_processes: Any, tmp_path: Path, undisturbed: str) -> None:
     run = Run(run_processes, tmp_path / "run", ["step-9-0-grip"], ("--recover", "none", "--nproc", "2"))
     assert run.done.returncode == 1
     (sentence,) = run.sentences()

@@ -26,7 +26,7 @@ class Run:
             (plan / harm).touch()
         ranks = {"pp=2,tp=2": "4", "dp=2,tp=2,pp=2": "8"}[mesh]
         self.done: subprocess.CompletedProcess[str] = processes.paceline(
-            *("train", TASK, "--run", str(path), "--threads", "1", "--quiet", "--set", f"plan={plan}"),
+            *("train", TASK, "--run-dir", str(path), "--threads", "1", "--quiet", "--set", f"plan={plan}"),
             *("--mesh", mesh, "--nproc", ranks, "--recover", "restart", "--pp-split", "equal"),
             *("--eval-every", "never", "--checkpoint-every", "4steps", "--max-steps", "12"),
             *("--hang-timeout", "6s", "--heartbeat", "30", "--max-restarts", "3"),

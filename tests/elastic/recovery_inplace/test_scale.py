@@ -17,7 +17,7 @@ from tests.conftest import children
 
 from paceline.core.errors import ConfigError
 from paceline.data.audit import audit
-from paceline.elastic.control import AgentConnection, Status
+from paceline.elastic.control import AgentConnection, RunStatus
 from paceline.runs.directory import RunDirectory
 
 TASK = str(Path(__file__).with_name("faulty.py")) + ":Faulty"
@@ -42,9 +42,9 @@ class Run:
         plan.mkdir(exist_ok=True)
         for generation in range(_MOST_VIEWS if held else 0):
             (plan / f"reform-{generation}-0-hold").touch()
-        command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(self.directory.path)]
+        command = [sys.executable, "-m", "paceline", "train", TASK, "--run-dir", str(self.directory.path)]
         command += ["--nproc", str(nproc), "--threads", "1", "--recover", recover, "--set", f"plan={plan}"]
-        command += ["--eval-every", "3steps", "--checkpoint-every", "7steps", "--best", "accuracy:max"]
+        command += ["--eval-every", "3steps", "--checkpoint-every", "7steps", "--best-metric", "accuracy:max"]
         command += ["--heartbeat", "30"]  # a machine that stalls is no fault
         started: subprocess.Popen[str] = self.processes.start(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
         return started
@@ -57,9 +57,9 @@ class Run:
         self.wait_until(there, "the agent")
         return AgentConnection(self.directory)
 
-    def whole(self, agent: AgentConnection, size: int) -> Status:
+    def whole(self, agent: AgentConnection, size: int) -> RunStatus:
         """Wait until so many train together."""
-        seen: list[Status] = []
+        seen: list[RunStatus] = []
 
         def there() -> bool:
             seen.append(agent.status())
@@ -130,7 +130,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: dict[str, Any]) -> None
 
 
 def refused(agent: AgentConnection) -> None:
-    with pytest.raises(ConfigError, match=r"7 processes cannot share 6 shards.*--nproc 6 or"):
+    with pytest.raises(ConfigError, match=r"7 processes cannot share 6 micro-batches.*--nproc 6 or"):
         agent.scale(nproc=7)
     with pytest.raises(ConfigError, match="at least 1"):
         agent.scale(nproc=0)
@@ -176,7 +176,7 @@ def test_the_command_says_what_became_of_it(run: Run, undisturbed: dict[str, Any
         run.whole(agent, 2)
     done = run.processes.paceline("scale", run.directory.path, "--nproc", "9")
     assert done.returncode == 2
-    assert "9 processes cannot share 6 shards" in done.stderr
+    assert "9 processes cannot share 6 micro-batches" in done.stderr
     done = run.processes.paceline("scale", run.directory.path, "--nproc", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["target"] == 1

@@ -10,7 +10,7 @@ from typing import Any
 from tests.lab.machines import Lab, Node, NodeProcess
 
 from paceline.data.audit import audit
-from paceline.elastic.control import AgentConnection, Status
+from paceline.elastic.control import AgentConnection, RunStatus
 from paceline.runs.directory import RunDirectory
 
 TASK = '''
@@ -34,7 +34,7 @@ from paceline.core.errors import ConfigError
 class Small(paceline.Task):
     """Trains up to the step that the file `hold` names; `kill-HOST` kills a process that stands there."""
 
-    defaults = paceline.Defaults(global_batch_size=24, shards=12)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=12)
 
     def build_model(self):
         refused = Path(__file__).with_name(f"refuse-{socket.gethostname()}")
@@ -81,21 +81,18 @@ class Run:
 
     def train(self, node: Node, nodes: str, nproc: str, *more: str) -> NodeProcess:
         meet = ("--rdzv-endpoint", f"{self.lab.nodes[0].address}:29500", "--nodes", nodes)
-        options = (*OPTIONS, *PATIENT, "--run", "run", "--nproc", nproc)
+        options = (*OPTIONS, *PATIENT, "--run-dir", "run", "--nproc", nproc)
         command = ("train", "small.py:Small", *options, *meet, *more)
         return self.paceline(node, *command)
 
     def paceline(self, node: Node, *arguments: str) -> NodeProcess:
-        return node.start(
-            [sys.executable, "-m", "paceline", *arguments], env={"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        )
+        return node.start([sys.executable, "-m", "paceline", *arguments], env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
 
     def begin(self, *more: str, nproc: str = "2", nodes: str = "2") -> list[NodeProcess]:
         """All machines, standing still after step 12."""
         self.hold(12)
         processes = [
-            self.train(node, nodes, nproc, "--node-rank", str(rank), *more)
-            for rank, node in enumerate(self.lab.nodes)
+            self.train(node, nodes, nproc, "--node-rank", str(rank), *more) for rank, node in enumerate(self.lab.nodes)
         ]
         self.wait_for("checkpoint", lambda event: event["step"] == 10, *processes)
         return processes
@@ -109,9 +106,7 @@ class Run:
         new.write_text(str(step))
         new.rename(self.path / "hold")
 
-    def step_until(
-        self, what: str, matching: Callable[[dict[str, Any]], bool], *processes: NodeProcess
-    ) -> None:
+    def step_until(self, what: str, matching: Callable[[dict[str, Any]], bool], *processes: NodeProcess) -> None:
         """Go on step by step, and stand still again once this event is there."""
 
         def there() -> bool:
@@ -143,7 +138,7 @@ class Run:
         """Wait until the first machine, which leads, has told its workers to stop after their step."""
         self._wait_until(lambda: self._status(self.lab.nodes[0]).stopping, "the stop", timeout_s=90)
 
-    def _status(self, leader: Node) -> Status:
+    def _status(self, leader: Node) -> RunStatus:
         seen = RunDirectory(self.path / "seen")
         seen.path.mkdir(exist_ok=True)
         note = json.loads(self.directory.agent.read_text())
@@ -159,9 +154,7 @@ class Run:
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         self._wait_until(condition, what, timeout_s=90)
 
-    def wait_for(
-        self, what: str, matching: Callable[[dict[str, Any]], bool], *processes: NodeProcess
-    ) -> None:
+    def wait_for(self, what: str, matching: Callable[[dict[str, Any]], bool], *processes: NodeProcess) -> None:
         self._wait_until(lambda: self._happened(what, matching, processes), what, timeout_s=120)
 
     def _happened(

@@ -82,18 +82,14 @@ def test_a_side_that_was_cut_off_finds_itself_left_out(run: Run, undisturbed: st
     run.hold(14)
     run.wait_for("joined", lambda event: True, *processes)
     run.lab.nodes[1].heal()
-    run.wait_until(
-        lambda: None in (codes := [p.poll() for p in processes]) and codes != [None, None], "an end"
-    )
+    run.wait_until(lambda: None in (codes := [p.poll() for p in processes]) and codes != [None, None], "an end")
     winner, loser = sorted(processes, key=lambda process: process.poll() is not None)
     assert loser.wait() == 1
     assert "this machine was left out of the run" in loser.text
     again = run.paceline(run.lab.nodes[processes.index(loser)], "join", "run")
     run.wait_for_joiners(1, winner, again, leader=run.lab.nodes[processes.index(winner)])
     generation = run.generation()
-    run.step_until(
-        "view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, again
-    )
+    run.step_until("view", lambda event: event["nodes"] == 2 and event["generation"] > generation, winner, again)
     assert finish(run, undisturbed, winner, again)["world_size"] == 2
 
 
@@ -120,9 +116,7 @@ def test_two_leaders_are_killed_one_after_the_other(run: Run, undisturbed: str) 
 
 
 @pytest.mark.parametrize("run", [3], indirect=True)
-def test_who_takes_over_holds_the_run_once_the_old_leaders_processes_have_gone(
-    run: Run, undisturbed: str
-) -> None:
+def test_who_takes_over_holds_the_run_once_the_old_leaders_processes_have_gone(run: Run, undisturbed: str) -> None:
     processes = run.begin(nproc="1", nodes="3")
     leading, *survivors = processes
     agent = leading.tree()[0]
@@ -189,7 +183,7 @@ def test_a_machine_joins_while_another_dies(run: Run, undisturbed: str) -> None:
 
 def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) -> None:
     """Of two processes on the other machine one computed; then both do, until all is well again."""
-    processes = run.begin("--spares", "1", nproc="1")
+    processes = run.begin("--hot-spares", "1", nproc="1")
     run.lab.nodes[0].kill()
     run.wait_for("takeover", lambda event: True, processes[1])
     run.hold(14)
@@ -203,9 +197,7 @@ def test_a_spare_computes_for_a_machine_that_dies(run: Run, undisturbed: str) ->
     ("how", "message"),
     [pytest.param("user", "no data here", marks=pytest.mark.slow), ("other", "no disk here")],
 )
-def test_a_machine_that_cannot_take_part_is_sent_home(
-    run: Run, undisturbed: str, how: str, message: str
-) -> None:
+def test_a_machine_that_cannot_take_part_is_sent_home(run: Run, undisturbed: str, how: str, message: str) -> None:
     first, second = run.lab.nodes
     (run.path / f"refuse-{second.name}").write_text(how)
     run.hold(12)
@@ -220,7 +212,7 @@ def test_a_machine_that_cannot_take_part_is_sent_home(
 
 @pytest.mark.slow
 def test_a_run_that_restarts_outlives_a_machine(run: Run) -> None:
-    processes = run.begin("--recover", "restart", "--reduction", "torch")
+    processes = run.begin("--recover", "restart", "--reduction", "ddp")
     run.lab.nodes[1].kill()
     run.hold(14)
     run.wait_for("joined", lambda event: True, processes[0])

@@ -55,9 +55,7 @@ def test_machines_come_and_go(run: Run, undisturbed: str) -> None:
     run.step_until("view", lambda event: event["nodes"] == 2, leading, joining)
     last = run.paceline(third, "join", "run", "--nproc", "2")
     run.wait_for_joiners(2, leading, joining, last)
-    run.step_until(
-        "view", lambda event: event["nodes"] == 3 and event["world_size"] == 4, leading, joining, last
-    )
+    run.step_until("view", lambda event: event["nodes"] == 3 and event["world_size"] == 4, leading, joining, last)
     scale = run.paceline(first, "scale", "run", "--nodes", "2")
     run.wait_for("scale", lambda event: event["nodes"] == 2, leading, joining, last)
     generation = run.generation()

@@ -12,7 +12,7 @@ from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, Run
 from tests.lab.machines import NodeProcess
 
 from paceline.launch.kubernetes import Kubernetes
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.options import KubernetesOptions
 
 pytestmark = pytest.mark.k8s
@@ -23,13 +23,13 @@ class Pods:
 
     def __init__(self, run: Run, nodes: tuple[int, int], *more: str) -> None:
         words = ("train", "small.py:Small", "--run-dir", str(run.directory.path), *OPTIONS, *PATIENT, *more)
-        spec = JobSpec(
+        spec = LaunchSpec(
             command=("python", "-m", "paceline", *words),
             name="t",
             directory=Path("/state/t-1"),
             nodes=nodes,
             nproc=(2,),
-            inner="agent",
+            rank_launcher="agent",
             is_task=True,
             run=run.directory.path,
             python="python",

@@ -13,7 +13,7 @@ import pytest
 from tests.elastic.recovery_nodes.runs import OPTIONS, PATIENT, Run
 from tests.lab.machines import NodeProcess
 
-from paceline.launch.launcher import JobSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.options import SageMakerOptions
 from paceline.launch.sagemaker import CHECKPOINTS, SOURCE, SageMaker, pack
 from paceline.runs.directory import RunDirectory
@@ -26,13 +26,13 @@ class Hosts:
 
     def __init__(self, run: Run) -> None:
         words = ("train", "small.py:Small", "--run-dir", CHECKPOINTS, *OPTIONS, *PATIENT)
-        spec = JobSpec(
+        spec = LaunchSpec(
             command=("python", "-m", "paceline", *words),
             name="t",
             directory=Path("/state/t-1"),
             nodes=(2, 2),
             nproc=(2,),
-            inner="agent",
+            rank_launcher="agent",
             is_task=True,
             run=Path(CHECKPOINTS),
             python="python",

@@ -19,7 +19,7 @@ def test_a_run_is_cancelled_continued_and_loses_its_first_machine(
     run = Run(lab.lab, wait_until)
 
     def train() -> NodeProcess:
-        task = ("train", "small.py:Small", *OPTIONS, *PATIENT, "--run", "run")
+        task = ("train", "small.py:Small", *OPTIONS, *PATIENT, "--run-dir", "run")
         return lab.paceline(lab.nodes[2], *task, "--on", "ssh", "--hosts", "node0:2,node1:2", *lab.options)
 
     run.hold(7)

@@ -18,7 +18,7 @@ from paceline.insight.bench import suites
 from paceline.insight.bench.comparison import STEPS_PER_S, compare
 from paceline.insight.bench.peers import INSTALL, PEERS, Peer
 from paceline.insight.bench.probe import Probe
-from paceline.insight.bench.rounds import Command, Contender, Sample, _half_speed, alternate
+from paceline.insight.bench.rounds import BenchCommand, Sample, Variant, _half_speed, interleave
 from paceline.insight.bench.workload import MLP, REPORT
 
 pytestmark = pytest.mark.integration
@@ -28,14 +28,14 @@ def ignore(line: str) -> None:
     """A progress that shows nothing."""
 
 
-def python(code: str, *arguments: str) -> Command:
-    return Command([sys.executable, "-c", code, *arguments])
+def python(code: str, *arguments: str) -> BenchCommand:
+    return BenchCommand([sys.executable, "-c", code, *arguments])
 
 
-def reporting(name: str, seconds: float) -> Contender:
+def reporting(name: str, seconds: float) -> Variant:
     report = json.dumps({"steps": 10, "seconds": seconds, "loss": 0.5})
     code = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
-    return Contender(
+    return Variant(
         name=name,
         title=name.title(),
         commands=lambda directory: [python(code, str(directory / REPORT), report)],
@@ -62,9 +62,7 @@ def waiting_pids() -> Iterator[list[int]]:
 WAIT = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"
 
 
-def test_the_clock_runs_for_whole_steps_after_the_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_runs_for_whole_steps_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 107.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     probe = Probe(warmup=2, steps=3, ticks_per_step=2)
@@ -93,10 +91,10 @@ def test_memory_is_the_peak_beyond_the_imports(tmp_path: Path) -> None:
 def test_contenders_take_turns_and_another_begins_each_round() -> None:
     order: list[tuple[int, str]] = []
 
-    def on_sample(number: int, contender: Contender, sample: Sample) -> None:
+    def on_sample(number: int, contender: Variant, sample: Sample) -> None:
         order.append((number, contender.name))
 
-    samples = alternate([reporting("a", 2.0), reporting("b", 4.0)], 3, on_sample)
+    samples = interleave([reporting("a", 2.0), reporting("b", 4.0)], 3, on_sample)
 
     assert order == [(1, "a"), (1, "b"), (2, "b"), (2, "a"), (3, "a"), (3, "b")]
     assert [sample["steps_per_s"] for sample in samples["a"]] == [5.0] * 3
@@ -117,13 +115,13 @@ def test_a_failing_process_is_shown_and_its_partners_are_ended(
         "open(sys.argv[2], 'w').write(f'{os.getpid()} {child.pid}')\n"
         "open(sys.argv[1], 'w').close(); signal.pause()"
     )
-    contender = Contender(
+    contender = Variant(
         name="x",
         title="Peer X",
         commands=lambda _: [python(partner, str(fifo), str(seen)), python(fails, str(fifo))],
     )
     with pytest.raises(LaunchError, match=r"Peer X failed with exit code 1.(?s:.*)the disk is full"):
-        alternate([contender], 1, lambda *_: None)
+        interleave([contender], 1, lambda *_: None)
     waiting_pids += [int(pid) for pid in seen.read_text().split()]
     assert len(waiting_pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in waiting_pids)
@@ -136,7 +134,7 @@ def test_an_interrupted_benchmark_leaves_no_process(
     code = (
         "import sys; from paceline.insight.bench.rounds import *\n"
         "argv = [sys.executable, '-c', *sys.argv[1:]]\n"
-        "alternate([Contender(name='x', title='X', commands=lambda _: [Command(argv)])], 1, print)"
+        "interleave([Variant(name='x', title='X', commands=lambda _: [BenchCommand(argv)])], 1, print)"
     )
     with subprocess.Popen([sys.executable, "-c", code, WAIT, str(fifo)], stderr=subprocess.PIPE) as benchmark:
         try:
@@ -198,7 +196,13 @@ def test_the_peers_do_the_same_work_and_a_missing_one_is_named(
 
 def test_paceline_is_measured_as_a_user_starts_it() -> None:
     result = suites.bench_train(
-        workloads=[MLP], peers=["paceline-exact"], rounds=1, steps=20, warmup=2, shards=4, progress=ignore
+        workloads=[MLP],
+        peers=["paceline-exact"],
+        rounds=1,
+        steps=20,
+        warmup=2,
+        microbatches=4,
+        progress=ignore,
     )
     [row] = result.comparisons[0].rows
     assert row.samples[0]["steps"] == 20
@@ -217,7 +221,7 @@ def test_what_recovery_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_rank_at_half_speed_shares_with_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.shares(rounds=1, steps=4, warmup=2, json=True) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["settings"]["shards"] == 12
+    assert result["settings"]["microbatches"] == 12
     [comparison] = result["comparisons"]
     assert (comparison["baseline"], comparison["ratio_of"]) == ("equal", "steps_per_s")
     assert [row["name"] for row in comparison["rows"]] == ["equal", "auto"]
@@ -246,9 +250,7 @@ def test_a_process_at_half_speed_runs_on_when_it_is_over() -> None:
 
 
 def test_without_any_peer_the_command_to_install_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        PEERS, "lightning", Peer(name="lightning", title="Lightning", package="not-installed")
-    )
+    monkeypatch.setitem(PEERS, "lightning", Peer(name="lightning", title="Lightning", package="not-installed"))
     with pytest.raises(ConfigError, match=r"none of these peers is installed: lightning.*paceline\[bench\]"):
         command.train(workload="mlp", peers=("lightning",))
 
@@ -270,8 +272,8 @@ def test_the_table_names_machine_and_missing_peers(capsys: pytest.CaptureFixture
         ({"rounds": 0}, "--rounds must be at least 1, but is 0"),
         ({"steps": 0}, "--steps must be at least 1, but is 0"),
         ({"warmup": -1}, "--warmup must not be negative, but is -1"),
-        ({"shards": 3}, "shards must be a multiple of the 2 ranks, up to 64, but is 3"),
-        ({"shards": 66}, "up to 64, but is 66"),
+        ({"microbatches": 3}, "micro-batches must be a multiple of the 2 ranks, up to 64, but is 3"),
+        ({"microbatches": 66}, "up to 64, but is 66"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str) -> None:

@@ -132,9 +132,7 @@ def test_threads_drive_ranks_of_one_process() -> None:
     results: list[object] = []
     carrier, ranks = run_plan(plan, Environment(), results.append)
     assert (carrier, ranks, len(results)) == ("gloo", 3, 12)
-    report = CommunicationReport(
-        carrier, plan.mode, ranks, 1, find_link(80.0, one_machine=True, interface=None)
-    )
+    report = CommunicationReport(carrier, plan.mode, ranks, 1, find_link(80.0, one_machine=True, interface=None))
     report.results = results  # type: ignore[assignment]
     assert report.wrong == 0
     assert "All " in report.notes()[-1]

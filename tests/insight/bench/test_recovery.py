@@ -13,8 +13,14 @@ from paceline.cli import bench as command
 from paceline.core.errors import ConfigError
 from paceline.insight.bench import recovery
 from paceline.insight.bench.faults import FaultScript, Kill, drawn_kills
-from paceline.insight.bench.recovery import RecoveryResult, RecoveryTable, Row, bench_recovery, percentile
-from paceline.insight.bench.trials import RECOVERERS, Trial, judge
+from paceline.insight.bench.recovery import (
+    RecoveryResult,
+    RecoveryRow,
+    RecoveryTable,
+    bench_recovery,
+    percentile,
+)
+from paceline.insight.bench.trials import RECOVERERS, RecoveryTrial, judge
 
 
 def script(
@@ -59,14 +65,10 @@ def test_a_line_cut_short_by_the_kill_is_left_out(tmp_path: Path) -> None:
     assert records.steps() == [(11.0, 1)]
 
 
-def test_a_kill_waits_for_its_rank_its_step_and_the_full_world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_waits_for_its_rank_its_step_and_the_full_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     monkeypatch.setattr("os.kill", lambda pid, number: killed.append(number))
-    faults = FaultScript.write(
-        tmp_path, [Kill(step=5, rank=1), Kill(step=9, rank=0)], world_size=2, step_s=0.0
-    )
+    faults = FaultScript.write(tmp_path, [Kill(step=5, rank=1), Kill(step=9, rank=0)], world_size=2, step_s=0.0)
     for step, rank, world_size in ((4, 1, 2), (5, 0, 2), (5, 1, 1), (9, 0, 2)):
         faults.before_step(step, rank, world_size)
         assert killed == []
@@ -94,24 +96,24 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([7.0], 99) == 7.0
 
 
-def trial(recoveries_ms: Sequence[float], sha: str = "same", **changes: int) -> Trial:
+def trial(recoveries_ms: Sequence[float], sha: str = "same", **changes: int) -> RecoveryTrial:
     counts = {"hung": 0, "failed": 0, "repeated": 0, **changes}
     kills = len(recoveries_ms) + counts["hung"] + counts["failed"]
-    return Trial(kills=kills, recoveries_ms=recoveries_ms, seconds=20.0, model_sha256=sha, **counts)
+    return RecoveryTrial(kills=kills, recoveries_ms=recoveries_ms, seconds=20.0, model_sha256=sha, **counts)
 
 
 def test_the_report_counts_over_rounds_and_says_which_bars_are_met(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    clean = Trial(kills=0, recoveries_ms=[], hung=0, failed=0, repeated=0, seconds=10.0, model_sha256="same")
+    clean = RecoveryTrial(kills=0, recoveries_ms=[], hung=0, failed=0, repeated=0, seconds=10.0, model_sha256="same")
     rows = [
-        Row(
+        RecoveryRow(
             recoverer=RECOVERERS["torchrun"],
             trials=[trial([2000.0], "other", hung=1, repeated=12)],
             undisturbed=clean,
         ),
-        Row(recoverer=RECOVERERS["paceline-torchrun"], trials=[trial([3000.0] * 2)], undisturbed=clean),
-        Row(
+        RecoveryRow(recoverer=RECOVERERS["paceline-torchrun"], trials=[trial([3000.0] * 2)], undisturbed=clean),
+        RecoveryRow(
             recoverer=RECOVERERS["paceline-inplace"],
             trials=[trial([40.0, 60.0]), trial([1500.0, 50.0])],
             undisturbed=clean,

@@ -18,7 +18,7 @@ from paceline.cli.job_options import JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.insight.bench.scaling import ScalingReport, SizeResult, read_result, sized_config
-from paceline.launch.launcher import JobHandle, JobSpec, JobStatus, Rendered
+from paceline.launch.launcher import JobHandle, JobStatus, LaunchSpec, RenderedJob
 from paceline.launch.slurm import Slurm
 from paceline.launch.ssh import Ssh
 
@@ -71,9 +71,9 @@ def test_the_first_steps_do_not_count(tmp_path: Path) -> None:
 
 
 def test_sizes_are_trained_and_one_that_fails_is_told(run_processes: Processes, tmp_path: Path) -> None:
-    common = ("fashion-mnist-mlp", "--threads", "1", "--steps", "4", "--warmup", "2", "--shards", "2")
-    done = run_processes.paceline("scan", *common, "--nproc", "1,3", "--run", "scan", "--json")
-    # Three processes are more than the two shards.
+    common = ("fashion-mnist-mlp", "--threads", "1", "--steps", "4", "--warmup", "2", "--microbatches", "2")
+    done = run_processes.paceline("scan", *common, "--nproc", "1,3", "--run-dir", "scan", "--json")
+    # Three processes are more than the two micro-batches.
     assert done.returncode == 1
     report = json.loads(done.stdout)
     first, last = report["results"]
@@ -84,13 +84,11 @@ def test_sizes_are_trained_and_one_that_fails_is_told(run_processes: Processes, 
     assert json.loads((tmp_path / "scan/nproc-1/result.json").read_text())["steps"] == 6
 
 
-def test_each_size_is_a_job(
-    run_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_size_is_a_job(run_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    common = ("fashion-mnist-mlp", "--threads", "1", "--steps", "4", "--warmup", "2", "--shards", "2")
+    common = ("fashion-mnist-mlp", "--threads", "1", "--steps", "4", "--warmup", "2", "--microbatches", "2")
     on = ("--on", "submitit", "--executor", "local")
-    done = run_processes.paceline("scan", *common, "--nproc", "1,2", *on, "--run", "scan", "--markdown")
+    done = run_processes.paceline("scan", *common, "--nproc", "1,2", *on, "--run-dir", "scan", "--markdown")
     assert done.returncode == 0, done.stderr
     assert [line.split(" |")[0] for line in done.stdout.splitlines()[4:6]] == ["| 1", "| 2"]
     jobs = json.loads(run_processes.paceline("jobs", "--json").stdout)
@@ -108,7 +106,7 @@ def test_a_size_without_a_result_has_failed(tmp_path: Path) -> None:
 class Job(JobHandle):
     """A job that ends as it is told to; one that succeeds leaves a result."""
 
-    def __init__(self, spec: JobSpec, end: int | BaseException) -> None:
+    def __init__(self, spec: LaunchSpec, end: int | BaseException) -> None:
         self.number, self.end, self.cancelled = spec.name, end, False
         assert spec.run is not None
         self.run = spec.run
@@ -142,7 +140,7 @@ class Cluster:
         self.ends: dict[int, int | BaseException] = {}
         self.jobs: dict[int, Job] = {}
 
-    def submit(self, rendered: Rendered) -> JobHandle:
+    def submit(self, rendered: RenderedJob) -> JobHandle:
         [nproc] = rendered.spec.nproc
         if nproc not in self.ends:
             raise LaunchError("sbatch refused the job.")
@@ -180,7 +178,7 @@ def scan_on(on: str, nproc: str, own: Own | None = None, **job: Any) -> int:
 
     return scan(
         "fashion-mnist",
-        run=Path("scan"),
+        run_dir=Path("scan"),
         options=Options(on=on, nproc=nproc),
         job=JobOptions(**job) if job else None,
         launcher_options=own,
@@ -188,9 +186,7 @@ def scan_on(on: str, nproc: str, own: Own | None = None, **job: Any) -> int:
     )
 
 
-def test_a_job_whose_end_cannot_be_learned_ends_no_other(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_whose_end_cannot_be_learned_ends_no_other(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.ends = {1: 0, 2: LaunchError("Slurm does not know it any more."), 4: 0}
     assert scan_on("slurm", "1,2,4") == 1
     printed = capsys.readouterr()
@@ -230,7 +226,7 @@ def test_hosts_say_how_many_machines_there_are(cluster: Cluster, capsys: pytest.
         ("slurm", None, {"preflight": True}, "--preflight: a scan examines no machines"),
         ("slurm", None, {"wait": True}, "--wait: a scan waits for its jobs anyway"),
         ("ssh", Own(hosts="a,b"), {"detach": True}, "--detach: a scan stays"),
-        ("slurm", None, {"contract": "none"}, "--contract is for scripts"),
+        ("slurm", None, {"env_style": "none"}, "--env-style is for scripts"),
         ("spawn", None, {"gpus_per_node": 2}, "--gpus-per-node: these are for jobs on a cluster"),
         ("torchrun", Own(local_rank_argument=True), {}, "--local-rank-argument: .* and --on is torchrun"),
         ("ssh", Own(hosts="a:2,b:2"), {}, "--nproc 1: --hosts says 2 processes a machine"),
@@ -256,9 +252,7 @@ def test_what_no_job_or_not_every_size_can_have_is_refused_before_the_first_is_s
         (("--nproc", "1,2", "--plot", "scan.png"), "ends in .svg"),
     ],
 )
-def test_what_cannot_be_scanned_is_refused(
-    run_processes: Processes, words: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_scanned_is_refused(run_processes: Processes, words: tuple[str, ...], message: str) -> None:
     done = run_processes.paceline("scan", "fashion-mnist", *words)
     assert done.returncode == 2
     assert message in done.stderr

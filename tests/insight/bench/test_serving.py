@@ -13,7 +13,7 @@ import pytest
 from paceline.cli.bench import ServingSuiteName
 from paceline.core.errors import ConfigError
 from paceline.insight.bench.comparison import Quantity, compare
-from paceline.insight.bench.rounds import Contender, Sample
+from paceline.insight.bench.rounds import Sample, Variant
 from paceline.insight.bench.serving import faults
 from paceline.insight.bench.serving.bars import verdicts
 from paceline.insight.bench.serving.round import _infer_one
@@ -55,7 +55,7 @@ def test_overload_s_bars() -> None:
 
 
 def test_one_contender_is_a_line_a_quantity() -> None:
-    contender = Contender(name="one", title="alone", commands=lambda directory: [])
+    contender = Variant(name="one", title="alone", commands=lambda directory: [])
     quantities = (Quantity("a", "first", 0), Quantity("b", "second"))
     table = compare("alone", quantities, [contender], {"one": [{"a": 1, "b": 2}, {"a": 3, "b": 4}]})
     assert table.as_markdown().splitlines() == [

@@ -12,7 +12,7 @@ from paceline.cli.bench import SuiteName
 from paceline.core.errors import ConfigError
 from paceline.core.task_loading import TaskReference
 from paceline.insight.bench import pipedream
-from paceline.insight.bench.bars import Verdict, bars_markdown, bars_table
+from paceline.insight.bench.bars import TargetResult, bars_markdown, bars_table
 from paceline.insight.bench.comparison import Spread
 from paceline.insight.bench.strategies import _read_steps, bench_strategies, suites
 from paceline.insight.bench.studies import STUDIES
@@ -29,7 +29,7 @@ from paceline.parallel.pipeline.stages import find_blocks
     ],
 )
 def test_a_bar_is_met_or_not(median: float, bar: float, at_most: bool, met: bool) -> None:
-    verdict = Verdict("fsdp", "--strategy fsdp", Spread(median, 0.1, 2.0), bar, at_most)
+    verdict = TargetResult("fsdp", "--strategy fsdp", Spread(median, 0.1, 2.0), bar, at_most)
     assert verdict.met is met
     assert verdict.cells[-1] == ("met" if met else "NOT met")
     assert bars_markdown([verdict]).rstrip().endswith("met |")
@@ -38,7 +38,7 @@ def test_a_bar_is_met_or_not(median: float, bar: float, at_most: bool, met: bool
 
 
 def test_a_figure_without_a_bar_is_neither() -> None:
-    verdict = Verdict("slow-worker", "async: less accurate by", Spread.of([0.2]), None, unit=" points")
+    verdict = TargetResult("slow-worker", "async: less accurate by", Spread.of([0.2]), None, unit=" points")
     assert verdict.met is None
     assert verdict.cells[2:] == ("0.20 points", "0.20 to 0.20", "none", "")
 

@@ -13,7 +13,7 @@ TASK = str(Path(__file__).parents[2] / "elastic/recovery_inplace/faulty.py") + "
 
 def chaos(processes: Any, path: Path, *options: str) -> dict[str, Any]:
     done = processes.paceline(
-        *("chaos", TASK, "--run", path, "--threads", "1", "--eval-every", "20steps", "--json"),
+        *("chaos", TASK, "--run-dir", path, "--threads", "1", "--eval-every", "20steps", "--json"),
         *options,
         env={"TORCH_CPP_LOG_LEVEL": "ERROR"},
         timeout_s=280,
@@ -95,7 +95,7 @@ def test_one_worker_alone_goes_on_from_its_checkpoints(run_processes: Any, tmp_p
 def test_what_cannot_be_is_refused_before_anything_runs(
     options: tuple[str, ...], message: str, run_processes: Any, tmp_path: Path
 ) -> None:
-    done = run_processes.paceline("chaos", TASK, "--run", tmp_path / "runs", *options)
+    done = run_processes.paceline("chaos", TASK, "--run-dir", tmp_path / "runs", *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "runs").exists()

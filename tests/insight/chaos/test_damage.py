@@ -20,7 +20,7 @@ def save(directory: Path, step: int) -> Path:
         state_version=step,
         epoch=0,
         generation=0,
-        shards=1,
+        microbatches=1,
         pins={},
         best_version=None,
     )
@@ -46,7 +46,7 @@ def test_the_newest_comes_first_and_damaged_ones_do_not_count(tmp_path: Path) ->
     paths = [save(tmp_path, step) for step in (9, 10, 100)]
     assert fault_injection.checkpoints(tmp_path) == paths[::-1]
     harmed = {fault_injection.identity(paths[2])}
-    assert fault_injection.good_ones(tmp_path, harmed) == [paths[1], paths[0]]
+    assert fault_injection.intact(tmp_path, harmed) == [paths[1], paths[0]]
     fault_injection.truncate(paths[2], 7)
     assert save(tmp_path, 100) == paths[2]  # moved aside, and written again
-    assert fault_injection.good_ones(tmp_path, harmed) == paths[::-1]
+    assert fault_injection.intact(tmp_path, harmed) == paths[::-1]

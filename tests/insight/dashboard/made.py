@@ -41,7 +41,7 @@ def make_run(
     directory.write_manifest(
         {"id": "0" * 16, "task": {"spec": task, "name": "Task", "fields": {}}, "config": {"epochs": 4}}
     )
-    started = {"event": "started", "generation": 0, "world_size": world_size, "shards": 4, "step": 0}
+    started = {"event": "started", "generation": 0, "world_size": world_size, "microbatches": 4, "step": 0}
     told = [{"event": "created", "task": task}, {**started, "total_steps": 100}, *events]
     with directory.events.open("w") as file:
         file.writelines(json.dumps({"time": began + n, **event}) + "\n" for n, event in enumerate(told))
@@ -71,9 +71,7 @@ def record(step: int, at: float, world_size: int = 2, spike: bool = False) -> di
     }
 
 
-def beat(
-    directory: RunDirectory, rank: int, *, ago_s: float = 0.0, world_size: int = 2, step: int = 1
-) -> None:
+def beat(directory: RunDirectory, rank: int, *, ago_s: float = 0.0, world_size: int = 2, step: int = 1) -> None:
     """A rank's last sign of life."""
     at = time.time() - ago_s
     directory.heartbeats.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
-from paceline.core.callback import BatchPlace
+from paceline.core.callback import BatchInfo
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Paced(paceline.Task):
     """Eight steps an epoch; a step may begin once the number in the file has reached it."""
 
     pace: str = ""
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, shards=4, epochs=4)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, microbatches=4, epochs=4)
 
     def build_model(self) -> nn.Module:
         return nn.Linear(6, 3)
@@ -35,7 +35,7 @@ class Paced(paceline.Task):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.1)
 
-    def begin_batch(self, place: BatchPlace) -> None:
+    def on_batch_begin(self, place: BatchInfo) -> None:
         while self.pace and place.split == "train" and int(Path(self.pace).read_text()) < place.step:
             time.sleep(0.01)
 

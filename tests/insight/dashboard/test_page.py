@@ -90,7 +90,7 @@ def test_a_run_is_watched_while_it_is_trained(
     options = ["--threads", "1", "--nproc", "2", "--log-every", "1", "--eval-every", "8steps", "--quiet"]
     # A busy machine is no fault; only the kill is.
     options += ["--heartbeat", "10", "--hang-timeout", "never"]
-    options += ["--set", f"pace={pace}", "--run", tmp_path / "runs" / "seen"]
+    options += ["--set", f"pace={pace}", "--run-dir", tmp_path / "runs" / "seen"]
     training = run_processes.start([*paceline, "train", f"{TASK}:Paced", *options])
 
     chrome.get(url)
@@ -107,12 +107,8 @@ def test_a_run_is_watched_while_it_is_trained(
     pid = int(ranks[1].split()[2])
     os.kill(pid, signal.SIGKILL)
     allow(pace, 24)
-    wait_until(
-        lambda: any("killed" in row for row in texts(chrome, ".recoveries tbody tr")), "the recovery", WAIT_S
-    )
-    wait_until(
-        lambda: any("a worker was lost" in text for text in texts(chrome, ".alerts li")), "the alert", WAIT_S
-    )
+    wait_until(lambda: any("killed" in row for row in texts(chrome, ".recoveries tbody tr")), "the recovery", WAIT_S)
+    wait_until(lambda: any("a worker was lost" in text for text in texts(chrome, ".alerts li")), "the alert", WAIT_S)
     allow(pace, 1000)
     wait_until(lambda: texts(chrome, ".title .pill") == ["finished"], "the run's end", WAIT_S)
     wait_until(lambda: points(chrome) == 32, "each step once", WAIT_S)
@@ -156,9 +152,7 @@ def test_what_others_wrote_is_text(
         assert HOSTILE in texts(chrome, ".alerts li")
         chrome.find_element(By.CSS_SELECTOR, ".log summary").send_keys(Keys.ENTER)
         wait_until(lambda: texts(chrome, ".log pre") == [HOSTILE], "its log", WAIT_S)
-        assert chrome.execute_script(
-            "return [window.harm, document.querySelectorAll('main img').length]"
-        ) == [
+        assert chrome.execute_script("return [window.harm, document.querySelectorAll('main img').length]") == [
             None,
             0,
         ]

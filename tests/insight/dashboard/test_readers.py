@@ -13,7 +13,7 @@ import pytest
 from tests.insight.dashboard.made import beat, make_run, record
 
 from paceline.insight.dashboard import Views, log_tail
-from paceline.insight.run_index import MOST_POINTS, Curves, Facts, Index, alerts
+from paceline.insight.run_index import MOST_POINTS, AlertInputs, Curves, Index, alerts
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import BEAT_S, Heartbeat, read_beats
 
@@ -89,9 +89,9 @@ def test_foreign_lines_are_passed_over(tmp_path: Path, line: str) -> None:
     assert curves.as_json()["loss"]["step"] == [2]
 
 
-def facts(**changed: Any) -> Facts:
+def facts(**changed: Any) -> AlertInputs:
     usual: dict[str, Any] = {"state": "running", "problem": None, "events": (), "beats": (), "nonfinite": ()}
-    return Facts(**{**usual, "disk": (2**40, 2**41), "now": 1000.0, **changed})
+    return AlertInputs(**{**usual, "disk": (2**40, 2**41), "now": 1000.0, **changed})
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,7 @@ def test_finished_runs_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     make_run(tmp_path / "run", [{"event": "finished"}], steps=2)
     index = Index([tmp_path])
     index.rows()
-    monkeypatch.setattr(
-        "paceline.insight.run_index.summarise", lambda directory: pytest.fail("it was read again")
-    )
+    monkeypatch.setattr("paceline.insight.run_index.summarise", lambda directory: pytest.fail("it was read again"))
     index.rows()
 
 
@@ -211,7 +209,7 @@ def test_a_run_shows_its_task_and_the_options_that_sum_it_up(tmp_path: Path) -> 
     directory = make_run(tmp_path / "run", steps=1)
     manifest = directory.read_manifest()
     manifest["task"]["fields"] = {"lr": 0.2, "layers": 3}
-    directory.write_manifest({**manifest, "config": {"epochs": 4, "keep": 9}})
+    directory.write_manifest({**manifest, "config": {"epochs": 4, "keep_checkpoints": 9}})
     (row,) = Index([tmp_path]).rows()[1]["runs"]
     spec = manifest["task"]["spec"]
     config = Views().detail("0", directory, row)["config"]

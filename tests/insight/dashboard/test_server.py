@@ -23,9 +23,7 @@ def ask(
 ) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     try:
-        connection.request(
-            method, path, body, {name.replace("_", "-"): text for name, text in headers.items()}
-        )
+        connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
     finally:

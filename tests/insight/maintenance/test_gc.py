@@ -19,10 +19,10 @@ from tests.serving.exporting.conftest import TASKS
 
 from paceline.cli.gc import gc
 from paceline.core.errors import ConfigError, PackageError, RunDirectoryError
-from paceline.insight.gc import Item, Policy, checkpoints_to_remove, decide, remove, runs_in
+from paceline.insight.gc import Artifact, Policy, checkpoints_to_remove, decide, remove, runs_in
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import MANIFEST
-from paceline.runs.package_registry import Reference, Registry
+from paceline.runs.package_registry import PackageReference, Registry
 from paceline.runs.status import find_runs
 
 DAY_S = 86400.0
@@ -38,9 +38,9 @@ from paceline.cli import main
 def paceline(*words):
     sys.argv = ["paceline", *words]
     assert main() == 0
-paceline("train", "{TASKS}:Shapes", "--run", "runs/parent", "--max-steps", "6", "--eval-every", "3steps",
-         "--checkpoint-every", "1steps", "--keep", "9", "--threads", "1", "--quiet")
-paceline("train", "{TASKS}:Shapes", "--run", "runs/child", "--max-steps", "2", "--threads", "1",
+paceline("train", "{TASKS}:Shapes", "--run-dir", "runs/parent", "--max-steps", "6", "--eval-every", "3steps",
+         "--checkpoint-every", "1steps", "--keep-checkpoints", "9", "--threads", "1", "--quiet")
+paceline("train", "{TASKS}:Shapes", "--run-dir", "runs/child", "--max-steps", "2", "--threads", "1",
          "--init-from", "runs/parent@last", "--quiet", "--set", "lr=0.2")
 paceline("export", "runs/parent", "--format", "safetensors", "--checkpoint", "3", "--json")
 """
@@ -115,7 +115,7 @@ def test_nothing_goes_before_somebody_says_so(
     place: Path, found: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (package,) = Registry.of_user().digests()
-    Registry.of_user().remove_tag(Reference("shapes", "latest"))
+    Registry.of_user().remove_tag(PackageReference("shapes", "latest"))
     plan = found(older_than="30d")
     assert names(plan["goes"]) == {"parent", "child", "first"}
     assert names(plan["goes"], "package") == {f"shapes {package[:12]}"}
@@ -138,7 +138,7 @@ def test_what_something_that_stays_came_from_stays(place: Path, found: Callable[
     assert reasons.pop("parent").startswith("parent of shapes ")
     assert "shapes@latest" in reasons.values()
     left = {path.name[:13] for path in (place / "runs/parent/checkpoints").glob("step-*")}
-    assert left == {f"step-{step:08d}" for step in range(1, 7)}, "its own --keep, where no number is said"
+    assert left == {f"step-{step:08d}" for step in range(1, 7)}, "its own --keep-checkpoints, where no number is said"
     plan = found(keep_last=1, yes=True)
     left = {path.name[:13] for path in (place / "runs/parent/checkpoints").glob("step-*")}
     assert {"step-00000003", "step-00000006"} <= left < {f"step-{step:08d}" for step in range(1, 7)}
@@ -147,7 +147,7 @@ def test_what_something_that_stays_came_from_stays(place: Path, found: Callable[
 def test_a_child_keeps_its_parent_also_when_only_packages_are_asked_about(
     place: Path, found: Callable[..., dict[str, Any]]
 ) -> None:
-    Registry.of_user().remove_tag(Reference("shapes", "latest"))
+    Registry.of_user().remove_tag(PackageReference("shapes", "latest"))
     plan = found(older_than="30d", only=("packages",))
     assert names(plan["goes"], "package")
     assert not names(plan["goes"])
@@ -183,7 +183,7 @@ def test_a_run_at_work_stays_and_one_that_was_taken_up_meanwhile(
     plan = found(older_than="30d", only=("runs",))
     assert "first" in names(plan["stays"]), "another machine trains in it"
     (place / "runs/first/heartbeats/rank-0.json").unlink()
-    item = Item(
+    item = Artifact(
         kind="run",
         name="first",
         path=place / "runs/first",
@@ -224,9 +224,7 @@ gc(Path("runs"), older_than="30d", only=("runs",), yes=True)
 """
 
 
-def test_killed_in_the_middle(
-    place: Path, run_processes: Processes, found: Callable[..., dict[str, Any]]
-) -> None:
+def test_killed_in_the_middle(place: Path, run_processes: Processes, found: Callable[..., dict[str, Any]]) -> None:
     done = run_processes.run([sys.executable, "-c", KILLED], cwd=place)
     assert done.returncode == -signal.SIGKILL
     halves = [path for path in (place / "runs").iterdir() if path.name.startswith(".gc-")]
@@ -281,12 +279,12 @@ def test_what_cannot_work(place: Path) -> None:
     assert package.exists(), "nor such a package"
 
 
-def item(name: str, days: float, **values: Any) -> Item:
+def item(name: str, days: float, **values: Any) -> Artifact:
     given = {"group": "task", "identity": name, "size_bytes": 1, "time": -days * DAY_S, **values}
-    return Item(kind="run", name=name, path=Path(name), **given)
+    return Artifact(kind="run", name=name, path=Path(name), **given)
 
 
-def kept(items: list[Item], **policy: Any) -> set[str]:
+def kept(items: list[Artifact], **policy: Any) -> set[str]:
     return {v.item.name for v in decide(items, Policy(**policy), now=0.0) if v.reason is not None}
 
 
@@ -302,7 +300,7 @@ def test_the_policy() -> None:
 
 
 def test_the_best_by_each_criterion_stays() -> None:
-    def scored(name: str, criterion: str, *scores: float) -> list[Item]:
+    def scored(name: str, criterion: str, *scores: float) -> list[Artifact]:
         return [item(f"{name}{n}", 40 + n, score=s, criterion=criterion) for n, s in enumerate(scores)]
 
     runs = [
@@ -318,10 +316,12 @@ def test_the_best_by_each_criterion_stays() -> None:
 def test_runs_and_packages_that_watched_another_metric_are_not_held_against_each_other(
     place: Path, found: Callable[..., dict[str, Any]]
 ) -> None:
-    Registry.of_user().remove_tag(Reference("shapes", "latest"))
+    Registry.of_user().remove_tag(PackageReference("shapes", "latest"))
     recorded = (place / "runs/first/run.toml").read_text()
-    assert 'best = "accuracy:max"' in recorded
-    (place / "runs/first/run.toml").write_text(recorded.replace('best = "accuracy:max"', 'best = "loss:min"'))
+    assert 'best_metric = "accuracy:max"' in recorded
+    (place / "runs/first/run.toml").write_text(
+        recorded.replace('best_metric = "accuracy:max"', 'best_metric = "loss:min"')
+    )
     plan = found(older_than="10d", keep_best=True)
     reasons = {entry["name"]: entry["reason"] for entry in plan["stays"]}
     assert reasons["first"] == "the best by val loss:min"

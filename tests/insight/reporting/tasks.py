@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import Inference, TensorSpec
+from paceline import InferenceSignature, TensorSpec
 
 SIZES = {"train": 240, "val": 64, "test": 150}
 CLASSES = ("plain", "<script>alert(1)</script>", "a & b", '"quoted" $x^2$')
@@ -25,7 +25,7 @@ class Pictures(paceline.Task):
     lr: float = 0.5
     note: str = "</script><script>document.title='owned'</script>"
 
-    defaults = paceline.Defaults(global_batch_size=48, shards=2, epochs=2, best="accuracy:max")
+    defaults = paceline.Defaults(global_batch_size=48, microbatches=2, epochs=2, best_metric="accuracy:max")
 
     def build_model(self):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
@@ -53,8 +53,8 @@ class Pictures(paceline.Task):
         losses = functional.cross_entropy(logits, labels, reduction="none")
         return {"accuracy": (logits.argmax(dim=1) == labels).float(), "loss": losses}
 
-    def build_inference(self, model):
-        return Inference(
+    def inference_signature(self, model):
+        return InferenceSignature(
             module=Classifier(model),
             inputs={"image": TensorSpec(dtype="uint8", shape=(1, 8, 8))},
             outputs={"probabilities": TensorSpec(dtype="float32", shape=(4,))},
@@ -84,7 +84,7 @@ class Line(paceline.Task):
 
     lr: float = 0.1
 
-    defaults = paceline.Defaults(global_batch_size=16, shards=2, epochs=1)
+    defaults = paceline.Defaults(global_batch_size=16, microbatches=2, epochs=1)
 
     def build_model(self):
         return nn.Linear(3, 1)
@@ -115,8 +115,8 @@ class Line(paceline.Task):
 if __name__ == "__main__":
     # All runs in one process: importing torch takes longer than they do.
     options = {"threads": 1, "quiet": True, "log_every": 2}
-    paceline.fit(Pictures(), run=f"{sys.argv[1]}/good", **options)
-    paceline.fit(Pictures(lr=0.01), run=f"{sys.argv[1]}/<img src=x onerror=alert(1)>", **options)
-    paceline.fit(Pictures(lr=0.5), run=f"{sys.argv[1]}/seed", seed=1, ema=0.5, **options)
-    paceline.fit(Line(), run=f"{sys.argv[1]}/line", **options)
-    paceline.fit(Line(), run=f"{sys.argv[1]}/small-batches", global_batch_size=4, **options)
+    paceline.fit(Pictures(), run_dir=f"{sys.argv[1]}/good", **options)
+    paceline.fit(Pictures(lr=0.01), run_dir=f"{sys.argv[1]}/<img src=x onerror=alert(1)>", **options)
+    paceline.fit(Pictures(lr=0.5), run_dir=f"{sys.argv[1]}/seed", seed=1, ema=0.5, **options)
+    paceline.fit(Line(), run_dir=f"{sys.argv[1]}/line", **options)
+    paceline.fit(Line(), run_dir=f"{sys.argv[1]}/small-batches", global_batch_size=4, **options)

@@ -17,11 +17,11 @@ from sklearn.metrics import (
 )
 
 from paceline.core.errors import TaskError
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
-from paceline.insight.classification import Classification, classify
-from paceline.insight.evaluation_recorder import MISTAKES, Observer, Predictions
+from paceline.insight.classification import ClassificationResult, classify
+from paceline.insight.evaluation_recorder import MISTAKES, EvaluationRecorder, Predictions
 
 
 class Given(Task):
@@ -31,8 +31,8 @@ class Given(Task):
         return [batch[0]], batch[1]
 
 
-def observed(probabilities: torch.Tensor, actual: torch.Tensor, labels: tuple[str, ...] = ()) -> Observer:
-    inference = Inference(
+def observed(probabilities: torch.Tensor, actual: torch.Tensor, labels: tuple[str, ...] = ()) -> EvaluationRecorder:
+    inference = InferenceSignature(
         module=torch.nn.Identity(),
         inputs={"x": TensorSpec(dtype="float32", shape=(probabilities.shape[1],))},
         outputs={"p": TensorSpec(dtype="float32", shape=(probabilities.shape[1],))},
@@ -40,7 +40,7 @@ def observed(probabilities: torch.Tensor, actual: torch.Tensor, labels: tuple[st
         probabilities="p",
     )
     object.__setattr__(inference, "module", lambda given: {"p": given})
-    observer = Observer(Given(), inference)
+    observer = EvaluationRecorder(Given(), inference)
     for number, start in enumerate(range(0, len(actual), 64)):
         part = (probabilities[start : start + 64], actual[start : start + 64])
         observer(MicroBatch(number, part, len(part[1]), 0), {})
@@ -69,7 +69,7 @@ def case(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 
 def test_scores_are_scikit_learns(case: SimpleNamespace) -> None:
-    found: Classification = case.found
+    found: ClassificationResult = case.found
     predictions: Predictions = case.predictions
     actual, predicted = case.actual, case.probabilities.argmax(dim=1).numpy()
     assert np.array_equal(predictions.actual, actual)
@@ -79,9 +79,7 @@ def test_scores_are_scikit_learns(case: SimpleNamespace) -> None:
     assert found.macro_f1.value == pytest.approx(f1_score(actual, predicted, average="macro"))
     assert found.nll.value == pytest.approx(log_loss(actual, case.probabilities.numpy()))
     one_hot = np.eye(case.probabilities.shape[1])[actual]
-    assert found.brier.value == pytest.approx(
-        ((case.probabilities.numpy() - one_hot) ** 2).sum(axis=1).mean()
-    )
+    assert found.brier.value == pytest.approx(((case.probabilities.numpy() - one_hot) ** 2).sum(axis=1).mean())
     scores = zip(
         *precision_recall_fscore_support(actual, predicted, zero_division=0),
         strict=True,
@@ -131,15 +129,11 @@ def test_the_mistakes_are_the_most_confident_ones(case: SimpleNamespace) -> None
     assert [m.number for m in predictions.mistakes] == expected.tolist()
     for mistake in predictions.mistakes:
         assert torch.equal(mistake.inputs["x"], case.probabilities[mistake.number])
-        assert mistake.actual_probability == pytest.approx(
-            float(case.probabilities[mistake.number, mistake.actual])
-        )
+        assert mistake.actual_probability == pytest.approx(float(case.probabilities[mistake.number, mistake.actual]))
 
 
 def test_a_classifier_without_mistakes_and_classes_without_samples() -> None:
-    predictions = observed(
-        torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 1]), ("a", "b", "c", "d")
-    ).predictions()
+    predictions = observed(torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 1]), ("a", "b", "c", "d")).predictions()
     assert predictions is not None
     found = classify(predictions)
     assert predictions.mistakes == ()

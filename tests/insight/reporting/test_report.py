@@ -25,8 +25,8 @@ from paceline.core.stats import Estimate, Floats
 from paceline.core.task import Task
 from paceline.data.samples import MicroBatch
 from paceline.insight.classification import ClassScore
-from paceline.insight.evaluation_recorder import Observer
-from paceline.insight.report import compare, verdict
+from paceline.insight.evaluation_recorder import EvaluationRecorder
+from paceline.insight.report import compare, headline
 from paceline.insight.report_page import _weakest_first
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "col", "use", "path", "rect", "line", "circle"}
@@ -78,9 +78,7 @@ def said(runs: list[Path], **options: Any) -> dict[str, Any]:
     return figures
 
 
-def test_the_numbers_are_those_that_the_run_recorded(
-    compared: tuple[dict[str, Any], str], reported_runs: Path
-) -> None:
+def test_the_numbers_are_those_that_the_run_recorded(compared: tuple[dict[str, Any], str], reported_runs: Path) -> None:
     for run, name in zip(compared[0]["runs"], ("good", HOSTILE, "seed"), strict=True):
         recorded = json.loads((reported_runs / name / "result.json").read_text())
         now = {metric: estimate["value"] for metric, estimate in run["metrics"].items()}
@@ -90,7 +88,7 @@ def test_the_numbers_are_those_that_the_run_recorded(
         assert run["classification"]["nll"]["value"] == pytest.approx(now["loss"])
         assert run["samples"] == 150
         assert sum(sum(row) for row in run["classification"]["matrix"]) == 150
-        assert run["changed_pins"] == []
+        assert run["changed_numerics"] == []
 
 
 def test_the_better_run_is_named_and_chance_is_not(compared: tuple[dict[str, Any], str]) -> None:
@@ -165,7 +163,7 @@ def test_the_command_trains_the_same_model_again(
     run = compared[0]["runs"][2]
     program, *words = shlex.split(run["command"])
     assert program == "paceline"
-    command = [sys.executable, "-m", "paceline", *words, "--run", tmp_path / "again", "--json", "--quiet"]
+    command = [sys.executable, "-m", "paceline", *words, "--run-dir", tmp_path / "again", "--json", "--quiet"]
     done = run_processes.run(command, cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -201,7 +199,7 @@ def test_runs_with_other_batch_sizes_are_compared(reported_runs: Path, tmp_path:
 
 def digest(*columns: torch.Tensor, block: int) -> str:
     """Of the columns of some data, evaluated in blocks of so many samples."""
-    observer = Observer(Task(), None)
+    observer = EvaluationRecorder(Task(), None)
     for number, parts in enumerate(zip(*(column.split(block) for column in columns), strict=True)):
         observer(MicroBatch(number, parts, len(parts[0]), 0), {})
     return observer.data_sha256
@@ -247,7 +245,7 @@ def test_a_run_that_diverged_is_not_called_better(value: float, both: bool) -> N
         (found,) = comparisons = compare([first, other])
         assert (found.difference, found.better) == (None, None)
         assert re.search(r"loss is NaN or infinite for 1 of (diverged|healthy)'s 50 samples", found.why_not)
-        assert verdict([first, other], comparisons).headline == "These runs cannot be compared"
+        assert headline([first, other], comparisons).headline == "These runs cannot be compared"
 
 
 def test_classes_without_samples_come_last() -> None:
@@ -323,9 +321,7 @@ def test_a_run_that_never_finished_is_reported_as_far_as_it_came(reported_runs: 
     shutil.copytree(reported_runs / "good", run, symlinks=True)
     (run / "result.json").unlink()
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(
-            '{"kind": "train", "step": "x", "loss": [1], "ranks": 3}\n{"kind": "eval", "metrics": 1}\n{'
-        )
+        file.write('{"kind": "train", "step": "x", "loss": [1], "ranks": 3}\n{"kind": "eval", "metrics": 1}\n{')
     figures = said([run])
     assert figures["page"] == str(run / "report.html")
     assert (run / "report.html").is_file()

@@ -7,28 +7,28 @@ from contextlib import closing
 
 import torch
 
-from paceline.training.run_context import Run
-from paceline.training.state_manager import Replica
-from paceline.training.step import shard_loss
+from paceline.training.run_context import RunContext
+from paceline.training.state_manager import StateManager
+from paceline.training.step import microbatch_loss
 
 
-def right(run: Run, world_size: int) -> Mapping[str, torch.Tensor]:
+def right(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
     return _simulated(run, 0.0)
 
 
-def wrong(run: Run, world_size: int) -> Mapping[str, torch.Tensor]:
+def wrong(run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
     return _simulated(run, 1e-3 * world_size)
 
 
-def _simulated(run: Run, error: float) -> Mapping[str, torch.Tensor]:
-    state = Replica(run).state
+def _simulated(run: RunContext, error: float) -> Mapping[str, torch.Tensor]:
+    state = StateManager(run).state
     parameters = list(state.module.parameters())
     assert run.data.total_steps is not None
     with closing(run.build_loader(workers=0)) as loader:
         for step in range(run.data.total_steps):
             gradients, weights = [], []
-            for microbatch in loader.fetch(0, step, range(run.num_shards)):
-                loss = shard_loss(run, state.module, step, microbatch)
+            for microbatch in loader.fetch(0, step, range(run.num_microbatches)):
+                loss = microbatch_loss(run, state.module, step, microbatch)
                 gradients.append(torch.autograd.grad(loss.sum, parameters))
                 weights.append(float(loss.weight))
             pairs = list(zip(*gradients, strict=True))

@@ -28,7 +28,7 @@ class Right(paceline.Task):
 
     num: int = 96
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=64, shards=4)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=64, microbatches=4)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -90,7 +90,7 @@ class StepsItsScheduler(Right):
         return self.scheduler
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
-        self.scheduler.step()  # once a shard
+        self.scheduler.step()  # once a micro-batch
         return super().loss(model, batch)
 
 
@@ -149,7 +149,7 @@ class NoisyData(Right):
 @dataclass
 class SharedDropout(Right):
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor | paceline.Loss:
-        torch.manual_seed(0)  # each shard drops the same
+        torch.manual_seed(0)  # each micro-batch drops the same
         return super().loss(model, batch)
 
 
@@ -170,7 +170,7 @@ class Forgotten(Right):
 
 @dataclass
 class TinyShards(Right):
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, shards=4)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(global_batch_size=16, microbatches=4)
 
 
 @dataclass

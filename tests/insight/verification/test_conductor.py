@@ -14,7 +14,13 @@ import pytest
 from tests.conftest import children
 
 from paceline.core.errors import ConfigError
-from paceline.insight.verify.cases import METHODS, Method, Request, chosen, parse_worlds
+from paceline.insight.verify.cases import (
+    METHODS,
+    StrategyCase,
+    VerificationRequest,
+    parse_worlds,
+    select_cases,
+)
 from paceline.insight.verify.compare import FACTOR, Margins, Step, converges, first_difference, measure
 from paceline.insight.verify.verify import verify
 
@@ -27,11 +33,11 @@ def test_a_method_that_is_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> 
     path = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), path))))
     methods = [
-        Method(name=name, options={"strategy": "ddp"}, promises="reference", simulation=f"simulations:{name}")
+        StrategyCase(name=name, options={"strategy": "ddp"}, guarantee="reference", simulation=f"simulations:{name}")
         for name in ("right", "wrong", "missing")
     ]
-    methods.append(Method(name="slow", options={"strategy": "ddp"}, promises="convergence"))
-    request = Request(task=f"{HERE / 'tasks.py'}:Plain", options={}, methods=methods, worlds=(2,), steps=2)
+    methods.append(StrategyCase(name="slow", options={"strategy": "ddp"}, guarantee="convergence"))
+    request = VerificationRequest(task=f"{HERE / 'tasks.py'}:Plain", options={}, cases=methods, worlds=(2,), steps=2)
     report = verify(request, lambda line: None)
     right, wrong, missing, slow = report.rows
     assert right.verdict == "equal", right
@@ -48,22 +54,18 @@ def test_a_method_that_is_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_that_dies_does_not_keep_back_the_others(run_processes: Any) -> None:
     done = run_processes.paceline(
         *("verify", f"{HERE / 'tasks.py'}:Dies", "--worlds", "2", "--steps", "1", "--json"),
-        *("--strategies", "fsdp,ddp-fast,ddp"),
+        *("--strategies", "fsdp,ddp-allreduce,ddp"),
         timeout_s=560,
     )
     assert done.returncode == 1, done.stderr
     verdicts = {row["method"]: row["verdict"] for row in json.loads(done.stdout)["rows"]}
-    assert verdicts == {"fsdp": "failed", "ddp-fast": "within", "ddp": "equal"}
+    assert verdicts == {"fsdp": "failed", "ddp-allreduce": "within", "ddp": "equal"}
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes(
-    run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
+def test_ctrl_c_ends_all_processes(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     command = [sys.executable, "-m", "paceline", "verify", "fashion-mnist", "--worlds", "2"]
-    popen = run_processes.start(
-        [*command, "--steps", "100000", "--strategies", "ddp"], env={"TMPDIR": str(tmp_path)}
-    )
+    popen = run_processes.start([*command, "--steps", "100000", "--strategies", "ddp"], env={"TMPDIR": str(tmp_path)})
 
     def at_work() -> bool:
         traces = tmp_path.glob("paceline-verify-*/*/trace-*.jsonl")
@@ -80,15 +82,15 @@ def test_ctrl_c_ends_all_processes(
 
 def test_methods_on_numbers_of_processes() -> None:
     assert len({method.name for method in METHODS}) == len(METHODS)
-    mesh = Method(name="grid", options={"mesh": "dp=*,fsdp=2"}, least=4)
+    mesh = StrategyCase(name="grid", options={"mesh": "dp=*,fsdp=2"}, least=4)
     assert mesh.options_on(2) is None
     assert mesh.options_on(5) is None
     assert mesh.options_on(8) == {"mesh": "dp=4,fsdp=2"}
-    assert Method(name="one", most=1, least=1).options_on(2) is None
-    assert [method.name for method in chosen("fsdp, single")] == ["fsdp", "single"]
+    assert StrategyCase(name="one", most=1, least=1).options_on(2) is None
+    assert [method.name for method in select_cases("fsdp, single")] == ["fsdp", "single"]
     assert parse_worlds("4,1,1") == (1, 4)
     with pytest.raises(ConfigError, match="--strategies names none"):
-        chosen(",")
+        select_cases(",")
 
 
 def step(number: int, loss: float, gradient: tuple[str, float], weight: tuple[str, float]) -> Step:
@@ -115,7 +117,7 @@ def test_what_differs_first_is_named() -> None:
 
 def test_clipping_sharded_gradients_promises_a_tolerance() -> None:
     def promises(**options: Any) -> dict[str, str]:
-        return {method.name: method.beside(options).promises for method in METHODS}
+        return {method.name: method.with_options(options).guarantee for method in METHODS}
 
     changed = {n for n, promised in promises(clip_norm=1.0).items() if promised != promises(seed=1)[n]}
     assert changed == {"fsdp", "dp-fsdp"}
@@ -145,10 +147,7 @@ def test_a_tolerance_follows_from_one_process() -> None:
     apart = [alone[0], Step(2, 0.5, (0.1,), alone[1].tensors, {"gradient": "a.w", "weight": "a.w"})]
     copies = measure(apart, margins).divergence
     assert str(copies) == "step 2: weight of a.w: two ranks hold different copies"
-    assert (
-        measure([Step(1, 1.0, (0.1,), alone[0].tensors, {"gradient": "a.w"}), alone[1]], margins).divergence
-        is None
-    )
+    assert measure([Step(1, 1.0, (0.1,), alone[0].tensors, {"gradient": "a.w"}), alone[1]], margins).divergence is None
     far = measure([step(1, 1.0, ("x", FACTOR * 1.1e-5), ("y", 0.0)), alone[1]], margins)
     assert far.divergence is not None
     assert (far.divergence.step, far.divergence.what, far.divergence.tensor) == (1, "gradient", "a.w")

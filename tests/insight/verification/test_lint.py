@@ -34,7 +34,9 @@ def tasks() -> Any:
 def found(tasks: Any, name: str) -> list[Finding]:
     task = getattr(tasks, name)()
     config = RunConfig(
-        shards=task.defaults.shards, global_batch_size=task.defaults.global_batch_size, max_steps=4
+        microbatches=task.defaults.microbatches,
+        global_batch_size=task.defaults.global_batch_size,
+        max_steps=4,
     )
     return lint(task, config)
 
@@ -48,15 +50,20 @@ def test_a_task_that_is_right_gets_no_warning(tasks: Any) -> None:
     [
         ("MeanOfMeans", "mean-of-means", "# a mean over words", r"return paceline\.Loss\(sum, weight\)"),
         ("UnequalCounts", "unequal-counts", "def metrics", "'accuracy' .* averaged over unequal counts"),
-        ("StepsItsScheduler", "scheduler-steps", "# once a shard", "steps its scheduler itself"),
+        ("StepsItsScheduler", "scheduler-steps", "# once a micro-batch", "steps its scheduler itself"),
         ("Padded", "duplicated-samples", "def build_dataset", "2 of the test data's 32 samples"),
         ("PaddedTensors", "duplicated-samples", "def build_dataset", "2 of the test data's 32 samples"),
         ("OwnGenerator", "unkeyed-randomness", "def loss", "the loss .* differently"),
         ("NoisyData", "unkeyed-randomness", "# goes on from sample to sample", "a sample .* differently"),
-        ("SharedDropout", "shared-randomness", "# each shard drops the same", "the loss seeds torch"),
+        ("SharedDropout", "shared-randomness", "# each micro-batch drops the same", "the loss seeds torch"),
         ("Unused", "unused-parameters", "def build_model", r"spare\.weight get no gradient"),
         ("Forgotten", "unused-parameters", "def build_optimizer", r"3\.weight.* are in no optimizer"),
-        ("TinyShards", "tiny-batch-norm", "def build_model", "over 4 values, those of a shard of 4 samples"),
+        (
+            "TinyShards",
+            "tiny-batch-norm",
+            "def build_model",
+            "over 4 values, those of a micro-batch of 4 samples",
+        ),
         ("ReadsTheRank", "reads-the-rank", "# the rank", "the loss differs from rank to rank"),
         ("SharesItself", "reads-the-rank", "dist.get_rank()", "the training data and the test data differ"),
         ("ScalesItsRate", "reads-the-rank", "# by the world", "the learning rates differ"),
@@ -82,6 +89,6 @@ def test_a_lint_that_fails_says_so(tasks: Any) -> None:
             raise KeyError("nothing")
 
     task = Broken()
-    (finding,) = lint(task, RunConfig(shards=4, global_batch_size=64, max_steps=4))
+    (finding,) = lint(task, RunConfig(microbatches=4, global_batch_size=64, max_steps=4))
     assert finding.lint == "not-looked-at"
     assert "check_metrics could not be done: KeyError: 'nothing'" in finding.message

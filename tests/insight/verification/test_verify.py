@@ -21,10 +21,10 @@ def verified(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) ->
             "--worlds",
             "1,2",
             "--strategies",
-            "single,dp,ddp,ddp-fast,ddp-torch,fsdp,fsdp-fast,pp-1f1b",
+            "single,dp,ddp,ddp-allreduce,ddp-stock,fsdp,fsdp-allreduce,pp-1f1b",
         ),
-        "WrongLayer": ("--worlds", "2", "--strategies", "ddp,ddp-fast"),
-        "WrongBackward": ("--worlds", "2", "--strategies", "ddp,ddp-torch"),
+        "WrongLayer": ("--worlds", "2", "--strategies", "ddp,ddp-allreduce"),
+        "WrongBackward": ("--worlds", "2", "--strategies", "ddp,ddp-stock"),
     }
     started = {
         name: module_processes.start(
@@ -49,13 +49,13 @@ def test_every_strategy_keeps_its_promise(verified: dict[str, Any]) -> None:
     code, report, told = verified["Right"]
     assert code == 0, report
     assert report["ok"]
-    assert (report["steps"], report["shards"], report["global_batch_size"]) == (2, 4, 64)
+    assert (report["steps"], report["microbatches"], report["global_batch_size"]) == (2, 4, 64)
     found = rows(report)
     assert found["single", 1]["verdict"] == "equal"
     assert found["dp", 1]["verdict"] == "equal"
     for name in ("ddp", "fsdp", "pp-1f1b"):
         assert found[name, 2]["verdict"] == "equal", found[name, 2]
-    for name in ("ddp-fast", "ddp-torch", "fsdp-fast"):
+    for name in ("ddp-allreduce", "ddp-stock", "fsdp-allreduce"):
         row = found[name, 2]
         assert row["verdict"] == "within"
         assert 0 < row["distance"] < row["tolerance"] < 1e-2
@@ -66,19 +66,19 @@ def test_every_strategy_keeps_its_promise(verified: dict[str, Any]) -> None:
 def test_a_layer_that_differs_is_named(verified: dict[str, Any]) -> None:
     code, report, _ = verified["WrongLayer"]
     assert code == 1
-    for name in ("ddp", "ddp-fast"):
+    for name in ("ddp", "ddp-allreduce"):
         row = rows(report)[name, 2]
         assert row["verdict"] == "diverged"
         divergence = row["divergence"]
-        # Rank 1 has shards 2 and 3.
-        assert (divergence["step"], divergence["module"], divergence["shard"]) == (1, "2", 2)
+        # Rank 1 has micro-batches 2 and 3.
+        assert (divergence["step"], divergence["module"], divergence["microbatch"]) == (1, "2", 2)
     assert [warning["lint"] for warning in report["warnings"]] == ["reads-the-rank"]
 
 
 def test_a_gradient_that_differs_is_named(verified: dict[str, Any]) -> None:
     code, report, _ = verified["WrongBackward"]
     assert code == 1
-    for name in ("ddp", "ddp-torch"):
+    for name in ("ddp", "ddp-stock"):
         divergence = rows(report)[name, 2]["divergence"]
         assert (divergence["step"], divergence["what"], divergence["tensor"]) == (1, "gradient", "0.weight")
 
@@ -90,9 +90,12 @@ def test_a_gradient_that_differs_is_named(verified: dict[str, Any]) -> None:
         (("--worlds", "two"), "--worlds must be numbers of processes such as 1,2,4, but is 'two'"),
         (("--nproc", "2"), "--nproc is what verify varies itself. Use --worlds."),
         (("--steps", "0"), "--steps must be at least 1, but is 0"),
-        (("--shards", "2"), "--shards 2 is too few for --worlds 4: each process needs one. Use --shards 4"),
+        (
+            ("--microbatches", "2"),
+            "--microbatches 2 is too few for --worlds 4: each process needs one. Use --microbatches 4",
+        ),
         (("--recover", "inplace"), "--recover does not matter to verify"),
-        (("--workers", "2"), "--workers does not matter to verify"),
+        (("--num-workers", "2"), "--num-workers does not matter to verify"),
         (("--log-every", "1"), "--log-every does not matter to verify"),
     ],
 )
@@ -127,9 +130,7 @@ def test_a_task_that_fails_says_how(run_processes: Any, tmp_path: Path) -> None:
     ],
 )
 def test_recipes(run_processes: Any, task: str, options: tuple[str, ...]) -> None:
-    done = run_processes.paceline(
-        "verify", task, *options, "--steps", "2", "--worlds", "1,2", "--json", timeout_s=560
-    )
+    done = run_processes.paceline("verify", task, *options, "--steps", "2", "--worlds", "1,2", "--json", timeout_s=560)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert report["warnings"] == []
@@ -144,7 +145,7 @@ def test_recipes(run_processes: Any, task: str, options: tuple[str, ...]) -> Non
         "tp",
         "pp-1f1b",
         "pp-interleaved",
-        "mp",
+        "pp-sequential",
         "local-sgd",
         "pipedream",
         "ps",

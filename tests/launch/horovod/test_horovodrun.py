@@ -34,7 +34,7 @@ import paceline
 @dataclass
 class Small(paceline.Task):
     failing_rank: int = -1
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         # A head that only some batches use, and one that none does.
@@ -44,7 +44,7 @@ class Small(paceline.Task):
         if split != "train":
             return None
         data = torch.Generator().manual_seed(1)
-        # 100 is no multiple of 24: in an epoch's last step there is one shard, so one rank has none.
+        # 100 is no multiple of 24: in an epoch's last step there is one microbatch, so one rank has none.
         return TensorDataset(torch.randn(100, 8, generator=data), torch.randint(0, 3, (100,), generator=data))
 
     def build_optimizer(self, model):
@@ -128,27 +128,26 @@ def test_a_task_ends_with_the_model_of_one_process_and_by_horovods_sums_nearly_s
     run: Callable[..., Any], tmp_path: Path
 ) -> None:
     length = ("--epochs", "2")
-    alone = json.loads(run(*TRAIN, *length, "--run", "alone", "--json").stdout)
-    done = run(*TRAIN, *length, "--run", "exact", *HOROVOD)
+    alone = json.loads(run(*TRAIN, *length, "--run-dir", "alone", "--json").stdout)
+    done = run(*TRAIN, *length, "--run-dir", "exact", *HOROVOD)
     assert done.returncode == 0, done.stderr
     exact = json.loads((tmp_path / "exact/result.json").read_text())
     assert (exact["model_sha256"], exact["world_size"]) == (alone["model_sha256"], 2)
 
-    done = run(*TRAIN, *length, "--run", "summed", *HOROVOD, "--strategy", "horovod")
+    done = run(*TRAIN, *length, "--run-dir", "summed", *HOROVOD, "--strategy", "horovod")
     assert done.returncode == 0, done.stderr
     summed = json.loads((tmp_path / "summed/result.json").read_text())
     assert (summed["strategy"], summed["reduction"], summed["world_size"]) == ("horovod", "horovod", 2)
     assert (summed["steps"], summed["samples"]) == (alone["steps"], alone["samples"])
     models = [
-        load_file(max((tmp_path / name / "checkpoints").glob("*/model.safetensors")))
-        for name in ("alone", "summed")
+        load_file(max((tmp_path / name / "checkpoints").glob("*/model.safetensors"))) for name in ("alone", "summed")
     ]
     for name, tensor in models[0].items():
         assert tensor.allclose(models[1][name], rtol=0, atol=1e-6), name
 
 
 def test_a_strategy_whose_processes_horovod_does_not_know_is_refused(run: Callable[..., Any]) -> None:
-    done = run(*TRAIN, "--max-steps", "2", "--run", "run", "--nproc", "2", "--strategy", "horovod")
+    done = run(*TRAIN, "--max-steps", "2", "--run-dir", "run", "--nproc", "2", "--strategy", "horovod")
     assert done.returncode == 2
     assert "Horovod counts 1 processes here, but there are 2. Have horovodrun start them: --on horovod." in (
         done.stderr
@@ -167,9 +166,7 @@ def test_a_rank_that_fails_ends_the_job(run: Callable[..., Any], tmp_path: Path)
 
 @pytest.mark.slow
 def test_doctor_shows_what_horovod_was_built_with(run: Callable[..., Any]) -> None:
-    plain = subprocess.run(
-        [BESIDE / "horovodrun", "--check-build"], capture_output=True, text=True, check=True
-    )
+    plain = subprocess.run([BESIDE / "horovodrun", "--check-build"], capture_output=True, text=True, check=True)
     build = json.loads(run("doctor", "--horovod", "--json").stdout)
     assert build["text"] == plain.stdout.strip()
     assert (build["frameworks"]["PyTorch"], build["controllers"]["Gloo"]) == (True, True)
@@ -186,7 +183,7 @@ def test_a_task_that_is_asked_to_stop_saves_its_state(
     controller: str,
 ) -> None:
     job = start(
-        *(*TRAIN, "--run", "run", "--epochs", "100000", "--log-every", "5", "--strategy", "horovod"),
+        *(*TRAIN, "--run-dir", "run", "--epochs", "100000", "--log-every", "5", "--strategy", "horovod"),
         *(*HOROVOD, "--controller", controller),
     )
     metrics = tmp_path / "run/metrics.jsonl"

@@ -1,4 +1,4 @@
-"""``--on slurm --inner horovod``: horovodrun in a job's allocation."""
+"""``--on slurm --rank-launcher horovod``: horovodrun in a job's allocation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_script_on_machines_of_the_job(slurm_cluster: SlurmCluster, tmp_path: 
     if shutil.which("horovodrun", path=beside) is None:
         pytest.skip("Horovod is missing: scripts/build-horovod builds it")
     (tmp_path / "sum.py").write_text(SUM)
-    job = ("launch", "--on", "slurm", "--inner", "horovod", "--nodes", "2", "--nproc", "2", "--threads", "1")
+    job = ("launch", "--on", "slurm", "--rank-launcher", "horovod", "--nodes", "2", "--nproc", "2", "--threads", "1")
     env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}"}
     done = slurm_cluster.run(
         *(sys.executable, "-m", "paceline", *job, "--wait", "--", "sum.py"),

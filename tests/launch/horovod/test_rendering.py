@@ -11,7 +11,7 @@ import pytest
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.launch.horovod import HorovodOptions, check_build
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.submit import submit, task_job
 
 
@@ -25,13 +25,13 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
 
 
-def job(**fields: object) -> JobSpec:
+def job(**fields: object) -> LaunchSpec:
     defaults = {"command": ("python", "train.py"), "name": "train", "directory": Path("/jobs/train-1")}
-    defaults |= {"python": "/nowhere/python", "inner": "horovod", "contract": "horovod", "nproc": (2,)}
-    return JobSpec(**{**defaults, **fields})  # type: ignore[arg-type]
+    defaults |= {"python": "/nowhere/python", "rank_launcher": "horovod", "env_style": "horovod", "nproc": (2,)}
+    return LaunchSpec(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
-def text(spec: JobSpec, **options: object) -> str:
+def text(spec: LaunchSpec, **options: object) -> str:
     return get_launcher("horovod").render(spec, HorovodOptions(**options)).text  # type: ignore[arg-type]
 
 
@@ -72,20 +72,20 @@ def test_elastic() -> None:
 
 def test_the_mpi_controller_is_mpirun() -> None:
     assert (
-        text(job(contract="torch", nproc=(1,)), hosts="a:1,b:1", controller="mpi").splitlines()[-1]
+        text(job(env_style="torch", nproc=(1,)), hosts="a:1,b:1", controller="mpi").splitlines()[-1]
         == "mpirun -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none --host a:1,b:1 -x PATH /nowhere/python "
-        "-m paceline.launch.rank --contract torch --master-addr a --master-port 28804 -- python train.py"
+        "-m paceline.launch.rank --env-style torch --master-addr a --master-port 28804 -- python train.py"
     )
 
 
 def test_a_task() -> None:
-    config = config_from_mapping({"task": "fashion-mnist", "run": "/runs/a", "strategy": "horovod"}, "a test")
+    config = config_from_mapping({"task": "fashion-mnist", "run_dir": "/runs/a", "strategy": "horovod"}, "a test")
     spec = task_job(config, {"nproc": (2,)}, get_launcher("horovod"), "python")
     assert (
         text(spec)
         == """\
 # Horovod starts 2 ranks
-horovodrun -np 2 --gloo --network-interface lo python -m paceline.launch.rank --contract torch -- python \
+horovodrun -np 2 --gloo --network-interface lo python -m paceline.launch.rank --env-style torch -- python \
 -m paceline train fashion-mnist --run-dir /runs/a --strategy horovod
 """
     )
@@ -99,7 +99,7 @@ horovodrun -np 2 --gloo --network-interface lo python -m paceline.launch.rank --
         ({"nproc": (1,)}, {"min_np": 3, "hosts": "a:1,b:1"}, "--nproc 2, with which the job begins"),
         ({}, {"host_discovery_script": "x", "hosts": "a:2"}, "leave --hosts out"),
         ({}, {"host_discovery_script": "x", "controller": "mpi"}, "--controller mpi cannot be elastic"),
-        ({"contract": "torch"}, {"host_discovery_script": "x"}, "Use --contract horovod"),
+        ({"env_style": "torch"}, {"host_discovery_script": "x"}, "Use --env-style horovod"),
         ({"walltime_s": 5.0}, {}, "--walltime does not work with --on horovod"),
         ({"nodes": (2, 2)}, {}, "--nodes 2 needs --hosts"),
         ({"max_restarts": 1}, {}, "--max-restarts does not work with --on horovod"),
@@ -114,7 +114,7 @@ def test_what_it_refuses(fields: dict[str, object], options: dict[str, object], 
 
 
 def test_an_elastic_task_is_sent_to_pacelines_own_agents() -> None:
-    config = config_from_mapping({"task": "fashion-mnist", "run": "/runs/a"}, "a test")
+    config = config_from_mapping({"task": "fashion-mnist", "run_dir": "/runs/a"}, "a test")
     spec = task_job(config, {"nproc": (2,)}, get_launcher("horovod"), "python")
     with pytest.raises(ConfigError, match="A Paceline task grows and shrinks with --on spawn"):
         text(spec, host_discovery_script="./machines.sh")
@@ -128,9 +128,9 @@ def test_a_missing_horovod_is_told_with_what_builds_it(tmp_path: Path) -> None:
         check_build("/nowhere/python")
 
 
-@pytest.mark.parametrize("reduction", ["fast", "torch"])
+@pytest.mark.parametrize("reduction", ["allreduce", "ddp"])
 def test_horovod_sums_the_gradients_itself(reduction: str) -> None:
     with pytest.raises(ConfigError, match=f"--reduction {reduction} does not work with --strategy horovod"):
         config_from_mapping({"task": "x", "strategy": "horovod", "reduction": reduction}, "a test")
-    with pytest.raises(ConfigError, match="--verify-every needs --reduction exact or fast: Horovod adds up"):
-        config_from_mapping({"task": "x", "strategy": "horovod", "verify_every": 5}, "a test")
+    with pytest.raises(ConfigError, match="--sdc-check-every needs --reduction exact or allreduce: Horovod adds up"):
+        config_from_mapping({"task": "x", "strategy": "horovod", "sdc_check_every": 5}, "a test")

@@ -38,9 +38,7 @@ def path_to(mpi: str) -> str:
 
 @pytest.mark.ssh
 @pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)])
-def test_hosts_that_are_reached_by_ssh(
-    ssh_machines: Callable[[int], SshLab], tmp_path: Path, mpi: str
-) -> None:
+def test_hosts_that_are_reached_by_ssh(ssh_machines: Callable[[int], SshLab], tmp_path: Path, mpi: str) -> None:
     path = path_to(mpi)
     lab = ssh_machines(2)
     script = tmp_path / "sum.py"

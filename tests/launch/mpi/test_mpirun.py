@@ -53,7 +53,7 @@ import paceline
 
 @dataclass
 class Small(paceline.Task):
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -70,7 +70,7 @@ class Small(paceline.Task):
     def loss(self, model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
-TRAIN = ("train", "small.py:Small", "--threads", "1", "--seed", "3", "--quiet", "--run", "run")
+TRAIN = ("train", "small.py:Small", "--threads", "1", "--seed", "3", "--quiet", "--run-dir", "run")
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
@@ -105,9 +105,7 @@ def run(start: Callable[..., Any], run_processes: Any) -> Callable[..., subproce
 
 def test_a_script_for_torch_finds_its_place(run: Callable[..., Any], mpi: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TORCH)
-    done = run(
-        mpi, "launch", "--on", "mpi", "--nproc", "3", "--env", "NOTE=it's", "--", "script.py", "{nnodes}"
-    )
+    done = run(mpi, "launch", "--on", "mpi", "--nproc", "3", "--env", "NOTE=it's", "--", "script.py", "{nnodes}")
     assert done.returncode == 0, done.stderr
 
     assert sorted(done.stdout.splitlines()) == [
@@ -120,7 +118,7 @@ def test_a_script_for_torch_finds_its_place(run: Callable[..., Any], mpi: str, t
 def test_a_compiled_program_and_one_in_python(run: Callable[..., Any], mpi: str, tmp_path: Path) -> None:
     compiler = Path(program(mpi)[2]) / "mpicc"
     subprocess.run([compiler, ROOT / "examples/mpi_hello.c", "-o", tmp_path / "hello"], check=True)
-    done = run(mpi, "launch", "--on", "mpi", "--nproc", "3", "--contract", "mpi", "--", "./hello")
+    done = run(mpi, "launch", "--on", "mpi", "--nproc", "3", "--env-style", "mpi", "--", "./hello")
     assert done.returncode == 0, done.stderr
     host = os.uname().nodename
     assert sorted(done.stdout.splitlines()) == [
@@ -175,7 +173,7 @@ def test_no_rank_outlives_its_job(
         "time.sleep(300)\n"
     )
     contract = "torch" if how == "killed" else "mpi"
-    job = start("openmpi", "launch", "--on", "mpi", "--nproc", "2", "--contract", contract, "--", "deaf.py")
+    job = start("openmpi", "launch", "--on", "mpi", "--nproc", "2", "--env-style", contract, "--", "deaf.py")
     wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, "two ranks", timeout_s=60)
     ranks = [psutil.Process(int(path.stem)) for path in tmp_path.glob("*.pid")]
     if how == "ctrl-c":

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.mpi import MpiOptions, find_mpirun
 from paceline.launch.submit import submit, task_job
 
@@ -27,12 +27,12 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
 
 
-def job(**fields: object) -> JobSpec:
+def job(**fields: object) -> LaunchSpec:
     defaults = {"command": SCRIPT, "name": "train", "directory": Path("/jobs/train-1"), "python": "python"}
-    return JobSpec(**{**defaults, "inner": "mpi", **fields})  # type: ignore[arg-type]
+    return LaunchSpec(**{**defaults, "rank_launcher": "mpi", **fields})  # type: ignore[arg-type]
 
 
-def text(spec: JobSpec, **options: str) -> str:
+def text(spec: LaunchSpec, **options: str) -> str:
     return get_launcher("mpi").render(spec, MpiOptions(**options)).text
 
 
@@ -43,7 +43,7 @@ def test_open_mpi_here() -> None:
 # Open MPI starts 4 ranks
 OMP_NUM_THREADS=2 \\
   NOTE='it'"'"'s' \\
-  mpirun -np 4 --map-by slot:OVERSUBSCRIBE --bind-to none python -m paceline.launch.rank --contract torch \
+  mpirun -np 4 --map-by slot:OVERSUBSCRIBE --bind-to none python -m paceline.launch.rank --env-style torch \
 --threads 2 -- python train.py --lr 0.1
 """
     )
@@ -62,7 +62,7 @@ GLOO_SOCKET_IFNAME=eth0 \\
   KEY=v \\
   mpirun --allow-run-as-root -np 3 --map-by slot:OVERSUBSCRIBE --bind-to none --host node0:2,node1:1 -x PATH \
 -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x UCX_NET_DEVICES -x KEY --mca btl_tcp_if_include eth0 \
---timeout 90 --mca pml ob1 python -m paceline.launch.rank --contract torch --nproc 2,1 \
+--timeout 90 --mca pml ob1 python -m paceline.launch.rank --env-style torch --nproc 2,1 \
 --master-addr node0 --interface eth0 --master-port 28804 -- python train.py --lr 0.1
 """
     )
@@ -79,21 +79,21 @@ GLOO_SOCKET_IFNAME=eth0 \\
   UCX_NET_DEVICES=eth0 \\
   MPIEXEC_TIMEOUT=60 \\
   mpiexec.hydra -n 4 -bind-to none -hosts node0:2,node1:2 -iface eth0 python -m paceline.launch.rank \
---contract torch --master-addr node0 --interface eth0 --master-port 4000 -- python train.py --lr 0.1
+--env-style torch --master-addr node0 --interface eth0 --master-port 4000 -- python train.py --lr 0.1
 """
     )
 
 
 def test_a_program_that_asks_mpi_is_started_bare_unless_it_has_placeholders() -> None:
-    bare = text(job(command=("./hello", "1"), contract="mpi", nproc=(2,)))
+    bare = text(job(command=("./hello", "1"), env_style="mpi", nproc=(2,)))
     assert bare.endswith("--bind-to none ./hello 1\n")
-    filled = text(job(command=("./hello", "{master_addr}"), contract="mpi", nproc=(2,)))
-    assert filled.endswith("python -m paceline.launch.rank --contract mpi -- ./hello '{master_addr}'\n")
+    filled = text(job(command=("./hello", "{master_addr}"), env_style="mpi", nproc=(2,)))
+    assert filled.endswith("python -m paceline.launch.rank --env-style mpi -- ./hello '{master_addr}'\n")
 
 
 def test_a_task_stops_by_itself_and_is_given_no_limit() -> None:
     config = config_from_mapping(
-        {"task": "fashion-mnist", "run": "/runs/a", "walltime": "1min", "threads": 1}, "a test"
+        {"task": "fashion-mnist", "run_dir": "/runs/a", "walltime": "1min", "threads": 1}, "a test"
     )
     spec = task_job(config, {"nproc": (2,), "walltime_s": 60.0}, get_launcher("mpi"), "python")
     assert (
@@ -101,7 +101,7 @@ def test_a_task_stops_by_itself_and_is_given_no_limit() -> None:
         == """\
 # Open MPI starts 2 ranks
 OMP_NUM_THREADS=1 \\
-  mpirun -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none python -m paceline.launch.rank --contract torch \
+  mpirun -np 2 --map-by slot:OVERSUBSCRIBE --bind-to none python -m paceline.launch.rank --env-style torch \
 --threads 1 -- python -m paceline train fashion-mnist --run-dir /runs/a --walltime 1min
 """
     )
@@ -157,15 +157,13 @@ def test_what_it_refuses(fields: dict[str, object], options: dict[str, str], mes
 
 @pytest.mark.parametrize("recover", ["inplace", "restart"])
 def test_a_recovery_that_mpirun_leaves_no_room_for_is_refused(recover: str) -> None:
-    config = config_from_mapping({"task": "fashion-mnist", "recover": recover, "run": "a"}, "a test")
+    config = config_from_mapping({"task": "fashion-mnist", "recover": recover, "run_dir": "a"}, "a test")
     with pytest.raises(ConfigError, match=f"--recover {recover} needs Paceline's agent, but with --on mpi"):
         task_job(config, {}, get_launcher("mpi"), "python")
 
 
 @pytest.mark.integration
-def test_a_missing_mpirun_is_told_with_what_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_mpirun_is_told_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = get_launcher("mpi")
     spec = job(directory=tmp_path / "job")
     with pytest.raises(LaunchError, match=r"mpirun is not installed.*pip install 'paceline\[mpi\]'"):

@@ -13,12 +13,12 @@ import pytest
 from tests.lab.machines import Node, NodeProcess
 
 from paceline.launch.preflight.node import REPORT
-from paceline.launch.preflight.spec import Check, Report
+from paceline.launch.preflight.spec import Check, PreflightReport
 
 PORT = 29500
 
 
-def examine(nodes: Sequence[Node], *options: str | Path, codes: Sequence[int] = (), **how: Any) -> Report:
+def examine(nodes: Sequence[Node], *options: str | Path, codes: Sequence[int] = (), **how: Any) -> PreflightReport:
     """Examine the machines; see :func:`begin` and :func:`end`."""
     return end(nodes, begin(nodes, *options, **how), codes)
 
@@ -46,7 +46,7 @@ def begin(
     for number in range(len(nodes)) if present is None else present:
         command = [
             *(sys.executable, "-m", "paceline.launch.preflight.node", "--directory", directory / "meeting"),
-            *("--run", directory / "run", "--nodes", str(len(nodes)), "--node-rank", str(number)),
+            *("--run-dir", directory / "run", "--nodes", str(len(nodes)), "--node-rank", str(number)),
             *("--master-addr", "node0", "--master-port", str(PORT), *options, *(own or {}).get(number, ())),
         ]
         words = [*(before or {}).get(number, ()), *map(str, command)]
@@ -55,7 +55,7 @@ def begin(
     return started
 
 
-def end(nodes: Sequence[Node], started: Sequence[NodeProcess], codes: Sequence[int] = ()) -> Report:
+def end(nodes: Sequence[Node], started: Sequence[NodeProcess], codes: Sequence[int] = ()) -> PreflightReport:
     """Wait for the programs; the report of machine 0.
 
     Args:
@@ -68,17 +68,17 @@ def end(nodes: Sequence[Node], started: Sequence[NodeProcess], codes: Sequence[i
     meeting = nodes[0].lab.directory / "meeting"
     left = sorted(path.name for path in meeting.iterdir())
     assert left == [REPORT], "the token and what else they met by is gone"
-    return Report.from_json(json.loads((meeting / REPORT).read_bytes()))
+    return PreflightReport.from_json(json.loads((meeting / REPORT).read_bytes()))
 
 
-def found(report: Report, id: str, where: str | None = None) -> Check:
+def found(report: PreflightReport, id: str, where: str | None = None) -> Check:
     """The check of that name, and place where there are several."""
     matching = [check for check in report.checks if check.id == id and where in (None, check.where)]
     assert len(matching) == 1, (id, where, report.checks)
     return matching[0]
 
 
-def not_passed(report: Report) -> set[tuple[str, str]]:
+def not_passed(report: PreflightReport) -> set[tuple[str, str]]:
     """What is wrong, and where."""
     return {(check.id, check.where) for check in report.checks if check.status != "pass"}
 

@@ -21,7 +21,7 @@ import paceline
 
 @dataclass
 class Line(paceline.Task):
-    defaults = paceline.Defaults(global_batch_size=8, shards=2, epochs=1)
+    defaults = paceline.Defaults(global_batch_size=8, microbatches=2, epochs=1)
 
     def build_model(self):
         return nn.Linear(1, 250_000, bias=False)  # 1 MB of gradients a step
@@ -77,7 +77,7 @@ def sent(node: Node, interface: str) -> int:
 
 def test_agents_meet_at_the_endpoint_and_gradients_go_over_the_interface(nodes: list[Node]) -> None:
     (nodes[0].lab.directory / "line.py").write_text(LINE)
-    options = ("train", "line.py:Line", "--interface", "eth1", "--run", "run", "--quiet")
+    options = ("train", "line.py:Line", "--interface", "eth1", "--run-dir", "run", "--quiet")
     given_on_each(nodes, options)
     steps = 4
     assert sent(nodes[1], "eth1") > steps * 1_000_000
@@ -112,6 +112,6 @@ def test_a_task_trains_on_what_its_preflight_has_chosen(nodes: list[Node]) -> No
     for node in nodes:
         node.slow(mbit_per_s=8)
     (nodes[0].lab.directory / "line.py").write_text(LINE)
-    options = ("train", "line.py:Line", "--preflight", "--run", "run", "--quiet")
+    options = ("train", "line.py:Line", "--preflight", "--run-dir", "run", "--quiet")
     texts = given_on_each(nodes, options)
     assert "paceline: preflight: the job uses --interface eth1." in texts[0]

@@ -20,7 +20,7 @@ from tests.lab.machines import Machines
 from tests.launch.preflight.examined import found, not_passed
 from tests.small_disk import small_disk
 
-from paceline.launch.preflight.spec import CHECKS, Examination, Report, parse_command
+from paceline.launch.preflight.spec import CHECKS, PreflightReport, PreflightSpec, parse_command
 from paceline.launch.rank_env import expand_placeholders
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import commit
@@ -52,7 +52,7 @@ def test_another_interpreter_and_other_variables(run_processes: Any, tmp_path: P
     words = ("doctor", "told.py:Task", "--threads", "1", "--json", "--env", "TOLD=env")
     done = run_processes.paceline(*words, "--python", other)
     assert done.returncode == 1, done.stderr
-    assert "env python" in found(Report.from_json(json.loads(done.stdout)), "task").found
+    assert "env python" in found(PreflightReport.from_json(json.loads(done.stdout)), "task").found
     assert {path.name for path in tmp_path.iterdir()} <= {"python", "told.py", "state", "__pycache__"}
 
 
@@ -72,13 +72,11 @@ def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any,
 def test_an_interface_that_this_machine_does_not_have(run_processes: Any) -> None:
     done = run_processes.paceline("doctor", "--interface", "nosuch0", "--threads", "1", "--json")
     assert done.returncode == 1, done.stderr
-    check = found(Report.from_json(json.loads(done.stdout)), "interface")
+    check = found(PreflightReport.from_json(json.loads(done.stdout)), "interface")
     assert check.found.startswith("--interface 'nosuch0' has no IPv4 address here. Those that have: ")
 
 
-def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(
-    run_processes: Any, tmp_path: Path
-) -> None:
+def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(run_processes: Any, tmp_path: Path) -> None:
     """Three of a MiB each, and half of a fourth: the next one removes that, and the oldest of the others."""
     with small_disk(tmp_path / "disk", "6m"):
         checkpoints = tmp_path / "disk/run/checkpoints"
@@ -89,14 +87,14 @@ def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(
                 state_version=step + 1,
                 epoch=0,
                 generation=0,
-                shards=1,
+                microbatches=1,
                 pins={"threads": 1},
             )
             commit(checkpoints, info, [("model.safetensors", [bytes(1 << 20)])])
         (checkpoints / ".tmp-0123").mkdir()
         (checkpoints / ".tmp-0123/model.safetensors").write_bytes(bytes(1 << 20))
-        done = run_processes.paceline("doctor", "--threads", "1", "--run", "disk/run", "--json")
-    room = found(Report.from_json(json.loads(done.stdout)), "disk-space")
+        done = run_processes.paceline("doctor", "--threads", "1", "--run-dir", "disk/run", "--json")
+    room = found(PreflightReport.from_json(json.loads(done.stdout)), "disk-space")
     assert room.status == "pass", room
     assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 are there")
 
@@ -105,7 +103,7 @@ def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> N
     (tmp_path / "broken.py").write_text(BROKEN)
     done = run_processes.paceline("doctor", "broken.py:Task", "--json")
     assert done.returncode == 1
-    task = found(Report.from_json(json.loads(done.stdout)), "task")
+    task = found(PreflightReport.from_json(json.loads(done.stdout)), "task")
     assert task.status == "fail"
     assert "imports 'a_library_that_is_not_there', which is not installed" in task.found
 
@@ -135,7 +133,7 @@ def test_the_same_command_on_two_machines(machines: Machines) -> None:
     for rank, node in enumerate(nodes):
         node.start(
             [
-                *(sys.executable, "-m", "paceline", "doctor", "--nodes", "2", "--run", "shared"),
+                *(sys.executable, "-m", "paceline", "doctor", "--nodes", "2", "--run-dir", "shared"),
                 *("--rdzv-endpoint", "node0:29500", "--node-rank", str(rank), "--gpus-per-node", "1"),
                 *("--threads", "1", "--json"),
             ],
@@ -144,7 +142,7 @@ def test_the_same_command_on_two_machines(machines: Machines) -> None:
     reports = []
     for node in nodes:
         assert node.processes[0].wait(240) == 1, node.processes[0].text
-        reports.append(Report.from_json(json.loads(node.processes[0].text.splitlines()[-1])))
+        reports.append(PreflightReport.from_json(json.loads(node.processes[0].text.splitlines()[-1])))
     assert reports[0] == reports[1]
     assert reports[0].machines == ("node0", "node1")
     assert not_passed(reports[0]) == {("gpus", "node0"), ("gpus", "node1")}
@@ -164,7 +162,7 @@ def test_a_job_that_preflight_stops(run_processes: Any, tmp_path: Path) -> None:
 
 def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> None:
     words = ("train", "fashion-mnist", "--preflight", "--max-steps", "2", "--threads", "1", "--quiet")
-    done = run_processes.paceline(*words, "--run", "run", "--json")
+    done = run_processes.paceline(*words, "--run-dir", "run", "--json")
     assert done.returncode == 0, done.stderr
     assert "preflight" not in done.stderr, "nothing is wrong"
     assert json.loads(done.stdout)["steps"] == 2
@@ -173,7 +171,7 @@ def test_a_task_that_preflight_lets_go(run_processes: Any, tmp_path: Path) -> No
 
 def test_what_preflight_runs_on_a_cluster(run_processes: Any, tmp_path: Path) -> None:
     done = run_processes.paceline(
-        *("launch", "--on", "slurm", "--nodes", "2", "--inner", "torchrun", "--name", "mine", "--preflight"),
+        *("launch", "--on", "slurm", "--nodes", "2", "--rank-launcher", "torchrun", "--name", "mine", "--preflight"),
         *("--python", "/python", "--dry-run", "--", "/bin/echo", "hello"),
     )
     assert done.returncode == 0, done.stderr
@@ -201,7 +199,7 @@ def test_the_jobs_of_an_array_meet_apart(run_processes: Any) -> None:
     ("words", "agents"),
     [
         (["--on", "slurm", "--nodes", "2"], True),
-        (["--on", "slurm", "--inner", "torchrun"], False),
+        (["--on", "slurm", "--rank-launcher", "torchrun"], False),
         (["--nproc", "2"], True),
         (["--nproc", "2", "--recover", "none"], False),
         (["--on", "torchrun", "--recover", "restart"], False),
@@ -216,10 +214,10 @@ def test_preflight_knows_who_starts_the_ranks(run_processes: Any, words: list[st
 
 def test_preflight_where_each_rank_is_started(run_processes: Any) -> None:
     done = run_processes.paceline(
-        *("launch", "--on", "slurm", "--inner", "srun", "--preflight", "--dry-run", "--", "/bin/echo"),
+        *("launch", "--on", "slurm", "--rank-launcher", "srun", "--preflight", "--dry-run", "--", "/bin/echo"),
     )
     assert done.returncode == 2
-    assert "--preflight needs a command that is started once on each machine, and --inner srun" in done.stderr
+    assert "--preflight needs a command that is started once on each machine, and --rank-launcher srun" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,7 @@ def test_preflight_where_each_rank_is_started(run_processes: Any) -> None:
         (("train", "fashion-mnist", "--on", "slurm", "--nodes", "2", "--init-timeout", "20min"), "1200"),
         (
             (
-                *("train", "fashion-mnist", "--nodes", "2", "--node-rank", "0", "--run", "shared"),
+                *("train", "fashion-mnist", "--nodes", "2", "--node-rank", "0", "--run-dir", "shared"),
                 *("--rdzv-endpoint", "node0:29500", "--init-timeout", "20min"),
             ),
             "1200",
@@ -277,7 +275,7 @@ def test_preflight_where_machines_share_no_directory(
     assert said in done.stderr
 
 
-def examined(done: Any) -> Examination:
+def examined(done: Any) -> PreflightSpec:
     """What the preflight of a job that was rendered as a Kubernetes Job looks at."""
     assert done.returncode == 0, done.stderr
     *_, job = yaml.safe_load_all(done.stdout)
@@ -295,7 +293,7 @@ def test_where_pods_meet(run_processes: Any, tmp_path: Path) -> None:
     script = examined(run_processes.paceline("launch", *job, *volumes, "--", "s.py"))
     assert script.directory.parent == script.run
     assert re.fullmatch(r"/runs/jobs/mine-\d+-\d+-[0-9a-f]{6}", str(script.run))
-    task = examined(run_processes.paceline("train", "fashion-mnist", *job, *volumes, "--run", "/runs/a"))
+    task = examined(run_processes.paceline("train", "fashion-mnist", *job, *volumes, "--run-dir", "/runs/a"))
     assert task.run == Path("/runs/a")
     assert task.directory == Path("/runs/a/preflight")
     alone = examined(run_processes.paceline("launch", *job, "--", "s.py"))
@@ -305,11 +303,11 @@ def test_where_pods_meet(run_processes: Any, tmp_path: Path) -> None:
 def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
     done = run_processes.paceline(
         *("doctor", "--on", "spawn", "--nodes", "2", "--node-rank", "1", "--rdzv-endpoint", "node0:29500"),
-        *("--nproc", "8,4", "--threads", "2", "--gpus-per-node", "4", "--interface", "ib0", "--run", "/r"),
+        *("--nproc", "8,4", "--threads", "2", "--gpus-per-node", "4", "--interface", "ib0", "--run-dir", "/r"),
         *(
             "--checkpoint-size",
             "2GiB",
-            "--keep",
+            "--keep-checkpoints",
             "5",
             "--timeout",
             "2min",
@@ -325,16 +323,14 @@ def test_the_whole_job(run_processes: Any, tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME=ib0 \\\n"
         "  NCCL_SOCKET_IFNAME=ib0 \\\n"
         "  UCX_NET_DEVICES=ib0 \\\n"
-        "  /python -m paceline.launch.preflight.node --directory /r/doctor --run /r --nproc 8,4 --keep 5 "
-        "--timeout 120 --threads 2 --gpus-per-node 4 --interface ib0 --checkpoint-bytes 2147483648 --nodes 2 "
-        "--node-rank 1 --master-addr node0 --master-port 29500\n"
+        "  /python -m paceline.launch.preflight.node --directory /r/doctor --run-dir /r --nproc 8,4 "
+        "--keep-checkpoints 5 --timeout 120 --threads 2 --gpus-per-node 4 --interface ib0 "
+        "--checkpoint-bytes 2147483648 --nodes 2 --node-rank 1 --master-addr node0 --master-port 29500\n"
     )
 
 
 def test_ctrl_c_leaves_nothing(run_processes: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(600)\n"
-    )
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(600)\n")
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "paceline", "doctor", "slow.py:Task"]
     popen = run_processes.start(command, env={"TMPDIR": str(tmp_path / "tmp")})
@@ -367,10 +363,10 @@ def test_a_preflight_that_is_stopped_leaves_nothing(
 ) -> None:
     """Schedulers send a signal to what they have started, or to all processes, in whichever order."""
     (tmp_path / "tmp").mkdir()
-    doctor = Examination(directory=tmp_path / "preflight", run=tmp_path, preflight=True)
+    doctor = PreflightSpec(directory=tmp_path / "preflight", run=tmp_path, preflight=True)
     popen = run_processes.start(
         [
-            *(sys.executable, "-m", "paceline.launch.node", "--inner", "spawn", "--nodes", "2"),
+            *(sys.executable, "-m", "paceline.launch.node", "--rank-launcher", "spawn", "--nodes", "2"),
             *("--preflight", shlex.join(doctor.command(sys.executable)), "--", "touch", "started"),
         ],
         env={

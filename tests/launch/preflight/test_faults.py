@@ -11,7 +11,7 @@ from tests.lab.machines import Machines, Node
 from tests.launch.preflight.examined import PORT, examine, found, need, not_passed, sh
 
 from paceline.core.environment import HOSTS, NODE_RANK, NODES
-from paceline.launch.preflight.spec import CHECKS, Examination
+from paceline.launch.preflight.spec import CHECKS, PreflightSpec
 
 FIREWALL = """
 nft add table inet filter
@@ -120,9 +120,9 @@ def test_a_job_uses_the_faster_network_of_its_preflight(machines: Machines) -> N
     for node in nodes:
         node.slow(mbit_per_s=8)
     directory = nodes[0].lab.directory
-    examination = Examination(directory=directory / "meeting", run=directory, preflight=True)
+    examination = PreflightSpec(directory=directory / "meeting", run=directory, preflight=True)
     preflight = shlex.join(examination.command(sys.executable))
-    words = ("--inner", "spawn", "--nodes", "2", "--contract", "none", "--preflight", preflight)
+    words = ("--rank-launcher", "spawn", "--nodes", "2", "--env-style", "none", "--preflight", preflight)
     started = [
         node.start(
             [sys.executable, "-m", "paceline.launch.node", *words, "--", "printenv", "GLOO_SOCKET_IFNAME"],

@@ -14,7 +14,7 @@ import pytest
 from tests.launch.preflight.examined import found
 
 from paceline.launch.preflight.facts import parse_gpus, parse_links, parse_xids
-from paceline.launch.preflight.spec import Report
+from paceline.launch.preflight.spec import PreflightReport
 
 # index, name, driver_version, memory.total, memory.used, temperature.gpu,
 # ecc.errors.uncorrected.volatile.total, clocks_throttle_reasons.active
@@ -100,10 +100,10 @@ def programs(directory: Path, *, table: str, links: str = "", log: str | None = 
     return directory
 
 
-def examined(run_processes: Any, path: Path, *options: str) -> Report:
+def examined(run_processes: Any, path: Path, *options: str) -> PreflightReport:
     variables = {"PATH": os.pathsep.join([str(path), os.environ["PATH"]])}
     done = run_processes.paceline("doctor", "--json", *options, env=variables)
-    report = Report.from_json(json.loads(done.stdout))
+    report = PreflightReport.from_json(json.loads(done.stdout))
     assert done.returncode == (1 if report.status == "fail" else 0), done.stderr
     return report
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.launch.preflight.checks import judge
-from paceline.launch.preflight.facts import Facts, Gpu, GpuFacts, Interface
-from paceline.launch.preflight.probes import Flow, Storage, Way
-from paceline.launch.preflight.spec import Check, Examination, Findings
+from paceline.launch.preflight.facts import Gpu, GpuFacts, Interface, NodeFacts
+from paceline.launch.preflight.probes import Connection, Flow, Storage
+from paceline.launch.preflight.spec import Check, PreflightResults, PreflightSpec
 
 GIB = 1 << 30
 TORCH = {"version": "2.13.0+cu130", "cuda": "13.0", "cudnn": 91300, "nccl": "2.27.7", "gpus": 2}
@@ -31,7 +31,7 @@ def gpu(index: int, name: str = "NVIDIA H100", driver: str = "550.54.14") -> Gpu
 
 def machine(number: int, **changed: Any) -> dict[str, Any]:
     """The facts of a machine with which everything is well."""
-    facts = Facts(
+    facts = NodeFacts(
         host=f"node{number}",
         python="3.12.4",
         libraries={"torch": "2.13.0", "paceline": "0.1.0", "requests": "2.32.0"},
@@ -54,19 +54,19 @@ def machine(number: int, **changed: Any) -> dict[str, Any]:
     return {**facts, **where, **changed}
 
 
-def findings(*machines: dict[str, Any], **options: Any) -> Findings:
+def findings(*machines: dict[str, Any], **options: Any) -> PreflightResults:
     """What an examination of these machines gathers, where all is well between them."""
     count = len(machines)
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    examination = Examination(directory=Path("/shared/doctor"), run=Path("/shared/run"), **options)
-    return Findings(
+    examination = PreflightSpec(directory=Path("/shared/doctor"), run=Path("/shared/run"), **options)
+    return PreflightResults(
         examination=examination,
         nodes=count,
         port=29500,
         facts=dict(enumerate(machines)),
         clock_s=dict.fromkeys(range(1, count), (0.0001, 0.0001)),
-        rendezvous={pair: Way(error=None, ms=0.1) for pair in pairs},
-        data={pair: Way(error=None, ms=0.1) for pair in pairs},
+        rendezvous={pair: Connection(error=None, ms=0.1) for pair in pairs},
+        data={pair: Connection(error=None, ms=0.1) for pair in pairs},
         flows={pair: Flow(error=None, bytes_per_s=1.2e9) for pair in pairs},
         storage={
             node: Storage(
@@ -90,11 +90,11 @@ def findings(*machines: dict[str, Any], **options: Any) -> Findings:
     )
 
 
-def problems(found: Findings) -> list[Check]:
+def problems(found: PreflightResults) -> list[Check]:
     return [check for check in judge(found) if check.status != "pass"]
 
 
-def only(found: Findings) -> Check:
+def only(found: PreflightResults) -> Check:
     checks = problems(found)
     assert len(checks) == 1, checks
     return checks[0]
@@ -237,7 +237,7 @@ def test_room_for_checkpoints_beside_those_that_are_there() -> None:
     """A job that begins again on its machine needs no second room for what it has written."""
     own = machine(0, task={"model_bytes": 60 * GIB})
 
-    def with_checkpoints(count: int, free: int, **options: Any) -> Findings:
+    def with_checkpoints(count: int, free: int, **options: Any) -> PreflightResults:
         found = findings(own, gpus_per_node=2, **options)
         found.storage[0].update(free=free * GIB, checkpoints=[10 * GIB] * count)
         return found

@@ -11,7 +11,7 @@ import pytest
 from tests.lab.sshd import SshLab
 from tests.launch.preflight.examined import found, not_passed
 
-from paceline.launch.preflight.spec import Report
+from paceline.launch.preflight.spec import PreflightReport
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_by_ssh(ssh_machines: Callable[[int], SshLab]) -> None:
     words = ("doctor", "--on", "ssh", "--hosts", "node0:2,node1:2", *lab.options, "--threads", "1", "--json")
     command = lab.paceline(lab.nodes[1], *words)
     assert command.wait(240) == 0, command.text
-    report = Report.from_json(json.loads(command.text.splitlines()[-1]))
+    report = PreflightReport.from_json(json.loads(command.text.splitlines()[-1]))
     assert report.machines == ("node0", "node1")
     assert {id for id, _ in not_passed(report)} <= {"cpus"}, "the test machine may have one core"
     assert "gloo, 4 ranks" in found(report, "all-reduce").found
@@ -44,7 +44,7 @@ def test_a_job_that_preflight_lets_go(ssh_machines: Callable[[int], SshLab]) -> 
     """The job's rank 0 then listens where the doctor has."""
     lab = ssh_machines(2)
     (lab.path / "sums.py").write_text(SUMS)
-    words = ("--inner", "torchrun", "--threads", "1", "--preflight", "--", sys.executable, "sums.py")
+    words = ("--rank-launcher", "torchrun", "--threads", "1", "--preflight", "--", sys.executable, "sums.py")
     command = lab.launch(lab.nodes[0], "node0,node1", *words)
     assert command.wait(240) == 0, command.text
     assert "preflight" not in command.text
@@ -59,6 +59,6 @@ def test_by_mpirun(run_processes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     done = run_processes.paceline("doctor", "--on", "mpi", "--nproc", "2", "--threads", "1", "--json")
     assert done.returncode == 0, done.stderr
-    report = Report.from_json(json.loads(done.stdout.splitlines()[-1]))
+    report = PreflightReport.from_json(json.loads(done.stdout.splitlines()[-1]))
     assert len(report.machines) == 1
     assert "gloo, 2 ranks" in found(report, "all-reduce").found

@@ -9,10 +9,10 @@ from tests.lab.machines import Machines
 from tests.launch.preflight.examined import PORT, begin, end, examine, found, need, not_passed, sh
 from tests.launch.preflight.test_faults import FIREWALL
 
-from paceline.launch.preflight.spec import Report
+from paceline.launch.preflight.spec import PreflightReport
 
 
-def absent(report: Report) -> str:
+def absent(report: PreflightReport) -> str:
     assert report.status == "fail"
     assert {id for id, _ in not_passed(report)} == {"machines", "all-reduce"}
     assert found(report, "all-reduce").found == "not tried: not all machines are there"

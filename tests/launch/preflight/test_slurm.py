@@ -10,7 +10,7 @@ import pytest
 from tests.lab.slurm_cluster import SlurmCluster
 from tests.launch.preflight.examined import found, not_passed
 
-from paceline.launch.preflight.spec import Report
+from paceline.launch.preflight.spec import PreflightReport
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -26,7 +26,7 @@ def test_two_nodes_of_an_allocation(slurm_cluster: SlurmCluster, tmp_path: Path)
     words = ("doctor", "--on", "slurm", "--nodes", "2", "--nproc", "2", "--gpus-per-node", "1", "--json")
     code, output, errors = paceline(slurm_cluster, tmp_path, *words)
     assert code == 1, errors
-    report = Report.from_json(json.loads(output.splitlines()[-1]))
+    report = PreflightReport.from_json(json.loads(output.splitlines()[-1]))
     assert set(report.machines) < {"node1", "node2", "node3"}
     assert {id for id, _ in not_passed(report)} == {"gpus"}, report.checks
     assert "0 GPUs, 1 asked for" in found(report, "gpus", report.machines[0]).found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import Host, machines_of, read_hosts
+from paceline.launch.launcher import Host, nodes_of, read_hosts
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,7 @@ def test_a_list_that_is_longer_than_a_file_name_can_be() -> None:
 def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(
-        "# the left rack\n\nnode0\nnode1:4  # half of it\nnode2 slots=8 max_slots=16\n"
-        "gpu address=10.0.0.5 slots=2\n"
+        "# the left rack\n\nnode0\nnode1:4  # half of it\nnode2 slots=8 max_slots=16\ngpu address=10.0.0.5 slots=2\n"
     )
     hosts = read_hosts(str(file))
     assert hosts == (Host("node0"), Host("node1", 4), Host("node2", 8), Host("gpu", 2, "10.0.0.5"))
@@ -78,7 +77,7 @@ def test_a_line_of_a_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_sizes(hosts: str, nodes: tuple[int, int], nproc: tuple[int, ...] | None, sizes: object) -> None:
-    assert machines_of(read_hosts(hosts), nodes, nproc) == sizes
+    assert nodes_of(read_hosts(hosts), nodes, nproc) == sizes
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,7 @@ def test_sizes(hosts: str, nodes: tuple[int, int], nproc: tuple[int, ...] | None
         ("a:2,b:4", (1, 2), (1,), "the same number of processes on every host"),
     ],
 )
-def test_sizes_that_contradict(
-    hosts: str, nodes: tuple[int, int], nproc: tuple[int, ...], message: str
-) -> None:
+def test_sizes_that_contradict(hosts: str, nodes: tuple[int, int], nproc: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        machines_of(read_hosts(hosts), nodes, nproc)
+        nodes_of(read_hosts(hosts), nodes, nproc)
     assert message in str(caught.value)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.launch.launcher import JobSpec, get_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.ssh import SshOptions
 
-SPEC = JobSpec(
+SPEC = LaunchSpec(
     command=("python", "train.py", "--at", "{master_addr}"),
     name="train",
     directory=Path("/state/train-1"),
@@ -53,7 +53,7 @@ python -c 'import paceline.launch' </dev/null || {{ echo 'paceline: python is no
 Paceline. Install it there, in the same version; paceline launch takes \
 another interpreter as --python.' >&2; exit 2; }}
 exec python -m paceline.launch.ssh_remote --silence 30 -- \
-python -m paceline.launch.node --inner torchrun --nodes 2 --nproc 2 -- \
+python -m paceline.launch.node --rank-launcher torchrun --nodes 2 --nproc 2 -- \
 python train.py --at '{{master_addr}}'
 END_
 """
@@ -66,7 +66,7 @@ END_
 def test_a_task(tmp_path: Path) -> None:
     """By the command line, where there is no ssh."""
     command = [sys.executable, "-m", "paceline", "train", "fashion-mnist", "--on", "ssh"]
-    options = ["--hosts", "node0:2,node1:2", "--run", "a", "--dry-run"]
+    options = ["--hosts", "node0:2,node1:2", "--run-dir", "a", "--dry-run"]
     done = subprocess.run(
         [*command, *options],
         cwd=tmp_path,
@@ -79,7 +79,7 @@ def test_a_task(tmp_path: Path) -> None:
     last = [line for line in done.stdout.splitlines() if line.startswith("exec ")]
     assert last == 2 * [
         f"exec {sys.executable} -m paceline.launch.ssh_remote --silence 60 --shared {tmp_path}/a/job -- "
-        f"{sys.executable} -m paceline.launch.node --inner agent --nodes 2 --nproc 2 -- "
+        f"{sys.executable} -m paceline.launch.node --rank-launcher agent --nodes 2 --nproc 2 -- "
         f"{sys.executable} -m paceline train fashion-mnist --run-dir {tmp_path}/a"
     ]
 

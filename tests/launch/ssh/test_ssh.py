@@ -85,7 +85,7 @@ def staying(lab: SshLab, wait_until: Callable[..., None]) -> Callable[..., NodeP
     """Start two processes that stay, from the last machine, and wait until both are there."""
 
     def start(*more: str, options: tuple[str, ...] = ()) -> NodeProcess:
-        command = ("--inner", "spawn", "--threads", "1", *options, "--", "stays.py", *more)
+        command = ("--rank-launcher", "spawn", "--threads", "1", *options, "--", "stays.py", *more)
         launcher = lab.launch(lab.nodes[-1], "node0,node1", *command)
 
         def there() -> bool:
@@ -107,7 +107,7 @@ def test_each_process_knows_its_place(lab: SshLab) -> None:
     launcher = lab.launch(
         lab.nodes[0],
         "node0:1,node1:2",
-        "--inner",
+        "--rank-launcher",
         "spawn",
         "--env",
         "SECRET",
@@ -129,9 +129,7 @@ def test_each_process_knows_its_place(lab: SshLab) -> None:
                 f"{host[-1]} of 2",
                 f"node0:{found['MASTER_PORT']}",
             ]
-    assert [
-        (s["host"], s["LOCAL_RANK"], s["WORLD_SIZE"], s["MASTER_ADDR"]) for _, s in sorted(seen.items())
-    ] == [
+    assert [(s["host"], s["LOCAL_RANK"], s["WORLD_SIZE"], s["MASTER_ADDR"]) for _, s in sorted(seen.items())] == [
         ("node0", "0", "3", "node0"),
         ("node1", "0", "3", "node0"),
         ("node1", "1", "3", "node0"),
@@ -203,7 +201,7 @@ def test_what_a_machine_lacks_is_said(lab: SshLab) -> None:
     assert launcher.wait() == 1
     assert "/usr/bin/none-such is no Python that has Paceline" in launcher.text
     train = ("train", "fashion-mnist", "--on", "ssh", "--hosts", "node0,node1", *lab.options)
-    launcher = lab.paceline(lab.nodes[0], *train, "--run", "/dev/shm/run")
+    launcher = lab.paceline(lab.nodes[0], *train, "--run-dir", "/dev/shm/run")
     assert launcher.wait() == 1
     assert "node1: there is no directory /dev/shm/run/job. The machines of a job must share" in launcher.text
     assert lab.nodes[0].start(["test", "!", "-e", "/dev/shm/run"]).wait() == 0
@@ -228,7 +226,7 @@ def test_torchrun_starts_the_ranks_of_a_script(lab: SshLab, wait_until: Callable
 
 def test_one_that_fails_ends_the_others(lab: SshLab) -> None:
     launcher = lab.launch(
-        lab.nodes[0], "node0,node1", "--inner", "spawn", "--threads", "1", "--", "stays.py", "1"
+        lab.nodes[0], "node0,node1", "--rank-launcher", "spawn", "--threads", "1", "--", "stays.py", "1"
     )
     assert launcher.wait() == 3, launcher.text
     assert "node1 | paceline: rank 1 exited with status 3" in launcher.text

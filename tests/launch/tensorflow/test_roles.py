@@ -14,8 +14,8 @@ from tests.conftest import Processes
 from tests.lab.sshd import SshLab
 
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import LocalSpec
-from paceline.launch.launcher import JobSpec
+from paceline.core.process_group import ProcessGroupSpec
+from paceline.launch.launcher import LaunchSpec
 from paceline.launch.local_processes import get_local_launcher
 from paceline.launch.rank import rank_command
 
@@ -41,7 +41,7 @@ os.write(1, f"{kind} is done\\n".encode())  # in one piece, also where Python's 
 
 
 def launch(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "paceline", "launch", "--contract", "tensorflow", "--threads", "1"]
+    command = [sys.executable, "-m", "paceline", "launch", "--env-style", "tensorflow", "--threads", "1"]
     return [*command, *arguments]
 
 
@@ -62,7 +62,7 @@ def test_servers_end_after_those_whom_they_serve(run_processes: Processes, tmp_p
 def test_servers_on_another_machine_end_too(ssh_machines: Callable[[int], SshLab]) -> None:
     lab = ssh_machines(2)
     (lab.path / "cluster.py").write_text(CLUSTER)
-    options = ("--contract", "tensorflow", "--threads", "1", "--roles", "chief=1,ps=1,worker=2")
+    options = ("--env-style", "tensorflow", "--threads", "1", "--roles", "chief=1,ps=1,worker=2")
     launcher = lab.launch(
         lab.nodes[0], "node0:2,node1:2", *options, "--", "cluster.py", "obeys", "watched", "ps", "worker"
     )
@@ -101,7 +101,7 @@ def test_servers_outlive_the_evaluator_of_their_machine(ssh_machines: Callable[[
     lab = ssh_machines(2)
     (lab.path / "cluster.py").write_text(LONG_SAVE)
     roles = ("--roles", "chief=1,worker=1,ps=1,evaluator=1")
-    options = ("--contract", "tensorflow", "--threads", "1", *roles)
+    options = ("--env-style", "tensorflow", "--threads", "1", *roles)
     launcher = lab.launch(lab.nodes[0], "node0:1,node1:3", *options, "--", "cluster.py")
     assert launcher.wait() == 0, launcher.text
     assert launcher.text == "node0 | saved\n"
@@ -114,9 +114,9 @@ def test_a_deaf_process_is_killed_after_the_grace_period(
     (tmp_path / "cluster.py").write_text(CLUSTER)
     driver = """
 import sys
-from paceline.launch.local_processes import LocalSpec, get_local_launcher
+from paceline.launch.local_processes import ProcessGroupSpec, get_local_launcher
 spawn = get_local_launcher("spawn")
-spec = LocalSpec(command=("cluster.py",), nproc=1, contract="tensorflow", grace_s=0.2, threads=1)
+spec = ProcessGroupSpec(command=("cluster.py",), nproc=1, env_style="tensorflow", grace_s=0.2, threads=1)
 sys.exit(spawn.submit(spawn.render(spec)).wait())
 """
     started = run_processes.start([sys.executable, "-c", driver])
@@ -126,13 +126,10 @@ sys.exit(spawn.submit(spawn.render(spec)).wait())
 
 
 def test_each_process_has_a_free_port(tmp_path: Path) -> None:
-    spec = LocalSpec(command=("train.py",), nproc=3, contract="tensorflow")
+    spec = ProcessGroupSpec(command=("train.py",), nproc=3, env_style="tensorflow")
     first, second = (get_local_launcher("spawn").render(spec) for _ in range(2))
     ports = [
-        [
-            int(worker.rpartition(":")[2])
-            for worker in json.loads(r.processes[0].env["TF_CONFIG"])["cluster"]["worker"]
-        ]
+        [int(worker.rpartition(":")[2]) for worker in json.loads(r.processes[0].env["TF_CONFIG"])["cluster"]["worker"]]
         for r in (first, second)
     ]
     for row in ports:
@@ -143,7 +140,7 @@ def test_each_process_has_a_free_port(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
     spawn = get_local_launcher("spawn")
-    spec = LocalSpec(command=("train.py",), nproc=2, contract="tensorflow", python="none")
+    spec = ProcessGroupSpec(command=("train.py",), nproc=2, env_style="tensorflow", python="none")
     rendered = spawn.render(spec)
     address = json.loads(rendered.processes[1].env["TF_CONFIG"])["cluster"]["worker"][1]
     port = int(address.rpartition(":")[2])
@@ -156,6 +153,8 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
 
 def test_servers_that_nobody_would_end_are_refused(tmp_path: Path) -> None:
     roles = ("chief", "worker", "ps")
-    spec = JobSpec(command=("train.py",), name="a", directory=tmp_path, nproc=(3,), inner="srun", roles=roles)
-    with pytest.raises(ConfigError, match=r"does not work with --inner srun: .* Use --inner spawn"):
+    spec = LaunchSpec(
+        command=("train.py",), name="a", directory=tmp_path, nproc=(3,), rank_launcher="srun", roles=roles
+    )
+    with pytest.raises(ConfigError, match=r"does not work with --rank-launcher srun: .* Use --rank-launcher spawn"):
         rank_command(spec)

@@ -16,7 +16,7 @@ from tests.lab.sshd import SshLab
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
-OPTIONS = ("--contract", "tensorflow", "--threads", "1", "--env", "TF_CPP_MIN_LOG_LEVEL=3")
+OPTIONS = ("--env-style", "tensorflow", "--threads", "1", "--env", "TF_CPP_MIN_LOG_LEVEL=3")
 
 # A guide's of those days; only its data are other ones, which need no network.
 TF_2_0 = """
@@ -92,9 +92,7 @@ def test_workers_on_two_machines(ssh_machines: Callable[[int], SshLab]) -> None:
 @pytest.mark.slow
 def test_fit_of_tf_keras(run_processes: Processes, tmp_path: Path) -> None:
     script = str(EXAMPLES / "tensorflow_multiworker_tf_keras.py")
-    done = run_processes.run(
-        spawn("--nproc", "2", "--", script, "--steps", "40"), env=state(tmp_path), timeout_s=120
-    )
+    done = run_processes.run(spawn("--nproc", "2", "--", script, "--steps", "40"), env=state(tmp_path), timeout_s=120)
     assert done.returncode == 0, done.stderr
     first, second = sorted(printed(done.stdout), key=lambda seen: seen["worker"])
     assert first["loss"] == second["loss"] < 2.0
@@ -123,9 +121,7 @@ def test_workers_that_are_asked_to_stop(
     loop = "    for _ in range(options.steps):\n        loss = step(next(batches))\n"
     assert loop in text
     script.write_text(text.replace(loop, f"{loop}        {at_work}"))
-    started = run_processes.start(
-        spawn("--nproc", "2", "--", "train.py", "--steps", "100000"), env=state(tmp_path)
-    )
+    started = run_processes.start(spawn("--nproc", "2", "--", "train.py", "--steps", "100000"), env=state(tmp_path))
     wait_until(lambda: len(list(tmp_path.glob("at-work-*"))) == 2, "both workers", timeout_s=90)
     started.send_signal(signal.SIGTERM)
     done = run_processes.finish(started, timeout_s=60)
@@ -168,9 +164,7 @@ def test_parameter_server_on_two_machines(ssh_machines: Callable[[int], SshLab])
         ("tensorflow_parameter_server.py", "2", ("--roles", "chief=1,ps=1,worker=2")),
     ],
 )
-def test_on_slurm(
-    slurm_cluster: SlurmCluster, tmp_path: Path, script: str, nproc: str, more: tuple[str, ...]
-) -> None:
+def test_on_slurm(slurm_cluster: SlurmCluster, tmp_path: Path, script: str, nproc: str, more: tuple[str, ...]) -> None:
     command = (sys.executable, "-m", "paceline", "launch", "--on", "slurm", "--nodes", "2", "--nproc", nproc)
     done = slurm_cluster.run(
         *(*command, *OPTIONS, *more, "--wait", "--", EXAMPLES / script), env=state(tmp_path), timeout_s=200

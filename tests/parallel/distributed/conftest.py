@@ -39,9 +39,7 @@ def start_ranks(
 
 
 @pytest.fixture(scope="session")
-def reports(
-    session_processes: Processes, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[Report]]:
+def reports(session_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Report]]:
     """What ``reduction_worker.py`` reported: for each number of ranks, each rank's report."""
     directory = tmp_path_factory.mktemp("reduction")
     found = {}

@@ -20,17 +20,15 @@ from paceline.parallel.world import World, open_world
 
 
 def build(model: nn.Module, world: World, timeout_s: float) -> GradientReducer:
-    return GradientReducer(
-        model, ReductionPlan(3, world.world_size), world, row_length=0, timeout_s=timeout_s
-    )
+    return GradientReducer(model, ReductionPlan(3, world.world_size), world, row_length=0, timeout_s=timeout_s)
 
 
 def step(reduction: GradientReducer, model: nn.Module, world: World) -> None:
     reduction.begin([world.rank])
-    reduction.begin_shard()
+    reduction.begin_microbatch()
     loss = model(torch.ones(1, 64)).sum()
     loss.backward()
-    reduction.end_shard(1, 1.0, loss, 0)
+    reduction.end_microbatch(1, 1.0, loss, 0)
     reduction.finish([])
 
 

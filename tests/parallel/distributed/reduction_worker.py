@@ -28,10 +28,10 @@ from paceline.core.environment import detect_environment
 from paceline.core.errors import PacelineError
 from paceline.parallel import grad_buffers, reducer
 from paceline.parallel.reducer import GradientReducer, StepSums
-from paceline.parallel.reduction_tree import Combine, Kind, ReductionPlan, equal_shares
+from paceline.parallel.reduction_tree import Combine, Kind, ReductionPlan, equal_work_split
 from paceline.parallel.world import World, open_world
 
-NUM_SHARDS = 11
+NUM_MICROBATCHES = 11
 BATCH = 48
 STEPS: list[list[int]] = [
     list(range(11)),
@@ -79,7 +79,7 @@ class Everything(nn.Module):
         x = self.in_float64(x.double())
         self.extent.copy_(torch.maximum(self.extent, x.detach().abs().amax(0)))
         if len(images) % 2 == 0:
-            self.even_calls += 1  # by some shards only
+            self.even_calls += 1  # by some micro-batches only
         x = self.in_bfloat16(x.bfloat16()).float()
         out: torch.Tensor = self.head(x) * self.scale
         return out
@@ -96,16 +96,16 @@ def sums_report(sums: StepSums) -> dict[str, Any]:
         "weight": sums.weight,
         "samples": sums.samples,
         "checksum": sums.checksum,
-        "bad_shard": sums.bad_shard,
+        "bad_microbatch": sums.bad_microbatch,
         "finite": sums.finite,
     }
 
 
 def random_shares(world_size: int, number: int) -> tuple[int, ...]:
-    """Shares of ``NUM_SHARDS``, none of them for some ranks."""
+    """Shares of ``NUM_MICROBATCHES``, none of them for some ranks."""
     chosen = random.Random(100 * world_size + number)
-    bounds = sorted(chosen.choices(range(NUM_SHARDS + 1), k=world_size - 1))
-    return tuple(b - a for a, b in itertools.pairwise([0, *bounds, NUM_SHARDS]))
+    bounds = sorted(chosen.choices(range(NUM_MICROBATCHES + 1), k=world_size - 1))
+    return tuple(b - a for a, b in itertools.pairwise([0, *bounds, NUM_MICROBATCHES]))
 
 
 def train_everything(
@@ -113,12 +113,12 @@ def train_everything(
 ) -> dict[str, Any]:
     """Some steps of gradient descent on the model with everything; digests of what each step made.
 
-    Where it is ``watching``, every rank computes one shard of each step once more.
+    Where it is ``watching``, every rank computes one micro-batch of each step once more.
     """
     torch.manual_seed(0)
     model = Everything()
     first_mask = digest(model.mask)
-    plan = ReductionPlan(NUM_SHARDS, world.world_size, kind, shares)
+    plan = ReductionPlan(NUM_MICROBATCHES, world.world_size, kind, shares)
     reduction = GradientReducer(model, plan, world, row_length=2, timeout_s=60)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(len(STEPS), BATCH, 2, 6, 6, generator=generator)
@@ -130,14 +130,17 @@ def train_everything(
     fingerprints: list[list[int]] = []
     for step, all_present in enumerate(STEPS):
         bounds = [BATCH * i // len(all_present) for i in range(len(all_present) + 1)]
-        present = [shard for shard in plan.shards_of(world.rank) if shard in all_present]
+        present = [microbatch for microbatch in plan.microbatches_of(world.rank) if microbatch in all_present]
         reduction.begin(present)
 
         def forward_backward(
-            shard: int, step: int = step, all_present: list[int] = all_present, bounds: list[int] = bounds
+            microbatch: int,
+            step: int = step,
+            all_present: list[int] = all_present,
+            bounds: list[int] = bounds,
         ) -> tuple[torch.Tensor, torch.Tensor, int]:
-            torch.manual_seed(step * 1000 + shard)
-            place = all_present.index(shard)
+            torch.manual_seed(step * 1000 + microbatch)
+            place = all_present.index(microbatch)
             mine = slice(bounds[place], bounds[place + 1])
             output = model(images[step, mine])
             weights = (labels[step, mine] + 1).float()  # samples that do not weigh the same
@@ -149,10 +152,10 @@ def train_everything(
         if watching:
             reduction.watch(watched, lambda rows: checked.append(len(rows)))
             fingerprints.append([reduction.recompute(lambda s=watched: forward_backward(s)[:2], 2**watched)])
-        for shard in present:
-            reduction.begin_shard()
-            loss, weight, samples = forward_backward(shard)
-            reduction.end_shard(samples, weight, loss, checksum=2**shard)
+        for microbatch in present:
+            reduction.begin_microbatch()
+            loss, weight, samples = forward_backward(microbatch)
+            reduction.end_microbatch(samples, weight, loss, checksum=2**microbatch)
         if watching and watched in present:
             fingerprints[-1].append(reduction.watched)
         sums = reduction.finish([world.rank, step + 0.5])
@@ -204,25 +207,25 @@ def stress(world: World, kind: Kind, spares: int = 0) -> list[str]:
     """Many tiny steps with ranks out of step; whole numbers, so that every sum is known."""
     model = nn.Module()
     model.weights = nn.Parameter(torch.zeros(257))
-    num_shards = 2 * world.world_size + 1
-    shares = equal_shares(num_shards, world.world_size - spares) + (0,) * spares
-    plan = ReductionPlan(num_shards, world.world_size, kind, shares)
+    num_microbatches = 2 * world.world_size + 1
+    shares = equal_work_split(num_microbatches, world.world_size - spares) + (0,) * spares
+    plan = ReductionPlan(num_microbatches, world.world_size, kind, shares)
     reduction = GradientReducer(model, plan, world, row_length=1, timeout_s=60)
     delays = random.Random(world.rank)
     wrong = []
     for step in range(STRESS_STEPS):
-        count = num_shards - step % num_shards
-        present = [shard for shard in plan.shards_of(world.rank) if shard < count]
+        count = num_microbatches - step % num_microbatches
+        present = [microbatch for microbatch in plan.microbatches_of(world.rank) if microbatch < count]
         reduction.begin(present)
-        for shard in present:
-            reduction.begin_shard()
-            loss = model.weights.sum() * float(step + shard)
+        for microbatch in present:
+            reduction.begin_microbatch()
+            loss = model.weights.sum() * float(step + microbatch)
             loss.backward()
-            reduction.end_shard(1, 1.0 if shard == 0 else 0.0, loss, shard)
+            reduction.end_microbatch(1, 1.0 if microbatch == 0 else 0.0, loss, microbatch)
             for _ in range(delays.randrange(2000)):
                 pass
         sums = reduction.finish([float(world.rank * step)])
-        expected = float(sum(step + shard for shard in range(count)))
+        expected = float(sum(step + microbatch for microbatch in range(count)))
         if not torch.equal(model.weights.grad, torch.full((257,), expected)):
             wrong.append(f"step {step}: gradients {model.weights.grad.unique().tolist()}, not {expected}")
         if [list(row) for row in sums.rows] != [[float(rank * step)] for rank in range(world.world_size)]:
@@ -244,23 +247,23 @@ def spare_at_leisure(world: World) -> dict[str, Any]:
     total = reduction._transport.reduce
 
     def reduce_when_told(combine: Combine) -> None:
-        world.broadcast_json(None)  # rank 0 sends it after its step
+        world.broadcast_object(None)  # rank 0 sends it after its step
         total(combine)
 
     if is_spare:
         reduction._transport.reduce = reduce_when_told  # type: ignore[method-assign]
     report: dict[str, Any] = {"gradients": [], "samples": []}
     for step in range(2):
-        present = plan.shards_of(world.rank)
+        present = plan.microbatches_of(world.rank)
         reduction.begin(present)
-        for shard in present:
-            reduction.begin_shard()
-            loss = model.weight.sum() * (step + shard + 1)
+        for microbatch in present:
+            reduction.begin_microbatch()
+            loss = model.weight.sum() * (step + microbatch + 1)
             loss.backward()
-            reduction.end_shard(1, 0.5, loss, 0)
+            reduction.end_microbatch(1, 0.5, loss, 0)
         sums = reduction.finish([])
         if not is_spare:
-            world.broadcast_json(None)
+            world.broadcast_object(None)
         report["gradients"].append(model.weight.grad.tolist())
         report["samples"].append(sums.samples)
     world.barrier()
@@ -272,20 +275,20 @@ def bad_numbers(world: World) -> list[dict[str, Any]]:
     """Steps with a NaN loss, an infinite gradient, a sum that overflows, and no weight at all."""
     model = nn.Module()
     model.weights = nn.Parameter(torch.ones(4))
-    plan = ReductionPlan(NUM_SHARDS, world.world_size)
+    plan = ReductionPlan(NUM_MICROBATCHES, world.world_size)
     reduction = GradientReducer(model, plan, world, row_length=0, timeout_s=60)
     reports = []
     for case in ("NaN loss", "infinite gradient", "overflow", "no weight", "good again"):
-        present = plan.shards_of(world.rank)
+        present = plan.microbatches_of(world.rank)
         reduction.begin(present)
-        for shard in present:
-            reduction.begin_shard()
-            factor = {"overflow": 1e38, "infinite gradient": torch.inf if shard == 7 else 1.0}.get(case, 1.0)
+        for microbatch in present:
+            reduction.begin_microbatch()
+            factor = {"overflow": 1e38, "infinite gradient": torch.inf if microbatch == 7 else 1.0}.get(case, 1.0)
             (model.weights * factor).sum().backward()
-            loss = torch.tensor(torch.nan if case == "NaN loss" and shard in (4, 9) else 1.0)
-            reduction.end_shard(1, 0.0 if case == "no weight" else 1.0, loss, 0)
+            loss = torch.tensor(torch.nan if case == "NaN loss" and microbatch in (4, 9) else 1.0)
+            reduction.end_microbatch(1, 0.0 if case == "no weight" else 1.0, loss, 0)
         report = sums_report(reduction.finish([]))
-        reports.append({"case": case, "bad_shard": report["bad_shard"], "finite": report["finite"]})
+        reports.append({"case": case, "bad_microbatch": report["bad_microbatch"], "finite": report["finite"]})
     reduction.close()
     return reports
 
@@ -297,17 +300,17 @@ def checkpointed(world: World, reentrant: bool | None) -> dict[str, str] | str:
     plan = ReductionPlan(4, world.world_size)
     reduction = GradientReducer(model, plan, world, row_length=0, timeout_s=60)
     try:
-        present = plan.shards_of(world.rank)
+        present = plan.microbatches_of(world.rank)
         reduction.begin(present)
-        for shard in present:
-            reduction.begin_shard()
-            torch.manual_seed(shard)
+        for microbatch in present:
+            reduction.begin_microbatch()
+            torch.manual_seed(microbatch)
             x = torch.randn(4, 8, requires_grad=True)
             for layer in (model[0], model[1], model[0]):
                 x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
             loss = x.square().sum()
             loss.backward()
-            reduction.end_shard(4, 4.0, loss, 0)
+            reduction.end_microbatch(4, 4.0, loss, 0)
         reduction.finish([])
         return {name: digest(p.grad) for name, p in model.named_parameters()}
     except PacelineError as error:
@@ -349,10 +352,10 @@ def without_shared_memory(world: World, limiting: Callable[[], Any]) -> dict[str
         reduction = GradientReducer(model, plan, world, row_length=0, timeout_s=60)
     logging.getLogger("paceline").removeHandler(handler)
     reduction.begin([world.rank])
-    reduction.begin_shard()
+    reduction.begin_microbatch()
     loss = model(torch.full((1, 100), float(world.rank))).sum()
     loss.backward()
-    reduction.end_shard(1, 1.0, loss, 0)
+    reduction.end_microbatch(1, 1.0, loss, 0)
     sums = reduction.finish([])
     report = {
         "warnings": handler.texts,
@@ -376,7 +379,7 @@ def no_more_descriptors() -> Any:
 
 def of_transport(world: World) -> dict[str, Any]:
     """All that is done alike through each transport."""
-    kinds: Sequence[Kind] = ("exact", "fast")
+    kinds: Sequence[Kind] = ("exact", "allreduce")
     return {
         **{kind: train_everything(world, kind) for kind in kinds},
         **{f"watched {kind}": train_everything(world, kind, watching=True) for kind in kinds},
@@ -385,9 +388,7 @@ def of_transport(world: World) -> dict[str, Any]:
             for kind, count in zip(kinds, (3, 1), strict=True)
         },
         "stress": [text for kind in kinds for text in stress(world, kind)],
-        "stress_with_spare": [
-            text for kind in kinds if world.world_size > 1 for text in stress(world, kind, spares=1)
-        ],
+        "stress_with_spare": [text for kind in kinds if world.world_size > 1 for text in stress(world, kind, spares=1)],
         "bad_numbers": bad_numbers(world),
         "not_checkpointed": checkpointed(world, None),
         "checkpointed": checkpointed(world, False),

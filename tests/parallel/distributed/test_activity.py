@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.parallel import progress as module
-from paceline.parallel.progress import FLOOR_S, Activity, Stage
+from paceline.parallel.progress import FLOOR_S, ProgressTracker, Stage
 
 
 @pytest.fixture
@@ -17,14 +17,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def take(activity: Activity, clock: list[float], stage: Stage, seconds: float) -> None:
+def take(activity: ProgressTracker, clock: list[float], stage: Stage, seconds: float) -> None:
     activity.begin(stage)
     clock[0] += seconds
     activity.end()
 
 
 def test_limit_is_learned_from_stages_of_the_same_kind(clock: list[float]) -> None:
-    activity = Activity()
+    activity = ProgressTracker()
     for seconds in (8.0, 9.0, 100.0):
         take(activity, clock, "step", seconds)
     take(activity, clock, "evaluation", 1.0)
@@ -39,14 +39,14 @@ def test_limit_is_learned_from_stages_of_the_same_kind(clock: list[float]) -> No
 
 
 def test_short_steps_have_the_floor_as_their_limit(clock: list[float]) -> None:
-    activity = Activity()
+    activity = ProgressTracker()
     take(activity, clock, "first step", 200.0)
     take(activity, clock, "step", 0.01)
     assert activity.limit_s == FLOOR_S["step"]
 
 
 def test_limit_that_was_given_is_that_of_a_step(clock: list[float]) -> None:
-    activity = Activity(2.5)
+    activity = ProgressTracker(2.5)
     for _ in range(3):
         take(activity, clock, "step", 60.0)
     assert activity.limit_s == 2.5
@@ -58,25 +58,25 @@ def test_limit_that_was_given_is_that_of_a_step(clock: list[float]) -> None:
 
 @pytest.mark.parametrize("stage", list(FLOOR_S))
 def test_never_overdue(clock: list[float], stage: Stage) -> None:
-    activity = Activity(math.inf)
+    activity = ProgressTracker(math.inf)
     activity.begin(stage)
     clock[0] += 1e6
     assert not activity.overdue
 
 
 def test_nobody_waits_for_a_rank_without_a_world(clock: list[float]) -> None:
-    activity = Activity()
+    activity = ProgressTracker()
     activity.wait()
     clock[0] += 1e6
     assert not activity.overdue
 
 
 def test_exchanges_are_numbered_anew_in_each_world() -> None:
-    activity = Activity()
-    activity.enter("broadcast")
-    assert (activity.entered, activity.left) == (1, 0)
-    activity.leave()
-    activity.enter("all-reduce")
-    assert (activity.exchange, activity.entered, activity.left) == ("all-reduce", 2, 1)
+    activity = ProgressTracker()
+    activity.begin_collective("broadcast")
+    assert (activity.collective_seq, activity.left) == (1, 0)
+    activity.end_collective()
+    activity.begin_collective("all-reduce")
+    assert (activity.exchange, activity.collective_seq, activity.left) == ("all-reduce", 2, 1)
     activity.join()
-    assert (activity.exchange, activity.entered, activity.left) == ("", 0, 0)
+    assert (activity.exchange, activity.collective_seq, activity.left) == ("", 0, 0)

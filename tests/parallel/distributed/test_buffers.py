@@ -1,4 +1,4 @@
-"""A module's buffers over the shards of a step."""
+"""A module's buffers over the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[..., None]
 
 @pytest.fixture
 def step() -> Iterator[Step]:
-    """Take a step of a module of one process: ``step(module, samples of each shard, forward)``."""
+    """Take a step of a module of one process: ``step(module, samples of each microbatch, forward)``."""
     made: dict[nn.Module, GradientReducer] = {}
     with open_world(Environment(), device="cpu") as world:
 
@@ -29,12 +29,12 @@ def step() -> Iterator[Step]:
             if module not in made:
                 plan = ReductionPlan(len(samples), 1)
                 made[module] = GradientReducer(module, plan, world, row_length=0, timeout_s=5)
-            present = [shard for shard, count in enumerate(samples) if count]
+            present = [microbatch for microbatch, count in enumerate(samples) if count]
             made[module].begin(present)
-            for shard in present:
-                made[module].begin_shard()
-                forward(shard)
-                made[module].end_shard(samples[shard], float(samples[shard]), torch.zeros(()), 0)
+            for microbatch in present:
+                made[module].begin_microbatch()
+                forward(microbatch)
+                made[module].end_microbatch(samples[microbatch], float(samples[microbatch]), torch.zeros(()), 0)
             made[module].finish([])
 
         yield take
@@ -49,14 +49,12 @@ def holder(**buffers: torch.Tensor) -> nn.Module:
     return module
 
 
-def test_running_statistics_are_the_mean_of_the_shards_by_samples(step: Step) -> None:
-    inputs = [
-        torch.randn(samples, 3, generator=torch.Generator().manual_seed(samples)) for samples in (4, 5, 7)
-    ]
+def test_running_statistics_are_the_mean_of_the_microbatches_by_samples(step: Step) -> None:
+    inputs = [torch.randn(samples, 3, generator=torch.Generator().manual_seed(samples)) for samples in (4, 5, 7)]
     norm = nn.BatchNorm1d(3)
     for number in range(1, 3):
         mean, var = norm.running_mean.clone(), norm.running_var.clone()
-        step(norm, [4, 5, 7], lambda shard: norm(inputs[shard]))
+        step(norm, [4, 5, 7], lambda microbatch: norm(inputs[microbatch]))
         expected_mean = sum(len(x) * (0.9 * mean + 0.1 * x.mean(0)) for x in inputs) / 16
         expected_var = sum(len(x) * (0.9 * var + 0.1 * x.var(0)) for x in inputs) / 16
         torch.testing.assert_close(norm.running_mean, expected_mean)
@@ -64,13 +62,13 @@ def test_running_statistics_are_the_mean_of_the_shards_by_samples(step: Step) ->
         assert norm.num_batches_tracked.item() == number
 
 
-def test_every_shard_starts_from_the_steps_base(step: Step) -> None:
+def test_every_microbatch_starts_from_the_steps_base(step: Step) -> None:
     module = holder(value=torch.tensor([3.0]), count=torch.tensor(5), flag=torch.tensor(False))
     seen = []
 
-    def forward(shard: int) -> None:
+    def forward(microbatch: int) -> None:
         seen.append((module.value.item(), module.count.item(), module.flag.item()))
-        module.value.add_(shard)
+        module.value.add_(microbatch)
         module.count.add_(2)
         module.flag.fill_(True)
 
@@ -81,7 +79,7 @@ def test_every_shard_starts_from_the_steps_base(step: Step) -> None:
     assert module.flag.item() is True
 
 
-def test_what_no_shard_changes_is_kept_bit_for_bit(step: Step) -> None:
+def test_what_no_microbatch_changes_is_kept_bit_for_bit(step: Step) -> None:
     values = [-torch.inf, torch.finfo(torch.float32).min, 0.1, -0.0]
     module = holder(mask=torch.tensor(values), moving=torch.zeros(1))
     before = module.mask.clone()
@@ -91,11 +89,11 @@ def test_what_no_shard_changes_is_kept_bit_for_bit(step: Step) -> None:
     assert torch.equal(module.mask.view(torch.int32), before.view(torch.int32))
 
 
-def test_a_buffer_that_some_shards_change_is_averaged_over_all(step: Step) -> None:
+def test_a_buffer_that_some_microbatches_change_is_averaged_over_all(step: Step) -> None:
     module = holder(value=torch.zeros(1), count=torch.tensor(0))
 
-    def forward(shard: int) -> None:
-        if shard == 1:
+    def forward(microbatch: int) -> None:
+        if microbatch == 1:
             module.value.add_(8.0)
             module.count.add_(1)
 
@@ -109,9 +107,9 @@ def test_a_buffer_bound_to_a_new_tensor_is_found_and_bound_back(step: Step) -> N
     average, same = module.average, module.same
     weight = torch.ones(2, requires_grad=True)
 
-    def forward(shard: int) -> None:
+    def forward(microbatch: int) -> None:
         # With its graph, as it comes when somebody forgets to detach.
-        module.average = module.average + weight * (shard + 1)
+        module.average = module.average + weight * (microbatch + 1)
         module.same = module.same * 1.0
 
     for times in (1, 2):
@@ -123,11 +121,9 @@ def test_a_buffer_bound_to_a_new_tensor_is_found_and_bound_back(step: Step) -> N
 
 
 def test_half_precision_buffers_are_averaged_without_overflow(step: Step) -> None:
-    module = holder(
-        float16=torch.full((2,), 2000.0, dtype=torch.float16), bfloat=torch.tensor([256.0]).bfloat16()
-    )
+    module = holder(float16=torch.full((2,), 2000.0, dtype=torch.float16), bfloat=torch.tensor([256.0]).bfloat16())
 
-    def forward(shard: int) -> None:
+    def forward(microbatch: int) -> None:
         module.float16.add_(1.0)
         module.bfloat.add_(2.0)
 
@@ -140,7 +136,7 @@ def test_half_precision_buffers_are_averaged_without_overflow(step: Step) -> Non
 def test_a_buffer_that_changes_its_shape_is_refused(step: Step) -> None:
     module = holder(cache=torch.zeros(2))
 
-    def forward(shard: int) -> None:
+    def forward(microbatch: int) -> None:
         module.cache = torch.zeros(5)
 
     with pytest.raises(TaskError, match=r"'cache' had shape \(2,\) and got \(5,\) in forward"):
@@ -155,7 +151,7 @@ def test_buffers_of_all_kinds_do_not_depend_on_the_ranks(reports: Reports) -> No
     for ranks in reports.values():
         for report in ranks:
             for transport in report.keys() & {"shared", "group"}:
-                for kind in ("exact", "fast"):
+                for kind in ("exact", "allreduce"):
                     found = report[transport][kind]
                     assert found["mask_kept"] is True
                     assert found["calls"] == 3 * 7

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.worker_group import Connections
+from paceline.elastic.worker_group import GroupSockets
 
 PEER = """
 import os, sys, torch
@@ -42,14 +42,14 @@ def connected(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
 
 def test_only_what_was_opened_in_between_is_cut(stack: ExitStack) -> None:
     before = connected(stack)
-    connections = Connections()
+    connections = GroupSockets()
     during = connected(stack)
     pair = socket.socketpair()
     for end in pair:
         stack.enter_context(end)
     connections.opened()
     after = connected(stack)
-    connections.cut()
+    connections.shutdown()
     assert during[0].recv(1) == b""
     for one, other in (before, after, pair):
         one.send(b"x")
@@ -57,32 +57,32 @@ def test_only_what_was_opened_in_between_is_cut(stack: ExitStack) -> None:
 
 
 def test_what_is_opened_after_the_cut_is_cut_too(stack: ExitStack) -> None:
-    connections = Connections()
-    connections.cut()
+    connections = GroupSockets()
+    connections.shutdown()
     during = connected(stack)
     connections.opened()
     assert during[0].recv(1) == b""
 
 
 def test_a_number_that_another_socket_has_by_now_is_left_alone(stack: ExitStack) -> None:
-    connections = Connections()
+    connections = GroupSockets()
     one, other = connected(stack)
     connections.opened()
     later = connected(stack)
     number = one.fileno()
     other.close()
     os.dup2(later[0].fileno(), number)
-    connections.cut()
+    connections.shutdown()
     later[0].send(b"x")
     assert later[1].recv(1) == b"x"
 
 
 def test_after_the_group_has_closed_nothing_is_cut(stack: ExitStack) -> None:
-    connections = Connections()
+    connections = GroupSockets()
     one, other = connected(stack)
     connections.opened()
     connections.closed()
-    connections.cut()
+    connections.shutdown()
     one.send(b"x")
     assert other.recv(1) == b"x"
 
@@ -104,7 +104,7 @@ WAITS = """
 import os, signal, socket, subprocess, sys, threading, torch
 from datetime import timedelta
 from torch import distributed as dist
-from paceline.elastic.worker_group import Connections
+from paceline.elastic.worker_group import GroupSockets
 
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
@@ -113,13 +113,13 @@ store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=Fal
 peer = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(port)],
                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 try:
-    connections = Connections()
+    connections = GroupSockets()
     dist.init_process_group("gloo", store=store, rank=0, world_size=2)
     connections.opened()
     dist.all_reduce(torch.zeros(1))
     assert peer.stdout.readline() == "met\\n"
     os.kill(peer.pid, signal.SIGSTOP)
-    threading.Timer(0.1, connections.cut).start()
+    threading.Timer(0.1, connections.shutdown).start()
     try:
         dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:

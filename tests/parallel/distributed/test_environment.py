@@ -152,12 +152,12 @@ def test_srun_sets_pmi_rank_but_not_the_local_one() -> None:
 def test_the_caller_names_the_address() -> None:
     e = detect_environment({}, rank=1, world_size=2, init_url="tcp://127.0.0.1:4000")
     assert (e.rank, e.local_rank, e.master_addr, e.master_port) == (1, 1, "127.0.0.1", 4000)
-    assert e.one_machine
+    assert e.is_single_node
 
 
 def test_without_local_ranks_a_remote_master_means_one_process_a_machine() -> None:
     e = detect_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "4000"})
-    assert (e.local_rank, e.local_world_size, e.source, e.one_machine) == (0, 1, "variables", False)
+    assert (e.local_rank, e.local_world_size, e.source, e.is_single_node) == (0, 1, "variables", False)
 
 
 def test_an_endpoint_helps_launchers_that_set_no_address() -> None:
@@ -229,9 +229,7 @@ def test_threads_are_asked_for_then_inherited_then_shared() -> None:
 
 
 def test_threads_under_srun_count_the_jobs_cpus_not_the_tasks_binding() -> None:
-    e = detect_environment(
-        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,2,1", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
-    )
+    e = detect_environment({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,2,1", "SLURM_NODEID": "0", "SLURM_PROCID": "1"})
     assert default_threads(e, None, SLURM) == 4
 
 

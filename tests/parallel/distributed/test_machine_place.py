@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.environment import MachinePlace, detect_machine, expand_hosts
+from paceline.core.environment import NodeEnvironment, detect_node, expand_hosts
 from paceline.core.errors import ConfigError
 
 POOLS = {"pool0": ["a:2222"], "pool1": ["b:2222", "c:2222"]}
@@ -16,14 +16,14 @@ POOLS = {"pool0": ["a:2222"], "pool1": ["b:2222", "c:2222"]}
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        ({}, MachinePlace()),
+        ({}, NodeEnvironment()),
         (
             {"PACELINE_NODE_RANK": "1", "PACELINE_HOSTS": "a,b"},
-            MachinePlace(node_rank=1, nodes=2, hosts=("a", "b"), source="paceline"),
+            NodeEnvironment(node_rank=1, nodes=2, hosts=("a", "b"), source="paceline"),
         ),
         (
             {"PET_NODE_RANK": "1", "PET_NNODES": "2:4", "PET_MASTER_ADDR": "job-node-0-0.job"},
-            MachinePlace(node_rank=1, nodes=4, hosts=("job-node-0-0.job",), source="kubeflow"),
+            NodeEnvironment(node_rank=1, nodes=4, hosts=("job-node-0-0.job",), source="kubeflow"),
         ),
         (
             {
@@ -31,11 +31,11 @@ POOLS = {"pool0": ["a:2222"], "pool1": ["b:2222", "c:2222"]}
                 "SM_HOSTS": '["algo-1", "algo-2"]',
                 "TRAINING_JOB_NAME": "t",
             },
-            MachinePlace(node_rank=1, nodes=2, hosts=("algo-1", "algo-2"), job_id="t", source="sagemaker"),
+            NodeEnvironment(node_rank=1, nodes=2, hosts=("algo-1", "algo-2"), job_id="t", source="sagemaker"),
         ),
         (
             {"JOB_COMPLETION_INDEX": "2", "PACELINE_NODES": "3", "PACELINE_HOSTS": "j-0.j"},
-            MachinePlace(node_rank=2, nodes=3, hosts=("j-0.j",), source="kubernetes"),
+            NodeEnvironment(node_rank=2, nodes=3, hosts=("j-0.j",), source="kubernetes"),
         ),
         (
             {
@@ -45,26 +45,22 @@ POOLS = {"pool0": ["a:2222"], "pool1": ["b:2222", "c:2222"]}
                 "SLURM_JOB_ID": "7",
                 "SLURM_RESTART_COUNT": "2",
             },
-            MachinePlace(node_rank=1, nodes=2, hosts=("n1", "n2"), job_id="7.0.2", source="slurm"),
+            NodeEnvironment(node_rank=1, nodes=2, hosts=("n1", "n2"), job_id="7.0.2", source="slurm"),
         ),
         (
             {"PET_NODE_RANK": "2", "PET_NNODES": "2", "PACELINE_NODES": "4", "PACELINE_HOSTS": "j-0.j,j-1.j"},
-            MachinePlace(node_rank=2, nodes=4, hosts=("j-0.j", "j-1.j"), source="kubeflow"),
+            NodeEnvironment(node_rank=2, nodes=4, hosts=("j-0.j", "j-1.j"), source="kubeflow"),
         ),
         (
-            {
-                "CLUSTER_SPEC": json.dumps(
-                    {"cluster": POOLS, "task": {"type": "pool1", "index": 1}, "job": "j"}
-                )
-            },
-            MachinePlace(node_rank=2, nodes=3, hosts=("a", "b", "c"), job_id="j", source="vertex"),
+            {"CLUSTER_SPEC": json.dumps({"cluster": POOLS, "task": {"type": "pool1", "index": 1}, "job": "j"})},
+            NodeEnvironment(node_rank=2, nodes=3, hosts=("a", "b", "c"), job_id="j", source="vertex"),
         ),
         # The body of a batch script is no step: nothing there says that it is one of several machines.
-        ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, MachinePlace()),
+        ({"SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}, NodeEnvironment()),
     ],
 )
-def test_each_system(environ: dict[str, str], place: MachinePlace) -> None:
-    assert detect_machine(environ) == place
+def test_each_system(environ: dict[str, str], place: NodeEnvironment) -> None:
+    assert detect_node(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -81,7 +77,7 @@ def test_each_system(environ: dict[str, str], place: MachinePlace) -> None:
 )
 def test_contradictions_are_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        detect_machine(environ)
+        detect_node(environ)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +102,12 @@ def test_what_is_no_node_list(text: str) -> None:
 def test_sagemaker_says_it_in_a_file_where_its_toolkit_is_not_in_the_image(tmp_path: Path) -> None:
     environ = {"TRAINING_JOB_NAME": "t", "SAGEMAKER_BASE_DIR": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"resourceconfig.json does not say which host this is"):
-        detect_machine(environ)
+        detect_node(environ)
     file = tmp_path / "input/config/resourceconfig.json"
     file.parent.mkdir(parents=True)
-    file.write_text(
-        '{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"], "network_interface_name": "eth0"}'
-    )
-    place = MachinePlace(node_rank=1, nodes=2, hosts=("algo-1", "algo-2"), job_id="t", source="sagemaker")
-    assert detect_machine(environ) == place
+    file.write_text('{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"], "network_interface_name": "eth0"}')
+    place = NodeEnvironment(node_rank=1, nodes=2, hosts=("algo-1", "algo-2"), job_id="t", source="sagemaker")
+    assert detect_node(environ) == place
     file.write_text('{"current_host": "algo-3", "hosts": ["algo-1"]}')
     with pytest.raises(ConfigError, match="'algo-3', is not one of the hosts"):
-        detect_machine(environ)
+        detect_node(environ)

@@ -29,14 +29,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def alone(one_thread: None) -> Iterator[Callable[[nn.Module, int], GradientReducer]]:
-    """Reducers of one process with so many shards."""
+    """Reducers of one process with so many micro-batches."""
     made: list[GradientReducer] = []
     with open_world(Environment(), device="cpu") as world:
 
-        def build(module: nn.Module, num_shards: int) -> GradientReducer:
-            made.append(
-                GradientReducer(module, ReductionPlan(num_shards, 1), world, row_length=0, timeout_s=5)
-            )
+        def build(module: nn.Module, num_microbatches: int) -> GradientReducer:
+            made.append(GradientReducer(module, ReductionPlan(num_microbatches, 1), world, row_length=0, timeout_s=5))
             return made[-1]
 
         yield build
@@ -45,13 +43,13 @@ def alone(one_thread: None) -> Iterator[Callable[[nn.Module, int], GradientReduc
 
 
 def take_step(reduction: GradientReducer, present: Sequence[int], losses: Losses) -> StepSums:
-    """A step whose shards have these summed losses, weights and numbers of samples."""
+    """A step whose micro-batches have these summed losses, weights and numbers of samples."""
     reduction.begin(present)
-    for shard in present:
-        reduction.begin_shard()
-        loss, weight, samples = losses(shard)
+    for microbatch in present:
+        reduction.begin_microbatch()
+        loss, weight, samples = losses(microbatch)
         loss.backward()
-        reduction.end_shard(samples, weight, loss, 0)
+        reduction.end_microbatch(samples, weight, loss, 0)
     return reduction.finish([])
 
 
@@ -70,18 +68,16 @@ def test_exact_gives_the_same_bits_for_every_number_of_ranks_and_every_transport
     expected = reports[1][0]["shared"]["exact"]
     assert len(transports(reports)) == 1 + 2 * (2 + 3 + 4)
     for name, report in transports(reports):
-        for step, (found, alone) in enumerate(
-            zip(report["exact"]["steps"], expected["steps"], strict=True), start=1
-        ):
+        for step, (found, alone) in enumerate(zip(report["exact"]["steps"], expected["steps"], strict=True), start=1):
             assert found == alone, f"{name}, step {step}"
         assert report["exact"]["state"] == expected["state"], name
 
 
-def test_a_watched_shard_changes_no_bit_and_has_one_fingerprint_everywhere(reports: Reports) -> None:
+def test_a_watched_microbatch_changes_no_bit_and_has_one_fingerprint_everywhere(reports: Reports) -> None:
     expected = reports[1][0]["shared"]["watched exact"]["fingerprints"]
     assert [len(of_step) for of_step in expected] == [2] * 7
     for name, report in transports(reports):
-        for kind in ("exact", "fast"):
+        for kind in ("exact", "allreduce"):
             watched = report[f"watched {kind}"]
             assert watched["steps"] == report[kind]["steps"], f"{name}, {kind}"
             assert watched["checked"] == [len(rows) for rows in watched["rows"]]
@@ -103,7 +99,7 @@ def test_fast_gives_all_ranks_the_same_bits_for_any_shares(reports: Reports) -> 
     exact = torch.tensor(reports[1][0]["shared"]["exact"]["first_gradient"])
     for world_size, ranks in reports.items():
         for transport in ("shared", "group") if world_size > 1 else ("shared",):
-            for of_ranks in zip(*(report[transport]["by_shares"]["fast"] for report in ranks), strict=True):
+            for of_ranks in zip(*(report[transport]["by_shares"]["allreduce"] for report in ranks), strict=True):
                 assert all(report["steps"] == of_ranks[0]["steps"] for report in of_ranks)
                 found = torch.tensor(of_ranks[0]["first_gradient"])
                 torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
@@ -118,7 +114,7 @@ def test_fast_gives_all_ranks_the_same_bits_and_about_the_exact_gradient(reports
     assert exact.abs().max() > 0.01
     for world_size, ranks in reports.items():
         for transport in ("shared", "group") if world_size > 1 else ("shared",):
-            of_ranks = [report[transport]["fast"] for report in ranks]
+            of_ranks = [report[transport]["allreduce"] for report in ranks]
             assert all(report["steps"] == of_ranks[0]["steps"] for report in of_ranks)
             found = torch.tensor(of_ranks[0]["first_gradient"])
             # The bfloat16 layer's gradients are rounded to 8 bits at each addition.
@@ -127,8 +123,8 @@ def test_fast_gives_all_ranks_the_same_bits_and_about_the_exact_gradient(reports
 
 def test_fast_depends_on_the_ranks(reports: Reports) -> None:
     """So the equalities of ``exact`` mean something: this model's sums do depend on the order."""
-    alone = reports[1][0]["shared"]["fast"]["steps"][0]["gradients"]
-    assert reports[3][0]["shared"]["fast"]["steps"][0]["gradients"] != alone
+    alone = reports[1][0]["shared"]["allreduce"]["steps"][0]["gradients"]
+    assert reports[3][0]["shared"]["allreduce"]["steps"][0]["gradients"] != alone
 
 
 def test_every_rank_sees_every_ranks_numbers(reports: Reports) -> None:
@@ -141,11 +137,11 @@ def test_every_rank_sees_every_ranks_numbers(reports: Reports) -> None:
 def test_step_sums_count_the_samples_once(reports: Reports) -> None:
     present = [range(11), range(8), (0, 1), range(11), (9,), (1, 2, 5, 8, 10), range(11)]
     for _, report in transports(reports):
-        for step, shards in zip(report["exact"]["steps"], present, strict=True):
+        for step, microbatches in zip(report["exact"]["steps"], present, strict=True):
             assert step["sums"]["samples"] == 48
-            assert step["sums"]["checksum"] == sum(2**shard for shard in shards)
+            assert step["sums"]["checksum"] == sum(2**microbatch for microbatch in microbatches)
             assert step["sums"]["finite"] is True
-            assert step["sums"]["bad_shard"] is None
+            assert step["sums"]["bad_microbatch"] is None
 
 
 def test_gradients_keep_memory_formats_and_stay_none_for_frozen_parameters(reports: Reports) -> None:
@@ -160,11 +156,11 @@ def test_gradients_keep_memory_formats_and_stay_none_for_frozen_parameters(repor
 def test_nan_and_infinity_are_found_by_all_ranks(reports: Reports) -> None:
     for _, report in transports(reports):
         assert report["bad_numbers"] == [
-            {"case": "NaN loss", "bad_shard": 4, "finite": False},
-            {"case": "infinite gradient", "bad_shard": None, "finite": False},
-            {"case": "overflow", "bad_shard": None, "finite": False},
-            {"case": "no weight", "bad_shard": None, "finite": False},
-            {"case": "good again", "bad_shard": None, "finite": True},
+            {"case": "NaN loss", "bad_microbatch": 4, "finite": False},
+            {"case": "infinite gradient", "bad_microbatch": None, "finite": False},
+            {"case": "overflow", "bad_microbatch": None, "finite": False},
+            {"case": "no weight", "bad_microbatch": None, "finite": False},
+            {"case": "good again", "bad_microbatch": None, "finite": True},
         ]
 
 
@@ -176,13 +172,12 @@ def classifier() -> nn.Module:
 def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
-        (torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator))
-        for _ in range(steps)
+        (torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)) for _ in range(steps)
     ]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_one_shard_has_the_bits_of_an_ordinary_loop(
+def test_one_microbatch_has_the_bits_of_an_ordinary_loop(
     alone: Callable[[nn.Module, int], GradientReducer], name: str
 ) -> None:
     """With a power of two of samples: their number is multiplied in and divided out again."""
@@ -209,7 +204,7 @@ def test_one_shard_has_the_bits_of_an_ordinary_loop(
         assert torch.equal(found, expected), key
 
 
-def test_several_shards_give_the_gradient_of_the_whole_batch(
+def test_several_microbatches_give_the_gradient_of_the_whole_batch(
     alone: Callable[[nn.Module, int], GradientReducer],
 ) -> None:
     torch.manual_seed(4)
@@ -218,12 +213,12 @@ def test_several_shards_give_the_gradient_of_the_whole_batch(
     nn.functional.cross_entropy(model(x), y).backward()
     expected = [p.grad.clone() for p in model.parameters()]
 
-    def of_shard(shard: int) -> tuple[torch.Tensor, float, int]:
-        bounds = slice((0, 3, 7, 12)[shard], (3, 7, 12, 16)[shard])
+    def of_microbatch(microbatch: int) -> tuple[torch.Tensor, float, int]:
+        bounds = slice((0, 3, 7, 12)[microbatch], (3, 7, 12, 16)[microbatch])
         size = bounds.stop - bounds.start
         return nn.functional.cross_entropy(model(x[bounds]), y[bounds]) * size, float(size), size
 
-    take_step(alone(model, 4), range(4), of_shard)
+    take_step(alone(model, 4), range(4), of_microbatch)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -236,11 +231,11 @@ def test_unequal_weights_give_the_weighted_mean_not_the_mean_of_means(
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
 
-    def of_shard(shard: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        losses = model(values[shard].expand(2, 1)).squeeze(1)
-        return (losses * weights[shard]).sum(), weights[shard].sum(), 2
+    def of_microbatch(microbatch: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        losses = model(values[microbatch].expand(2, 1)).squeeze(1)
+        return (losses * weights[microbatch]).sum(), weights[microbatch].sum(), 2
 
-    sums = take_step(alone(model, 4), range(4), of_shard)
+    sums = take_step(alone(model, 4), range(4), of_microbatch)
     weighted = (values * weights.sum(1)).sum() / weights.sum()
     assert sums.loss == pytest.approx(weighted.item())
     assert sums.weight == 16
@@ -298,7 +293,7 @@ def test_a_parameter_that_thaws_while_training_is_refused(
 
 def test_a_model_without_parameters_still_counts(alone: Callable[[nn.Module, int], GradientReducer]) -> None:
     leaf = torch.ones(1, requires_grad=True)
-    sums = take_step(alone(nn.Identity(), 3), [0, 2], lambda shard: (leaf.sum() * (shard + 1), 2.0, 4))
+    sums = take_step(alone(nn.Identity(), 3), [0, 2], lambda microbatch: (leaf.sum() * (microbatch + 1), 2.0, 4))
     assert (sums.samples, sums.weight, sums.loss, sums.finite) == (8, 4.0, 1.0, True)
 
 

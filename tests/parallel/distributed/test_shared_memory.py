@@ -61,12 +61,10 @@ def test_where_memory_cannot_be_shared_all_ranks_go_through_the_group_and_one_sa
 def test_the_ranks_chunks_cover_a_lane_and_start_at_whole_cache_lines(shares: tuple[int, ...]) -> None:
     plan = ReductionPlan(12, len(shares), "exact", shares)
     for numel in (0, 1, 15, 16, 17, 1000, 4096):
-        chunks = [_chunk(numel, plan.shards_of(rank), 12) for rank in range(len(shares))]
+        chunks = [_chunk(numel, plan.microbatches_of(rank), 12) for rank in range(len(shares))]
         assert torch.cat([torch.arange(numel)[chunk] for chunk in chunks]).tolist() == list(range(numel))
         assert all(chunk.start % 16 == 0 for chunk in chunks if chunk.start < numel)
-        assert all(
-            chunk.start == chunk.stop for chunk, share in zip(chunks, shares, strict=True) if not share
-        )
+        assert all(chunk.start == chunk.stop for chunk, share in zip(chunks, shares, strict=True) if not share)
 
 
 def test_nobody_waits_for_a_spare(reports: Reports) -> None:

@@ -67,8 +67,8 @@ def test_a_world_of_one_has_no_group() -> None:
     with open_world(Environment(), device="cpu", generation=4) as alone:
         assert alone.group is None
         assert not torch.distributed.is_initialized()
-        assert alone.all_gather_json({"a": 1}) == [{"a": 1}]
-        assert alone.broadcast_json([None, "é"]) == [None, "é"]
+        assert alone.all_gather_object({"a": 1}) == [{"a": 1}]
+        assert alone.broadcast_object([None, "é"]) == [None, "é"]
         alone.barrier()
         assert (alone.rank, alone.world_size, alone.generation, alone.one_host) == (0, 1, 4, True)
 
@@ -79,14 +79,14 @@ def test_three_ranks_talk_on_loopback_only_and_can_meet_twice(
     script = """
 before = dict(os.environ)
 with open_world(environment, device="cpu", generation=5 if environment.rank == 0 else 1) as world:
-    gathered = world.all_gather_json({"rank": world.rank, "text": "é" * world.rank})
-    sent = world.broadcast_json({"from": world.rank}, source=2)
+    gathered = world.all_gather_object({"rank": world.rank, "text": "é" * world.rank})
+    sent = world.broadcast_object({"from": world.rank}, source=2)
     import psutil
     listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     world.barrier()
     facts = [world.generation, world.one_host, world.backend, world.group is not None]
 with open_world(environment, device="cpu") as world:
-    again = world.all_gather_json(world.rank)
+    again = world.all_gather_object(world.rank)
 restored = before == dict(os.environ)
 say(gathered=gathered, sent=sent, listening=listening, facts=facts, again=again, restored=restored)
 """
@@ -140,9 +140,7 @@ def test_an_absent_rank_0_is_named(port: int) -> None:
         pass
 
 
-def test_a_lost_peer_is_a_victims_error(
-    ranks: Callable[..., list[subprocess.Popen[str]]], run_processes: Any
-) -> None:
+def test_a_lost_peer_is_a_victims_error(ranks: Callable[..., list[subprocess.Popen[str]]], run_processes: Any) -> None:
     script = """
 import signal
 from paceline.core.errors import PeerLostError
@@ -150,7 +148,7 @@ with open_world(environment, device="cpu") as world:
     world.barrier()
     if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     try:
-        world.all_gather_json(1)
+        world.all_gather_object(1)
     except PeerLostError as error:
         say(message=str(error))
 """
@@ -171,9 +169,7 @@ def test_a_taken_master_port_says_so(port: int) -> None:
         other.bind(("127.0.0.1", port))
         other.listen()
         with (
-            pytest.raises(
-                ConfigError, match=f"rank 0 cannot listen on 127.0.0.1, port {port}: Address already"
-            ),
+            pytest.raises(ConfigError, match=f"rank 0 cannot listen on 127.0.0.1, port {port}: Address already"),
             open_world(environment, device="cpu"),
         ):
             pass
@@ -237,16 +233,14 @@ def test_slurm_steps_meet_on_agreed_ports_and_a_taken_one_is_passed_over() -> No
             assert listener.getsockname() == ("127.0.0.1", ports[1])
 
 
-def test_a_meeting_directory_that_others_can_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_meeting_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = Environment(source="mpi", world_size=2, local_world_size=2, job_id="x")
-    file = rendezvous._meeting_file(environment)
+    file = rendezvous._rendezvous_file(environment)
     assert file.parent.stat().st_mode & 0o777 == 0o700
     file.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="only you can enter"):
-        rendezvous._meeting_file(environment)
+        rendezvous._rendezvous_file(environment)
 
 
 def test_unknown_interfaces_list_those_there_are() -> None:
@@ -289,7 +283,7 @@ def test_mpirun_needs_no_address(run_processes: Any, tmp_path: Path) -> None:
         HEAD
         + """
 with open_world(environment, device="cpu") as world:
-    ranks = world.all_gather_json(world.rank)
+    ranks = world.all_gather_object(world.rank)
 with open_world(environment, device="cpu") as world:
     world.barrier()
 say(ranks=ranks, source=environment.source)

@@ -11,26 +11,26 @@ from paceline.core.errors import ConfigError
 from paceline.parallel.planning.measurement import Measurement
 from paceline.parallel.planning.model_partition import (
     Activations,
-    Anatomy,
+    MemoryTrace,
+    ModelPartition,
     Part,
-    Piece,
-    Trace,
+    Segment,
     activations,
     balanced_cuts,
 )
 from paceline.parallel.planning.predict import (
-    Layout,
     Memory,
+    RankLayout,
     classic_mixed_precision,
     in_flight,
     layouts,
     predict_memory,
     predict_timing,
 )
-from paceline.parallel.planning.recommend import Machines
+from paceline.parallel.planning.recommend import ClusterSpec
 
 PIECES = tuple(
-    Piece(
+    Segment(
         name=name,
         parameter_bytes=nbytes,
         gradient_bytes=nbytes,
@@ -42,7 +42,7 @@ PIECES = tuple(
 )
 # Each piece saves 200, 200 and 100, hands on 50, and makes its gradient in backward.
 EVENTS = ((0, 200), (1, 200), (2, 100), (2, 1200), (2, -1300), (1, 1200), (1, -1400), (0, 1000), (0, -1200))
-TRACE = Trace(events=EVENTS, forward_events=3, flops=(400_000, 300_000, 300_000), output_bytes=(50, 50, 4))
+TRACE = MemoryTrace(events=EVENTS, forward_events=3, flops=(400_000, 300_000, 300_000), output_bytes=(50, 50, 4))
 WHOLE = Part(
     parameter_bytes=4000,
     gradient_bytes=4000,
@@ -69,9 +69,7 @@ HALF = dataclasses.replace(
     reduced_bytes=600,
     root_bytes=625,
     block_bytes=(625, 750, 500),
-    activations={
-        name: Activations(saved=400, peak=1100, kept=80, again_peak=900) for name in ("fp32", "bf16")
-    },
+    activations={name: Activations(saved=400, peak=1100, kept=80, again_peak=900) for name in ("fp32", "bf16")},
 )
 M = Measurement(
     microbatch=1,
@@ -79,47 +77,47 @@ M = Measurement(
     batch_bytes=100,
     modules={"a": 4000},
     frozen=False,
-    anatomy=Anatomy(whole=WHOLE, pieces=PIECES, traces={"fp32": TRACE, "bf16": TRACE}),
-    halved=Anatomy(whole=HALF, pieces=PIECES, traces={"fp32": TRACE, "bf16": TRACE}),
+    anatomy=ModelPartition(whole=WHOLE, pieces=PIECES, traces={"fp32": TRACE, "bf16": TRACE}),
+    halved=ModelPartition(whole=HALF, pieces=PIECES, traces={"fp32": TRACE, "bf16": TRACE}),
 )
 
 
 @pytest.mark.parametrize(
-    ("layout", "reduction", "shards", "shared", "expected"),
+    ("layout", "reduction", "microbatches", "shared", "expected"),
     [
-        # Two slots for a tree of four shards, one for a sum from left to right.
-        (Layout(), "exact", 4, False, (4000, 8000, 8000, 1800, 0)),
-        (Layout(), "fast", 4, False, (4000, 4000, 8000, 1800, 0)),
-        (Layout(dp=4), "exact", 4, True, (4000, 4000, 8000, 1800, 0)),
+        # Two slots for a tree of four micro-batches, one for a sum from left to right.
+        (RankLayout(), "exact", 4, False, (4000, 8000, 8000, 1800, 0)),
+        (RankLayout(), "allreduce", 4, False, (4000, 4000, 8000, 1800, 0)),
+        (RankLayout(dp=4), "exact", 4, True, (4000, 4000, 8000, 1800, 0)),
         # A quarter of the gradients of each of the three others.
-        (Layout(dp=4), "exact", 4, False, (4000, 4000, 8000, 1800, 3000)),
-        (Layout(dp=4), "fast", 4, False, (4000, 4000, 8000, 1800, 0)),
-        (Layout(dp=4, zero1=True), "fast", 4, False, (4000, 4000, 2000, 1800, 0)),
+        (RankLayout(dp=4), "exact", 4, False, (4000, 4000, 8000, 1800, 3000)),
+        (RankLayout(dp=4), "allreduce", 4, False, (4000, 4000, 8000, 1800, 0)),
+        (RankLayout(dp=4, zero1=True), "allreduce", 4, False, (4000, 4000, 2000, 1800, 0)),
         # A quarter to step beside the parameters, and all gradients once more in a bucket; from stage 2 on a
         # quarter of the gradients, in stage 3 of the parameters, and two blocks with the root.
-        (Layout(dp=4, zero_stage=1), "fast", 4, False, (5000, 4000, 2000, 1800, 4000)),
-        (Layout(dp=4, zero_stage=2), "fast", 4, False, (5000, 1000, 2000, 1800, 4000)),
-        (Layout(dp=4, zero_stage=3), "fast", 4, False, (2000, 1000, 2000, 1800, 4000 + 1000 + 2 * 1200)),
+        (RankLayout(dp=4, zero_stage=1), "allreduce", 4, False, (5000, 4000, 2000, 1800, 4000)),
+        (RankLayout(dp=4, zero_stage=2), "allreduce", 4, False, (5000, 1000, 2000, 1800, 4000)),
+        (RankLayout(dp=4, zero_stage=3), "allreduce", 4, False, (2000, 1000, 2000, 1800, 4000 + 1000 + 2 * 1200)),
         # Root twice (2000); around the largest block: 1000 + 2 * 1200 + 800. Gradients come as the 500
         # of activations go, and no more are counted; one round of the tree keeps nothing.
-        (Layout(fsdp=4), "exact", 4, False, (1000, 1000, 2000, 100, 6200)),
-        # Three rounds: the sum of the first four shards waits, and then that of eight.
-        (Layout(fsdp=4), "exact", 12, False, (1000, 1000 + 1000, 2000, 600, 6200)),
-        (Layout(fsdp=4), "fast", 8, False, (1000, 1000, 2000, 600, 6200)),
+        (RankLayout(fsdp=4), "exact", 4, False, (1000, 1000, 2000, 100, 6200)),
+        # Three rounds: the sum of the first four micro-batches waits, and then that of eight.
+        (RankLayout(fsdp=4), "exact", 12, False, (1000, 1000 + 1000, 2000, 600, 6200)),
+        (RankLayout(fsdp=4), "allreduce", 8, False, (1000, 1000, 2000, 600, 6200)),
         # Two copies of four parts: each sums half of a part, and keeps that from the first round to the next.
-        (Layout(dp=2, fsdp=4), "exact", 8, False, (1000, 1000, 2000, 100, 6200)),
-        (Layout(dp=2, fsdp=4), "exact", 16, False, (1000, 1000 + 500, 2000, 600, 6200)),
+        (RankLayout(dp=2, fsdp=4), "exact", 8, False, (1000, 1000, 2000, 100, 6200)),
+        (RankLayout(dp=2, fsdp=4), "exact", 16, False, (1000, 1000 + 500, 2000, 600, 6200)),
         # Three quarters are split: 2500 and 1750 are left.
-        (Layout(tp=2), "fast", 4, False, (2500, 2500, 5000, 1200, 0)),
-        (Layout(tp=4), "fast", 4, False, (1750, 1750, 3500, 900, 0)),
+        (RankLayout(tp=2), "allreduce", 4, False, (2500, 2500, 5000, 1200, 0)),
+        (RankLayout(tp=4), "allreduce", 4, False, (1750, 1750, 3500, 900, 0)),
         # The second of two stages: pieces b and c, what came in, and the batch.
-        (Layout(pp=2), "fast", 4, False, (2400, 2400, 4800, 1500 + 50 + 100, 0)),
+        (RankLayout(pp=2), "allreduce", 4, False, (2400, 2400, 4800, 1500 + 50 + 100, 0)),
         # A rank's blocks give 104 in place of 500.
-        (Layout(checkpointing=True), "fast", 4, False, (4000, 4000, 8000, 1450, 0)),
+        (RankLayout(checkpointing=True), "allreduce", 4, False, (4000, 4000, 8000, 1450, 0)),
     ],
 )
-def test_memory(layout: Layout, reduction: Any, shards: int, shared: bool, expected: tuple[int, ...]) -> None:
-    memory = predict_memory(M, layout, reduction, "fp32", num_shards=shards, shared_memory=shared)
+def test_memory(layout: RankLayout, reduction: Any, microbatches: int, shared: bool, expected: tuple[int, ...]) -> None:
+    memory = predict_memory(M, layout, reduction, "fp32", num_microbatches=microbatches, shared_memory=shared)
     assert dataclasses.astuple(memory) == expected
     assert memory.total == sum(expected)
 
@@ -133,10 +131,10 @@ def test_what_an_optimizer_needs_while_it_steps_comes_after_the_activations() ->
     memory: list[Memory] = [
         predict_memory(
             with_whole(optimizer_temporary=temporary),
-            Layout(),
-            "fast",
+            RankLayout(),
+            "allreduce",
             "fp32",
-            num_shards=1,
+            num_microbatches=1,
             shared_memory=False,
         )
         for temporary in (1000, 4000)
@@ -145,29 +143,29 @@ def test_what_an_optimizer_needs_while_it_steps_comes_after_the_activations() ->
 
 
 @pytest.mark.parametrize(
-    ("layout", "reduction", "shards", "expected"),
+    ("layout", "reduction", "microbatches", "expected"),
     [
-        (Layout(), "exact", 4, 0),
-        (Layout(dp=4), "fast", 4, 2 * 4000 * 3 // 4),
-        (Layout(dp=4), "exact", 4, 2 * 4000 * 3 // 4),
-        # Shards 1 and 2 are rank 1's, and no subtree: it sends both.
-        (Layout(dp=2), "exact", 3, 3 * 4000 // 2),
+        (RankLayout(), "exact", 4, 0),
+        (RankLayout(dp=4), "allreduce", 4, 2 * 4000 * 3 // 4),
+        (RankLayout(dp=4), "exact", 4, 2 * 4000 * 3 // 4),
+        # Micro-batches 1 and 2 are rank 1's, and no subtree: it sends both.
+        (RankLayout(dp=2), "exact", 3, 3 * 4000 // 2),
         # Two rounds: 3000 of blocks twice, 1000 of the root once, the gradients each time or once.
-        (Layout(fsdp=4), "exact", 8, (2 * 7000 + 2 * 4000) * 3 // 4),
-        (Layout(fsdp=4), "fast", 8, (2 * 7000 + 4000) * 3 // 4),
+        (RankLayout(fsdp=4), "exact", 8, (2 * 7000 + 2 * 4000) * 3 // 4),
+        (RankLayout(fsdp=4), "allreduce", 8, (2 * 7000 + 4000) * 3 // 4),
         # One round of each group of two, and both copies' halves.
-        (Layout(dp=2, fsdp=2), "fast", 4, (7000 + 4000) // 2 + 2 * 2000 // 2),
+        (RankLayout(dp=2, fsdp=2), "allreduce", 4, (7000 + 4000) // 2 + 2 * 2000 // 2),
         # Two rounds, in which all four ranks get a fourth of the gradients each, and its sum from the copy.
-        (Layout(dp=2, fsdp=2), "exact", 8, 2 * 7000 // 2 + 2 * 4000 * 3 // 4 + 2000 // 2),
+        (RankLayout(dp=2, fsdp=2), "exact", 8, 2 * 7000 // 2 + 2 * 4000 * 3 // 4 + 2000 // 2),
         # What a layer computes, of each micro-batch: in a ring of two, all of it once.
-        (Layout(tp=2), "exact", 4, 4 * 600),
+        (RankLayout(tp=2), "exact", 4, 4 * 600),
         # 50 bytes over the border, and as many back.
-        (Layout(pp=2), "exact", 4, 4 * 50),
-        (Layout(dp=2, pp=2), "fast", 4, 2 * 50 + 2400),
+        (RankLayout(pp=2), "exact", 4, 4 * 50),
+        (RankLayout(dp=2, pp=2), "allreduce", 4, 2 * 50 + 2400),
     ],
 )
-def test_communication(layout: Layout, reduction: Any, shards: int, expected: int) -> None:
-    timing = predict_timing(M, layout, reduction, num_shards=shards, flops_per_s=1e9, bandwidth=1e9)
+def test_communication(layout: RankLayout, reduction: Any, microbatches: int, expected: int) -> None:
+    timing = predict_timing(M, layout, reduction, num_microbatches=microbatches, flops_per_s=1e9, bandwidth=1e9)
     assert timing.sent_bytes == expected
 
 
@@ -175,16 +173,16 @@ def test_communication(layout: Layout, reduction: Any, shards: int, expected: in
     ("reduction", "bandwidth", "step_s", "limited_by"),
     [
         ("exact", 16500.0, 3.0, "compute"),  # one after the other
-        ("fast", 16500.0, 2.0, "compute"),  # the longer one
-        ("fast", 1350.0, 10.0, "communication"),
+        ("allreduce", 16500.0, 2.0, "compute"),  # the longer one
+        ("allreduce", 1350.0, 10.0, "communication"),
     ],
 )
 def test_time(reduction: Any, bandwidth: float, step_s: float, limited_by: str) -> None:
     timing = predict_timing(
         M,
-        Layout(fsdp=4),
+        RankLayout(fsdp=4),
         reduction,
-        num_shards=8,
+        num_microbatches=8,
         flops_per_s=1e6,
         bandwidth=bandwidth,
     )
@@ -199,19 +197,19 @@ def test_the_classic_count_is_16_bytes_a_parameter() -> None:
 
 def test_nodes_must_divide_the_gpus() -> None:
     with pytest.raises(ConfigError, match=r"--nodes 3 does not divide it\. The nearest that does: --gpus 9"):
-        Machines(gpus=8, nodes=3, memory=1, bandwidth=1.0, flops_per_s=1.0)
+        ClusterSpec(gpus=8, nodes=3, memory=1, bandwidth=1.0, flops_per_s=1.0)
 
 
 def test_the_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     # Cut after the first piece: 0.4 and 0.6 seconds a micro-batch, and four of them.
-    timing = predict_timing(M, Layout(pp=2), "exact", num_shards=4, flops_per_s=1e6, bandwidth=1e9)
+    timing = predict_timing(M, RankLayout(pp=2), "exact", num_microbatches=4, flops_per_s=1e6, bandwidth=1e9)
     assert (timing.compute_s, timing.bubble_s) == pytest.approx((2.4, 0.4))
     assert timing.step_s == pytest.approx(2.8)
 
 
 def test_a_third_more_is_computed_where_forward_is_made_twice() -> None:
     one, again = (
-        predict_timing(M, Layout(checkpointing=c), "exact", num_shards=3, flops_per_s=1e6, bandwidth=1.0)
+        predict_timing(M, RankLayout(checkpointing=c), "exact", num_microbatches=3, flops_per_s=1e6, bandwidth=1.0)
         for c in (False, True)
     )
     assert (one.compute_s, again.compute_s) == pytest.approx((3.0, 4.0))
@@ -219,7 +217,7 @@ def test_a_third_more_is_computed_where_forward_is_made_twice() -> None:
 
 @pytest.mark.parametrize(("schedule", "of_stages"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
 def test_micro_batches_that_stages_hold(schedule: Any, of_stages: list[int]) -> None:
-    layout = Layout(pp=4, dp=2, schedule=schedule)
+    layout = RankLayout(pp=4, dp=2, schedule=schedule)
     assert [in_flight(layout, stage, 16) for stage in range(4)] == of_stages
     assert in_flight(layout, 0, 4) == 2
 
@@ -239,9 +237,7 @@ def test_pieces_own_what_they_make() -> None:
         ([1, 2], 1, (0, 2)),
     ],
 )
-def test_the_slowest_stage_is_as_fast_as_can_be(
-    costs: list[float], stages: int, cuts: tuple[int, ...]
-) -> None:
+def test_the_slowest_stage_is_as_fast_as_can_be(costs: list[float], stages: int, cuts: tuple[int, ...]) -> None:
     assert balanced_cuts(costs, stages) == cuts
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from paceline.core.errors import TaskError
 from paceline.core.task import Task
 from paceline.parallel.planning.measurement import measure
-from paceline.parallel.planning.model_partition import LiveBytes
+from paceline.parallel.planning.model_partition import MemoryTracker
 from paceline.training.tasks.transformer import Transformer
 
 
@@ -27,9 +27,7 @@ class Two(Task):
     adam: bool = False
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(16, self.width, bias=False), nn.ReLU(), nn.Linear(self.width, 4, bias=False)
-        )
+        return nn.Sequential(nn.Linear(16, self.width, bias=False), nn.ReLU(), nn.Linear(self.width, 4, bias=False))
 
     def build_dataset(self, split: str) -> Any:
         return TensorDataset(torch.ones(8, 16))
@@ -46,7 +44,7 @@ class Two(Task):
 
 def test_a_view_counts_once_and_not_for_longer_than_it_lives() -> None:
     before = torch.zeros(10)
-    live = LiveBytes([before])
+    live = MemoryTracker([before])
     with live:
         other = before.view(2, 5) + 1
         view = other.t()

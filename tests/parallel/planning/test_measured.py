@@ -10,19 +10,19 @@ import pytest
 
 from paceline.core.task_loading import TaskReference
 from paceline.parallel.planning.measurement import measure
-from paceline.parallel.planning.predict import Layout, predict_memory
+from paceline.parallel.planning.predict import RankLayout, predict_memory
 
 pytestmark = pytest.mark.matrix
 
 TASKS = Path(__file__).parent / "tasks.py"
 MICROBATCH = 4
-SHARDS = 2  # one a rank under ddp and fsdp
+MICROBATCHES = 2  # one a rank under ddp and fsdp
 WAYS = {
-    "single": Layout(),
-    "ddp": Layout(dp=2),
-    "fsdp": Layout(fsdp=2),
-    "tp": Layout(tp=2),
-    "pp": Layout(pp=2),
+    "single": RankLayout(),
+    "ddp": RankLayout(dp=2),
+    "fsdp": RankLayout(fsdp=2),
+    "tp": RankLayout(tp=2),
+    "pp": RankLayout(pp=2),
 }
 FIRST = [*(("MeasuredTransformer", way) for way in ("ddp", "fsdp", "pp")), ("MeasuredConvolutions", "ddp")]
 CASES = [
@@ -50,23 +50,26 @@ def taken(run_processes: Any, directory: Path, name: str, strategy: str) -> list
         "--device": "cpu",
         "--nproc": ranks,
         "--strategy": strategy,
-        "--shards": SHARDS,
-        "--global-batch-size": SHARDS * MICROBATCH,
+        "--microbatches": MICROBATCHES,
+        "--global-batch-size": MICROBATCHES * MICROBATCH,
         "--max-steps": 4,
         "--eval-every": "never",
         "--checkpoint-every": "never",
         "--heartbeat": 60,  # whoever replaced a rank would not have measured all steps
-        "--run": directory / f"{name}-{strategy}",
+        "--run-dir": directory / f"{name}-{strategy}",
     }
-    fields = {"report": report, "warmup": 1, "steps": 2, "loss_calls": SHARDS // WAYS[strategy].data_ranks}
+    fields = {
+        "report": report,
+        "warmup": 1,
+        "steps": 2,
+        "loss_calls": MICROBATCHES // WAYS[strategy].data_ranks,
+    }
     fields |= fields_of(name, strategy)
     words = [str(word) for option in options.items() for word in option]
     words += [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
     done = run_processes.paceline("train", f"{TASKS}:{name}", "--quiet", *words, env=RETURNED)
     assert done.returncode == 0, done.stderr
-    return [
-        float(json.loads(Path(f"{report}.{rank}").read_text())["memory_mib"]) * 2**20 for rank in range(ranks)
-    ]
+    return [float(json.loads(Path(f"{report}.{rank}").read_text())["memory_mib"]) * 2**20 for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +90,10 @@ def test_the_peak_is_within_a_tenth(
         WAYS[strategy],
         "exact",
         "fp32",
-        num_shards=SHARDS,
+        num_microbatches=MICROBATCHES,
         shared_memory=True,
     )
     peaks = taken(run_processes, tmp_path, name, strategy)
     measured = max(peak - base for peak, base in zip(peaks, nothing[strategy], strict=True))
-    print(
-        f"{name} {strategy}: measured {measured / 2**20:.1f} MiB, {predicted.total / measured:.3f} predicted"
-    )
+    print(f"{name} {strategy}: measured {measured / 2**20:.1f} MiB, {predicted.total / measured:.3f} predicted")
     assert predicted.total == pytest.approx(measured, rel=0.1), predicted

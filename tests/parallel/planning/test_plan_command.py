@@ -11,34 +11,31 @@ import pytest
 
 from paceline.cli.plan import plan
 from paceline.core.errors import ConfigError, TaskError
-from paceline.parallel.planning.recommend import Machines, make_plan
+from paceline.parallel.planning.recommend import ClusterSpec, make_plan
 from paceline.training.tasks.transformer import Transformer
 
 TINY = {"layers": "2", "width": "32", "heads": "2", "context": "16", "held_out": "4"}
 
 
-def machines(gpus: int, memory: int) -> Machines:
-    return Machines(gpus=gpus, nodes=1, memory=memory, bandwidth=1e10, flops_per_s=1e14, device="cpu")
+def machines(gpus: int, memory: int) -> ClusterSpec:
+    return ClusterSpec(gpus=gpus, nodes=1, memory=memory, bandwidth=1e10, flops_per_s=1e14, device="cpu")
 
 
 def test_64_billion_parameters_on_a_laptop(run_processes: Any) -> None:
     sets = ("--set", "layers=80", "--set", "width=8192", "--set", "heads=64")
-    done = run_processes.paceline(
-        "plan", "transformer", *sets, "--gpus", "64", "--gpu-memory", "80GiB", "--json"
-    )
+    done = run_processes.paceline("plan", "transformer", *sets, "--gpus", "64", "--gpu-memory", "80GiB", "--json")
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     assert made["measurement"]["parameters"] == 80 * (12 * 8192**2 + 13 * 8192) + (2 * 256 + 128 + 2) * 8192
     fits = {
-        (r["strategy"], r["reduction"], r["precision"], r["checkpoint_activations"]): r["fits"]
-        for r in made["rows"]
+        (r["strategy"], r["reduction"], r["precision"], r["checkpoint_activations"]): r["fits"] for r in made["rows"]
     }
     assert not any(there for (strategy, *_), there in fits.items() if strategy in ("single", "ddp", "zero1"))
     assert fits["fsdp", "exact", "fp32", "none"]
     assert not fits["fsdp", "exact", "bf16", "none"], "autocast's copies of all weights"
     assert fits["fsdp", "exact", "bf16", "block"], "they are made again"
     assert fits["pp", "exact", "fp32", "none"]
-    assert "--shards 64" in made["command"]
+    assert "--microbatches 64" in made["command"]
 
 
 def test_the_table_is_for_people(run_processes: Any) -> None:
@@ -61,7 +58,7 @@ def test_the_recommended_command_works(run_processes: Any, tmp_path: Path, fits:
     assert made.command is not None
     assert ("--strategy" in made.command) is not fits
     words = shlex.split(made.command)[1:]
-    done = run_processes.paceline(*words, "--max-steps", "2", "--threads", "1", "--run", tmp_path / "run")
+    done = run_processes.paceline(*words, "--max-steps", "2", "--threads", "1", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
 
 
@@ -74,7 +71,7 @@ def test_nothing_fits() -> None:
 
 @pytest.mark.integration
 def test_several_machines_meet_somewhere() -> None:
-    two = Machines(gpus=4, nodes=2, memory=2**34, bandwidth=1e10, flops_per_s=1e14)
+    two = ClusterSpec(gpus=4, nodes=2, memory=2**34, bandwidth=1e10, flops_per_s=1e14)
     made = make_plan(Transformer(**{n: int(v) for n, v in TINY.items()}), "transformer", two, assignments={})
     assert made.command == "paceline train transformer --nodes 2 --rdzv-endpoint HOST:29400 --nproc 2"
 
@@ -86,8 +83,12 @@ def test_several_machines_meet_somewhere() -> None:
         ({"bandwidth": "fast"}, ConfigError, "--bandwidth 'fast'"),
         ({"tflops": 0.0}, ConfigError, "--tflops must be positive"),
         ({"gpus": 0}, ConfigError, "--gpus must be at least 1"),
-        ({"shards": 2}, ConfigError, "4 processes cannot share 2 shards.*Use --shards 4"),
-        ({"global_batch_size": 3}, ConfigError, "--global-batch-size 3 is too small for 4 shards.*4 or more"),
+        ({"microbatches": 2}, ConfigError, "4 processes cannot share 2 micro-batches.*Use --microbatches 4"),
+        (
+            {"global_batch_size": 3},
+            ConfigError,
+            "--global-batch-size 3 is too small for 4 micro-batches.*4 or more",
+        ),
         ({"set": ("depth=3",)}, TaskError, "no field 'depth'"),
         ({"set": ("width=10", "heads=4")}, TaskError, "must divide width"),
     ],

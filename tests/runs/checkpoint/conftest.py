@@ -22,7 +22,7 @@ def make_info() -> Callable[..., CheckpointInfo]:
             "state_version": step + 1,
             "epoch": 0,
             "generation": 0,
-            "shards": 4,
+            "microbatches": 4,
             "pins": {"torch": "2.13.0", "threads": 1},
         }
         return CheckpointInfo(**(values | changes))

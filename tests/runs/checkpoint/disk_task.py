@@ -22,7 +22,7 @@ class Small(paceline.Task):
     lr: float = 0.02
     num: int = 96
 
-    defaults = paceline.Defaults(global_batch_size=24, shards=4)
+    defaults = paceline.Defaults(global_batch_size=24, microbatches=4)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
@@ -54,7 +54,7 @@ class Filling(Small):
         if model.training and os.environ.get("RANK", "0") == "0" and self.ballast:
             self._calls += 1
             print(f"a line that the log has no room for, {self._calls}" + "." * 200)
-            step = self._calls // (self.defaults.shards // int(os.environ.get("WORLD_SIZE", "1")))
+            step = self._calls // (self.defaults.microbatches // int(os.environ.get("WORLD_SIZE", "1")))
             if self.full <= step < self.free:
                 # Again and again: what is deleted meanwhile must not make room.
                 with Path(self.ballast).open("ab", buffering=0) as file, suppress(OSError):

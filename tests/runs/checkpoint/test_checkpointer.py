@@ -97,9 +97,7 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(timeout=60)
 
 
-def test_one_save_is_in_flight_and_the_wait_is_counted(
-    checkpointer: Checkpointer, make_info: MakeInfo
-) -> None:
+def test_one_save_is_in_flight_and_the_wait_is_counted(checkpointer: Checkpointer, make_info: MakeInfo) -> None:
     released, threads = threading.Event(), []
 
     def hold() -> None:
@@ -181,9 +179,7 @@ def test_before_commit_precedes_the_commit(checkpointer: Checkpointer, make_info
     assert seen == [True]
 
 
-def test_a_state_that_cannot_be_saved_names_the_place(
-    checkpointer: Checkpointer, make_info: MakeInfo
-) -> None:
+def test_a_state_that_cannot_be_saved_names_the_place(checkpointer: Checkpointer, make_info: MakeInfo) -> None:
     with pytest.raises(CheckpointError, match=r"schedulers: .* at default/rule it holds a builtins.function"):
         checkpointer.save({"schedulers": {"default": {"rule": lambda: 1}}}, make_info(1))
     with pytest.raises(CheckpointError, match="must be named by an identifier"):
@@ -284,7 +280,7 @@ weight = torch.zeros(200_000)
 for step in count():
     weight.fill_(step)
     info = CheckpointInfo(
-        task="tasks:Demo", step=step, state_version=step, epoch=0, generation=0, shards=4, pins={}
+        task="tasks:Demo", step=step, state_version=step, epoch=0, generation=0, microbatches=4, pins={}
     )
     checkpointer.save({"model": {"weight": weight}, "progress": {"step": step}}, info)
     if step % 10 == 3:

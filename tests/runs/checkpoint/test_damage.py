@@ -58,9 +58,7 @@ def test_a_thousand_truncations_and_flipped_bits_are_noticed(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
-def test_a_missing_file_is_noticed(
-    tmp_path: Path, make_info: Callable[..., CheckpointInfo], name: str
-) -> None:
+def test_a_missing_file_is_noticed(tmp_path: Path, make_info: Callable[..., CheckpointInfo], name: str) -> None:
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save({"model": {"weight": torch.zeros(3)}}, make_info(1), synchronous=True)
     path = tmp_path / "step-00000001-v00000002"
@@ -78,10 +76,10 @@ def flip(path: Path) -> None:
 
 def test_ranks_that_see_different_damage_fall_back_together(tmp_path: Path, run_processes: Any) -> None:
     """Two machines, each with its own copy of the run: each copy is damaged in another place."""
-    options = ["--max-steps", "40", "--threads", "1", "--checkpoint-every", "10steps", "--keep", "9"]
+    options = ["--max-steps", "40", "--threads", "1", "--checkpoint-every", "10steps", "--keep-checkpoints", "9"]
     first = tmp_path / "0"
     first.mkdir()
-    train = [sys.executable, "-m", "paceline", "train", f"{TASK}:Small", "--run", "run", "--quiet", *options]
+    train = [sys.executable, "-m", "paceline", "train", f"{TASK}:Small", "--run-dir", "run", "--quiet", *options]
     done = run_processes.run(train, cwd=first)
     assert done.returncode == 0, done.stderr
     sha256 = json.loads((first / "run" / "result.json").read_bytes())["model_sha256"]

@@ -42,7 +42,7 @@ def numerics() -> Iterator[None]:
 def train(run: Path, **options: Any) -> paceline.Result:
     given: dict[str, Any] = {"max_steps": STEPS, "eval_every": "7steps", "checkpoint_every": "1steps"}
     task = load_task_class(f"{TASK}:Small")()
-    return paceline.fit(task, run=str(run), threads=1, quiet=True, keep=2, **(given | options))
+    return paceline.fit(task, run_dir=str(run), threads=1, quiet=True, keep_checkpoints=2, **(given | options))
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +141,15 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
     """All writes fail for twenty steps: checkpoints, ledger, metrics, events, the best model."""
     faults = Faults(monkeypatch, number)
     run, steps = tmp_path / "run", 0
-    record_step = checkpoint_manager.Saver.record_step
+    record_step = checkpoint_manager.CheckpointManager.record_step
 
-    def counted(self: checkpoint_manager.Saver, *arguments: Any) -> None:
+    def counted(self: checkpoint_manager.CheckpointManager, *arguments: Any) -> None:
         nonlocal steps
         steps += 1
         faults.strikes = lambda call: call != "open" and 20 <= steps < 40
         record_step(self, *arguments)
 
-    monkeypatch.setattr(checkpoint_manager.Saver, "record_step", counted)
+    monkeypatch.setattr(checkpoint_manager.CheckpointManager, "record_step", counted)
     with caplog.at_level(logging.WARNING):
         result = train(run, checkpoint_every=("4steps",), log_every=1)
     assert_equal(result, undisturbed, run)
@@ -170,11 +170,11 @@ def test_a_last_save_that_fails_for_good_says_what_is_kept(
     monkeypatch.setattr(checkpoint_manager, "LAST_TRIES_S", (0.0, 0.0))
     run = tmp_path / "run"
     steps = 0
-    record_step = checkpoint_manager.Saver.record_step
+    record_step = checkpoint_manager.CheckpointManager.record_step
     with monkeypatch.context() as broken:
         faults = Faults(broken, errno.ENOSPC)
 
-        def counted(self: checkpoint_manager.Saver, *arguments: Any) -> None:
+        def counted(self: checkpoint_manager.CheckpointManager, *arguments: Any) -> None:
             nonlocal steps
             steps += 1
             if steps == 48:
@@ -182,7 +182,7 @@ def test_a_last_save_that_fails_for_good_says_what_is_kept(
             faults.strikes = lambda call: call == "mkdir" and steps >= 48
             record_step(self, *arguments)
 
-        broken.setattr(checkpoint_manager.Saver, "record_step", counted)
+        broken.setattr(checkpoint_manager.CheckpointManager, "record_step", counted)
         with pytest.raises(paceline.CheckpointError) as error:
             train(run, checkpoint_every=("10steps",))
     assert "No space left on device" in str(error.value)
@@ -200,8 +200,17 @@ def test_a_disk_that_is_really_full_for_a_while(
     run = small_disk / "run"
     done = run_processes.paceline(
         *("train", f"{TASK}:Filling", "--set", f"ballast={small_disk / 'ballast'}", "--nproc", "2"),
-        *("--max-steps", str(STEPS), "--eval-every", "7steps", "--checkpoint-every", "2steps", "--keep", "2"),
-        *("--threads", "1", "--run", run, "--log-every", "1", "--set", "free=40", "--shards", "4"),
+        *(
+            "--max-steps",
+            str(STEPS),
+            "--eval-every",
+            "7steps",
+            "--checkpoint-every",
+            "2steps",
+            "--keep-checkpoints",
+            "2",
+        ),
+        *("--threads", "1", "--run-dir", run, "--log-every", "1", "--set", "free=40", "--microbatches", "4"),
     )
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr

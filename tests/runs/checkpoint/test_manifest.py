@@ -43,15 +43,11 @@ def record_of(content: bytes) -> dict[str, Any]:
 def test_a_manifest_comes_back_as_it_was(make_info: MakeInfo) -> None:
     pins = {"torch": "2.13.0", "threads": 2, "tf32": False, "device": None, "shape": [64, 784], "x": 0.1}
     info = make_info(7, pins=pins, best_version=3)
-    manifest = Manifest(
-        info, {"b.safetensors": FileRecord(0, "0" * 64), "a.json": FileRecord(2**40, "f" * 64)}
-    )
+    manifest = Manifest(info, {"b.safetensors": FileRecord(0, "0" * 64), "a.json": FileRecord(2**40, "f" * 64)})
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
-def test_verify_gives_what_was_committed(
-    tmp_path: Path, commit_step: CommitStep, make_info: MakeInfo
-) -> None:
+def test_verify_gives_what_was_committed(tmp_path: Path, commit_step: CommitStep, make_info: MakeInfo) -> None:
     checkpoint = commit_step(tmp_path, 5)
     manifest = verify(checkpoint)
     assert manifest.info == make_info(5)
@@ -82,9 +78,7 @@ def test_any_flipped_bit_of_any_file_is_seen(tmp_path: Path, commit_step: Commit
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
-def test_a_truncated_lengthened_or_missing_file_is_named(
-    tmp_path: Path, commit_step: CommitStep, name: str
-) -> None:
+def test_a_truncated_lengthened_or_missing_file_is_named(tmp_path: Path, commit_step: CommitStep, name: str) -> None:
     file = commit_step(tmp_path, 5) / name
     content = file.read_bytes()
     for damaged in (content[:-1], b"", content + b"\n"):
@@ -127,9 +121,7 @@ def test_an_extra_file_is_named(tmp_path: Path, commit_step: CommitStep) -> None
         "ü",
     ],
 )
-def test_names_that_are_no_plain_names_are_refused(
-    tmp_path: Path, commit_step: CommitStep, name: str
-) -> None:
+def test_names_that_are_no_plain_names_are_refused(tmp_path: Path, commit_step: CommitStep, name: str) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     checkpoint = commit_step(tmp_path, 5)
     forge(checkpoint, files={name: record_of(b"secret")})
@@ -162,7 +154,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, commit_step: CommitStep, 
         {"step": True},
         {"step": 2**63},
         {"step": "5"},
-        {"shards": None},
+        {"microbatches": None},
         {"best_version": "best"},
         {"task": 5},
         {"task": "t" * 5000},
@@ -223,9 +215,7 @@ def test_the_same_content_in_another_layout_is_refused(tmp_path: Path, commit_st
 
 
 def test_no_directory_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"nothing cannot be used: No such file or directory\. Resume from"
-    ):
+    with pytest.raises(CheckpointError, match=r"nothing cannot be used: No such file or directory\. Resume from"):
         verify(tmp_path / "nothing")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="Not a directory"):
@@ -251,10 +241,10 @@ def test_differences_name_each_pin() -> None:
     assert differences(current, current) == []
 
 
-def test_another_task_or_number_of_shards_is_refused(make_info: MakeInfo) -> None:
+def test_another_task_or_number_of_microbatches_is_refused(make_info: MakeInfo) -> None:
     path = Path("runs/a")
     require_same_run(path, make_info(5), make_info(9, generation=3, pins={}))
-    with pytest.raises(CheckpointError, match=r"'tasks:Demo', not 'other:Task'\. Choose another --run DIR"):
+    with pytest.raises(CheckpointError, match=r"'tasks:Demo', not 'other:Task'\. Choose another --run-dir DIR"):
         require_same_run(path, make_info(5), make_info(5, task="other:Task"))
-    with pytest.raises(CheckpointError, match=r"--shards 4, not 12;.*Resume with --shards 4"):
-        require_same_run(path, make_info(5), make_info(5, shards=12))
+    with pytest.raises(CheckpointError, match=r"--microbatches 4, not 12;.*Resume with --microbatches 4"):
+        require_same_run(path, make_info(5), make_info(5, microbatches=12))

@@ -56,9 +56,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     if dtype is torch.bool:
         content = bytes(byte & 1 for byte in content)
     return (
-        torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
-        if nbytes
-        else torch.empty(shape, dtype=dtype)
+        torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
     )
 
 
@@ -129,9 +127,7 @@ def test_tied_tensors_are_named_once_and_come_back_as_one() -> None:
 
     named, skeleton = flatten(Tied().state_dict())
     assert list(named) == ["embed.weight"]
-    assert skeleton == {
-        "dict": {"embed.weight": {"tensor": "embed.weight"}, "head.weight": {"tied": "embed.weight"}}
-    }
+    assert skeleton == {"dict": {"embed.weight": {"tensor": "embed.weight"}, "head.weight": {"tied": "embed.weight"}}}
     back = unflatten(named, skeleton)
     assert back["head.weight"] is back["embed.weight"]
 
@@ -251,9 +247,7 @@ SCHEDULERS = {
     "sequential": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o), lr_scheduler.LambdaLR(o, lambda step: 0.5)], [4]
     ),
-    "chained": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
     "own_function": lambda o: WithFunction(o, lambda base: base * 0.5),
     "function_inside": lambda o: lr_scheduler.SequentialLR(
         o, [WithFunction(o, lambda base: base * 0.5), lr_scheduler.ConstantLR(o)], [4]

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.core.errors import CheckpointError
 from paceline.runs.checkpoint_manifest import CheckpointInfo, verify
-from paceline.runs.checkpoint_store import commit, newest_verified, remove_stale, retain
+from paceline.runs.checkpoint_store import commit, newest_verified, prune, remove_stale
 
 MakeInfo = Callable[..., CheckpointInfo]
 CommitStep = Callable[..., Path]
@@ -94,9 +94,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path, place: str) -> None:
     assert (found.path, found.manifest, found.skipped) == (None, None, ())
 
 
-def test_a_good_checkpoint_is_never_written_again(
-    tmp_path: Path, commit_step: CommitStep, make_info: MakeInfo
-) -> None:
+def test_a_good_checkpoint_is_never_written_again(tmp_path: Path, commit_step: CommitStep, make_info: MakeInfo) -> None:
     path = commit_step(tmp_path, 5)
     inode = path.stat().st_ino
     flushed: list[bool] = []
@@ -148,9 +146,7 @@ def test_the_manifest_is_written_last(tmp_path: Path, make_info: MakeInfo) -> No
     assert seen == [["a", "b"]]
 
 
-def test_a_failing_callback_leaves_nothing(
-    tmp_path: Path, commit_step: CommitStep, make_info: MakeInfo
-) -> None:
+def test_a_failing_callback_leaves_nothing(tmp_path: Path, commit_step: CommitStep, make_info: MakeInfo) -> None:
     commit_step(tmp_path, 1)
     before = names(tmp_path)
 
@@ -165,12 +161,12 @@ def test_a_failing_callback_leaves_nothing(
 def test_retention_keeps_the_last_and_the_best(tmp_path: Path, commit_step: CommitStep) -> None:
     for step in range(1, 9):
         newest = commit_step(tmp_path, step, best_version=3 if step < 8 else 6)
-    retain(tmp_path, 3, newest)
+    prune(tmp_path, 3, newest)
     kept = {step: (tmp_path / f"step-{step:08d}-v{step + 1:08d}").exists() for step in range(1, 9)}
     # Version 3 (step 2) is still the best of the kept steps 6 and 7; version 6 (step 5) that of step 8.
     assert [step for step in kept if kept[step]] == [2, 5, 6, 7, 8]
     newest = commit_step(tmp_path, 9, best_version=6)
-    retain(tmp_path, 1, newest)
+    prune(tmp_path, 1, newest)
     assert names(tmp_path) == ["LATEST", "step-00000005-v00000006", "step-00000009-v00000010"]
 
 
@@ -178,7 +174,7 @@ def test_retention_never_deletes_the_one_just_written(tmp_path: Path, commit_ste
     for step in (5, 6, 7):
         commit_step(tmp_path, step)
     older = commit_step(tmp_path, 2)
-    retain(tmp_path, 1, older)
+    prune(tmp_path, 1, older)
     assert names(tmp_path) == ["LATEST", older.name, "step-00000007-v00000008"]
 
 
@@ -187,7 +183,7 @@ def test_unreadable_ones_do_not_push_out_good_ones(tmp_path: Path, commit_step: 
     good = commit_step(tmp_path, 2)
     bad = commit_step(tmp_path, 3)
     (bad / "manifest.json").write_text("{}")
-    retain(tmp_path, 1, good)
+    prune(tmp_path, 1, good)
     assert names(tmp_path) == ["LATEST", good.name, bad.name]
 
 
@@ -210,9 +206,7 @@ def test_only_what_dead_writers_left_is_removed(tmp_path: Path, commit_step: Com
     remove_stale(tmp_path / "missing")
 
 
-def test_concurrent_writers_and_clean_ups_do_not_hurt_each_other(
-    tmp_path: Path, commit_step: CommitStep
-) -> None:
+def test_concurrent_writers_and_clean_ups_do_not_hurt_each_other(tmp_path: Path, commit_step: CommitStep) -> None:
     def write(writer: int) -> list[Path]:
         paths = []
         for step in range(10):
@@ -232,7 +226,7 @@ CRASHING_WRITER = """
 import os, signal, sys
 from pathlib import Path
 from paceline.runs.checkpoint_manifest import CheckpointInfo
-from paceline.runs.checkpoint_store import commit, remove_stale, retain
+from paceline.runs.checkpoint_store import commit, remove_stale, prune
 
 directory, calls_left = Path(sys.argv[1]), int(sys.argv[2])
 fsync = os.fsync
@@ -251,10 +245,10 @@ def traced_fsync(descriptor):
 
 os.fsync = traced_fsync
 sys.addaudithook(before)
-info = CheckpointInfo(task="tasks:Demo", step=2, state_version=3, epoch=0, generation=0, shards=4, pins={})
+info = CheckpointInfo(task="tasks:Demo", step=2, state_version=3, epoch=0, generation=0, microbatches=4, pins={})
 remove_stale(directory)
 path = commit(directory, info, [("model.safetensors", [b"head2"]), ("state.json", [b"{}"])])
-retain(directory, 1, path)
+prune(directory, 1, path)
 """
 
 
@@ -263,9 +257,7 @@ def crash_at_every_point(tmp_path: Path, prepare: Callable[[Path], None]) -> Ite
     for point in range(200):
         directory = tmp_path / f"crash-{point}"
         prepare(directory)
-        child = subprocess.run(
-            [sys.executable, "-c", CRASHING_WRITER, str(directory), str(point)], timeout=60
-        )
+        child = subprocess.run([sys.executable, "-c", CRASHING_WRITER, str(directory), str(point)], timeout=60)
         yield directory
         if child.returncode == 0:
             return
@@ -291,7 +283,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, commit_st
         steps.append(step)
         # The next writer cleans up and goes on.
         remove_stale(directory)
-        retain(directory, 1, commit_step(directory, 3))
+        prune(directory, 1, commit_step(directory, 3))
         assert names(directory) == ["LATEST", "step-00000003-v00000004"]
     assert steps == sorted(steps)
     assert len(steps) > 20
@@ -300,14 +292,10 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, commit_st
 
 
 @pytest.mark.integration
-def test_a_full_disk_is_told_and_harms_nothing(
-    small_disk: Path, commit_step: CommitStep, make_info: MakeInfo
-) -> None:
+def test_a_full_disk_is_told_and_harms_nothing(small_disk: Path, commit_step: CommitStep, make_info: MakeInfo) -> None:
     good = commit_step(small_disk, 1)
     before = names(small_disk)
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint of step 2 in .*: No space left on device\. Earlier"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 in .*: No space left on device\. Earlier"):
         commit(small_disk, make_info(2), [("model.safetensors", [bytes(200_000)]), ("b", [bytes(200_000)])])
     assert names(small_disk) == before
     assert newest_verified(small_disk).path == good
@@ -342,5 +330,5 @@ def test_a_read_only_disk_is_told(small_disk: Path, commit_step: CommitStep) -> 
     with pytest.raises(CheckpointError, match=r"Read-only file system\..*make the directory writable"):
         commit_step(small_disk, 3)
     with pytest.raises(CheckpointError, match=r"cannot delete the old checkpoint .*: Read-only file system"):
-        retain(small_disk, 1, newest)
+        prune(small_disk, 1, newest)
     assert newest_verified(small_disk).path == newest

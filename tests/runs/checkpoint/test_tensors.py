@@ -106,9 +106,7 @@ def test_loaded_tensors_can_be_written() -> None:
         (62).to_bytes(8, "little")
         + b'{"x":{"dtype":"F32","shape":[99999999999],"data_offsets":[0,4]}}'.ljust(62)[:62]
         + bytes(4),
-        (70).to_bytes(8, "little")
-        + b'{"x":{"dtype":"PICKLE","shape":[1],"data_offsets":[0,4]}}'.ljust(70)
-        + bytes(4),
+        (70).to_bytes(8, "little") + b'{"x":{"dtype":"PICKLE","shape":[1],"data_offsets":[0,4]}}'.ljust(70) + bytes(4),
     ],
 )
 def test_what_is_no_safetensors_is_refused(content: bytes) -> None:

@@ -22,7 +22,7 @@ def save(directory: Path, step: int) -> Path:
         state_version=step,
         epoch=0,
         generation=0,
-        shards=1,
+        microbatches=1,
         pins={},
         best_version=None,
     )

@@ -42,7 +42,7 @@ def run_steps(monitor: Monitor, first: int, last: int) -> None:
     for step in range(first + 1, last + 1):
         monitor.timer.mark("forward")
         rows = [monitor.status(step)] * 2 if monitor.is_due(step) else ()
-        monitor.step_done(step, (step - 1) // 10, 64, 1.0 / step, (0.1,), rows)
+        monitor.on_step_end(step, (step - 1) // 10, 64, 1.0 / step, (0.1,), rows)
 
 
 def test_records_are_due_at_multiples_and_at_the_end(directory: RunDirectory) -> None:
@@ -57,7 +57,7 @@ def test_a_train_record_says_everything(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=5) as monitor:
         for step in range(1, 6):
             monitor.timer.seconds["forward"] += 0.01
-            monitor.step_done(step, 0, 64, 0.5, (0.1, 0.2), rows)
+            monitor.on_step_end(step, 0, 64, 0.5, (0.1, 0.2), rows)
     (record,) = read_json_lines(directory.metrics)
     assert record.pop("time") > 1e9
     assert record.pop("seconds") >= 0
@@ -80,10 +80,10 @@ def test_a_train_record_says_everything(directory: RunDirectory) -> None:
 def test_the_rate_counts_what_came_since_the_last_record_and_no_evaluation(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=1) as monitor:
         monitor.timer.seconds["forward"] += 1.0
-        monitor.step_done(1, 0, 100, 0.5, (0.1,))
+        monitor.on_step_end(1, 0, 100, 0.5, (0.1,))
         monitor.timer.seconds["evaluation"] += 50.0
         monitor.timer.seconds["forward"] += 2.0
-        monitor.step_done(2, 0, 100, 0.5, (0.1,))
+        monitor.on_step_end(2, 0, 100, 0.5, (0.1,))
     assert [r["samples_per_s"] for r in read_json_lines(directory.metrics)] == [100.0, 50.0]
 
 
@@ -101,15 +101,15 @@ def test_loss_and_rows_are_fetched_only_when_a_record_is_due(directory: RunDirec
         for step in range(1, 11):
             assert fetched == []
             row = RankStatus(0.1, 1.0, 1.0, 1.0)
-            monitor.step_done(step, 0, 64, fetch("loss", 0.5), fetch("lr", [0.1]), fetch("rows", [row, row]))
+            monitor.on_step_end(step, 0, 64, fetch("loss", 0.5), fetch("lr", [0.1]), fetch("rows", [row, row]))
     assert sorted(fetched) == ["loss", "lr", "rows"]
 
 
 def test_only_rank_zero_writes(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     with make_monitor(directory, rank=1, quiet=False) as monitor:
         run_steps(monitor, 0, 25)
-        monitor.activity("evaluating")
-        monitor.evaluated("val", 25, 2, {"accuracy": 0.5})
+        monitor.set_status("evaluating")
+        monitor.on_eval_end("val", 25, 2, {"accuracy": 0.5})
         monitor.note("hello")
         monitor.finish({"steps": 25})
     assert sorted(p.name for p in directory.path.iterdir()) == ["heartbeats", "logs"]
@@ -119,11 +119,11 @@ def test_only_rank_zero_writes(directory: RunDirectory, capfd: pytest.CaptureFix
 def test_a_resumed_run_continues_the_file_without_double_points(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=2, total_steps=None) as monitor:
         run_steps(monitor, 0, 8)
-        monitor.evaluated("val", 8, 0, {"loss": 1.0})
+        monitor.on_eval_end("val", 8, 0, {"loss": 1.0})
         run_steps(monitor, 8, 15)  # Killed here; the last checkpoint is of step 8, before its evaluation.
     with make_monitor(directory, log_every=2, total_steps=None, first_step=8) as monitor:
-        monitor.evaluated("val", 8, 0, {"loss": 1.0})
-        monitor.evaluated("test", 8, 0, {"loss": 2.0})
+        monitor.on_eval_end("val", 8, 0, {"loss": 1.0})
+        monitor.on_eval_end("test", 8, 0, {"loss": 2.0})
         run_steps(monitor, 8, 12)
     records = read_json_lines(directory.metrics)
     assert [r["step"] for r in records if r["kind"] == "train"] == [2, 4, 6, 8, 10, 12]
@@ -148,8 +148,8 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_its_file_anew(direct
 
 def test_a_loss_that_is_nan_is_null_on_record(directory: RunDirectory) -> None:
     with make_monitor(directory, log_every=1) as monitor:
-        monitor.step_done(1, 0, 64, math.nan, (0.1,))
-        monitor.evaluated("val", 1, 0, {"loss": math.inf})
+        monitor.on_step_end(1, 0, 64, math.nan, (0.1,))
+        monitor.on_eval_end("val", 1, 0, {"loss": math.inf})
     train, evaluation = (
         json.loads(line, parse_constant=pytest.fail) for line in directory.metrics.read_text().splitlines()
     )

@@ -39,8 +39,8 @@ def train(directory: RunDirectory, *, last: int, first: int = 0, steps: int = 3,
             monitor.timer.seconds["forward"] += 0.003
             monitor.timer.seconds["backward"] += 0.006
             monitor.timer.seconds["reduction"] += 0.001
-            monitor.step_done(step, 0, 64, 0.5, (0.1,))
-            profiler.step_done(step)
+            monitor.on_step_end(step, 0, 64, 0.5, (0.1,))
+            profiler.on_step_end(step)
         profiler.close()
 
 
@@ -49,9 +49,7 @@ def count_of(directory: RunDirectory, rank: int, operator: str) -> int:
         return sum(event.get("name") == operator for event in json.load(file)["traceEvents"])
 
 
-def test_exactly_the_steps_asked_for_are_profiled(
-    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exactly_the_steps_asked_for_are_profiled(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     train(directory, first=7, steps=3, last=7 + WARM_UP_STEPS + 6)
     assert count_of(directory, 0, "aten::mm") == 3
     assert "aten::mm" in (directory.profile / "rank-0.operators.txt").read_text()
@@ -64,11 +62,7 @@ def test_exactly_the_steps_asked_for_are_profiled(
     shown = " ".join(capsys.readouterr().err.split())
     assert "Where a step's time went (mean of 3 steps on rank 0)" in shown
     # Largest first, and without the phases that took no time.
-    assert (
-        shown.index("backward 6.000 60.0%")
-        < shown.index("forward 3.000 30.0%")
-        < shown.index("reduction 1.000")
-    )
+    assert shown.index("backward 6.000 60.0%") < shown.index("forward 3.000 30.0%") < shown.index("reduction 1.000")
     assert "checkpoint" not in shown
 
 

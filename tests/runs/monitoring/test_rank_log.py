@@ -64,12 +64,7 @@ def test_a_rank_above_zero_prints_into_its_log_only(directory: RunDirectory) -> 
         assert text in log
     assert "after" not in log
     # Line by line, and in the order in which it happened.
-    assert (
-        log.index("from print")
-        < log.index("from warnings")
-        < log.index("from descriptor")
-        < log.index("child")
-    )
+    assert log.index("from print") < log.index("from warnings") < log.index("from descriptor") < log.index("child")
 
 
 @pytest.mark.integration
@@ -118,9 +113,7 @@ def test_a_log_that_a_launcher_already_connected_is_left_alone(directory: RunDir
 
 
 @pytest.mark.integration
-def test_descriptors_and_streams_come_back(
-    directory: RunDirectory, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_descriptors_and_streams_come_back(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     gc.collect()  # what others have left may hold descriptors
     before = (sys.stdout, sys.stderr, len(os.listdir("/proc/self/fd")))
     with capture_rank_output(directory, 1, 2):

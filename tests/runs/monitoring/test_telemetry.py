@@ -58,8 +58,6 @@ def test_imbalance_compares_work_and_not_step_times() -> None:
     assert found.ratio == pytest.approx(1.6)
 
 
-@pytest.mark.parametrize(
-    "rows", [[], [row(1.0, 1.0)], [row(1.0, math.nan), row(1.0, 1.0)], [row(0, 1), row(0, 1)]]
-)
+@pytest.mark.parametrize("rows", [[], [row(1.0, 1.0)], [row(1.0, math.nan), row(1.0, 1.0)], [row(0, 1), row(0, 1)]])
 def test_no_imbalance_where_it_means_nothing(rows: list[RankStatus]) -> None:
     assert imbalance(rows) is None

@@ -77,18 +77,16 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     return screen
 
 
-def train(
-    directory: RunDirectory, *, quiet: bool = False, rows: Any = (), total_steps: int | None = 40
-) -> None:
+def train(directory: RunDirectory, *, quiet: bool = False, rows: Any = (), total_steps: int | None = 40) -> None:
     options = OPTIONS | {"quiet": quiet, "total_steps": total_steps, "world_size": len(rows) or 1}
     with Monitor(directory, **options) as monitor:
         monitor.note("a note")
         for step in range(1, 41):
             monitor.timer.seconds["forward"] += 0.01
-            monitor.step_done(step, (step - 1) // 20, 64, 1.0 / step, (0.1,), rows)
+            monitor.on_step_end(step, (step - 1) // 20, 64, 1.0 / step, (0.1,), rows)
             if step % 20 == 0:
-                monitor.activity("evaluating val")
-                monitor.evaluated("val", step, (step - 1) // 20, {"accuracy": 0.5})
+                monitor.set_status("evaluating val")
+                monitor.on_eval_end("val", step, (step - 1) // 20, {"accuracy": 0.5})
             if step == 30:
                 print("printed by the task")
         monitor.finish(RESULT)
@@ -158,7 +156,7 @@ def test_the_terminal_is_given_back(directory: RunDirectory, screen: FakeTermina
 def test_the_terminal_is_given_back_after_an_error(directory: RunDirectory, screen: FakeTerminal) -> None:
     def fail() -> None:
         with Monitor(directory, **OPTIONS) as monitor:
-            monitor.step_done(1, 0, 64, 0.5, (0.1,))
+            monitor.on_step_end(1, 0, 64, 0.5, (0.1,))
             print("no line end yet", end="")
             raise RuntimeError("boom")
 
@@ -168,9 +166,7 @@ def test_the_terminal_is_given_back_after_an_error(directory: RunDirectory, scre
     assert "no line end yet" in lines_of(screen)
 
 
-def test_the_log_gets_the_lines_but_neither_bar_nor_codes(
-    directory: RunDirectory, screen: FakeTerminal
-) -> None:
+def test_the_log_gets_the_lines_but_neither_bar_nor_codes(directory: RunDirectory, screen: FakeTerminal) -> None:
     with screen.in_use(), capture_rank_output(directory, 0, 1):
         assert sys.stderr.isatty()
         train(directory)
@@ -183,9 +179,7 @@ def test_the_log_gets_the_lines_but_neither_bar_nor_codes(
     assert "━" not in log
 
 
-def test_the_summary_names_metrics_as_they_are(
-    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_names_metrics_as_they_are(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     Console(width=100).print(summary({"metrics": {"[/val]": {"accuracy[top]": 0.5}}}, directory))
     out = capsys.readouterr().out
     assert "[/val]" in out
@@ -209,18 +203,14 @@ def test_a_pipe_gets_a_line_an_epoch_and_evaluation_and_the_summary(
     ]
 
 
-def test_quiet_shows_nothing_and_still_logs(
-    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_shows_nothing_and_still_logs(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     with capture_rank_output(directory, 0, 1):
         train(directory, quiet=True)
     assert capsys.readouterr() == ("printed by the task\n", "")
     assert "val accuracy 0.5\n" in directory.log_of(0).read_text()
 
 
-def test_the_summary_has_what_a_user_looks_for(
-    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_has_what_a_user_looks_for(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     train(directory)
     text = " ".join(capsys.readouterr().err.split())
     assert "split loss accuracy" in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.runs.timeline import REPEATED, World, describe, timeline
+from paceline.runs.timeline import REPEATED, WorldChange, describe, timeline
 
 
 def event(time: float, kind: str, **fields: Any) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def event(time: float, kind: str, **fields: Any) -> dict[str, Any]:
 
 START = [
     event(0, "created", task="mnist"),
-    event(0, "started", generation=0, world_size=3, shards=6, step=0, total_steps=100),
+    event(0, "started", generation=0, world_size=3, microbatches=6, step=0, total_steps=100),
 ]
 KILLED = [
     event(10, "fault", slot=1, pid=7, how="was killed by SIGKILL", step=40),
@@ -32,7 +32,7 @@ END = [event(20, "checkpoint", step=100, version=100), event(20, "finished")]
 def test_a_quiet_run_loses_nothing() -> None:
     read = timeline([*START, *END])
     assert read.goodput.share == 1.0
-    assert read.goodput.at_work_s == 20
+    assert read.goodput.active_s == 20
     assert read.interruptions == ()
     assert [(e.seconds, e.step, e.text) for e in read.entries] == [
         (0.0, None, "created: mnist"),
@@ -100,7 +100,7 @@ def test_where_all_are_lost_steps_are_repeated() -> None:
     lost = [
         *(event(10, "fault", slot=slot, pid=slot, how="was killed by SIGKILL", step=50) for slot in range(3)),
         event(14, "view", generation=1, members=[0, 1, 2], world_size=3, why="", step=-1, seconds=4.0),
-        event(14.5, "started", generation=1, world_size=3, shards=6, step=25, total_steps=100),
+        event(14.5, "started", generation=1, world_size=3, microbatches=6, step=25, total_steps=100),
         event(15, "joined", generation=1, step=25, seconds=5.0),
     ]
     read = timeline([*START, *lost, *END])
@@ -114,26 +114,24 @@ def test_where_all_are_lost_steps_are_repeated() -> None:
 
 def test_time_between_stop_and_resume_is_nobodys() -> None:
     stopped = [event(8, "checkpoint", step=40, version=40), event(8, "stopped", cause="SIGTERM", step=40)]
-    resumed = event(500, "started", generation=1, world_size=2, shards=6, step=40, total_steps=100)
+    resumed = event(500, "started", generation=1, world_size=2, microbatches=6, step=40, total_steps=100)
     read = timeline([*START, *stopped, resumed, event(512, "finished")])
-    assert read.goodput.at_work_s == 20
+    assert read.goodput.active_s == 20
     assert read.goodput.share == 1.0
-    assert read.worlds == (World(0.0, 3), World(500.0, 2))
+    assert read.worlds == (WorldChange(0.0, 3), WorldChange(500.0, 2))
 
 
 def test_a_crash_ends_with_its_last_event_and_its_steps_are_repeated() -> None:
-    resumed = event(500, "started", generation=1, world_size=3, shards=6, step=25, total_steps=100)
+    resumed = event(500, "started", generation=1, world_size=3, microbatches=6, step=25, total_steps=100)
     crashed = event(8, "fault", slot=0, pid=1, how="exited with status 1", step=60)
-    read = timeline(
-        [*START, event(5, "checkpoint", step=25, version=25), crashed, resumed, event(512, "finished")]
-    )
-    assert read.goodput.at_work_s == 8 + 12
+    read = timeline([*START, event(5, "checkpoint", step=25, version=25), crashed, resumed, event(512, "finished")])
+    assert read.goodput.active_s == 8 + 12
     assert read.goodput.repeated_steps == 35
 
 
 def test_a_run_at_work_is_read_up_to_now() -> None:
-    assert timeline(START, until=1030.0).goodput.at_work_s == 30
-    assert timeline([*START, *END], until=1030.0).goodput.at_work_s == 20
+    assert timeline(START, until=1030.0).goodput.active_s == 30
+    assert timeline([*START, *END], until=1030.0).goodput.active_s == 20
     assert timeline([]).goodput.share is None
 
 
@@ -145,6 +143,6 @@ def test_events_are_told_in_words_and_unknown_ones_as_they_are() -> None:
     assert describe({"event": "scale", "before": 4, "target": 1}) == "asked to go from 4 to 1 worker"
     assert describe({"event": "scale", "nodes": 1, "step": 3}) == "asked to go to 1 machine"
     assert describe({"event": "shares", "before": [3, 3], "shares": [4, 2]}) == (
-        "shards are shared 4 : 2, no longer 3 : 3"
+        "micro-batches are shared 4 : 2, no longer 3 : 3"
     )
     assert describe({"time": 1.0, "event": "eclipse", "of": "the sun", "step": 4}) == "eclipse: of the sun"

@@ -17,7 +17,7 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.files import read_json_lines
 from paceline.runs.directory import RunDirectory
-from paceline.runs.trackers import Tracked, TrackerWriter, require
+from paceline.runs.trackers import RunInfo, TrackerWriter, require
 
 TASK = Path(__file__).parents[2] / "insight" / "dashboard" / "paced.py"
 
@@ -62,7 +62,7 @@ class Recorder:
         self.closed = False
         self._fails_at = fails_at
 
-    def open(self, run: Tracked, earlier: str | None) -> str:
+    def open(self, run: RunInfo, earlier: str | None) -> str:
         self.opened.append(earlier)
         return earlier or "there"
 
@@ -79,10 +79,10 @@ class Recorder:
 
 
 @pytest.fixture
-def tracked(tmp_path: Path) -> Tracked:
+def tracked(tmp_path: Path) -> RunInfo:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
-    return Tracked(id="abc", name="run", task="t.py:T", directory=directory, options={"seed": 0}, tags={})
+    return RunInfo(id="abc", name="run", task="t.py:T", directory=directory, options={"seed": 0}, tags={})
 
 
 def train(step: int, loss: float = 0.5) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def evaluation(step: int) -> dict[str, Any]:
     return {"kind": "eval", "time": 1.0, "step": step, "split": "val", "metrics": {"accuracy": 0.5}}
 
 
-def test_steps_that_are_done_again_are_not_sent_again(tracked: Tracked) -> None:
+def test_steps_that_are_done_again_are_not_sent_again(tracked: RunInfo) -> None:
     first = Recorder()
     writer = TrackerWriter("mlflow", first, tracked)
     for record in (train(10), train(20), evaluation(20), train(30)):
@@ -113,7 +113,7 @@ def test_steps_that_are_done_again_are_not_sent_again(tracked: Tracked) -> None:
     assert second.tags == {"paceline.model_sha256": "f00d", "final/test/accuracy": "0.75"}
 
 
-def test_what_a_tracker_lacks_is_sent_when_the_run_goes_on(tracked: Tracked) -> None:
+def test_what_a_tracker_lacks_is_sent_when_the_run_goes_on(tracked: RunInfo) -> None:
     first = Recorder(fails_at=20)
     writer = TrackerWriter("mlflow", first, tracked)
     writer.write(train(10))
@@ -128,7 +128,7 @@ def test_what_a_tracker_lacks_is_sent_when_the_run_goes_on(tracked: Tracked) -> 
 
 
 def test_a_tracker_that_fails_is_told_once_and_stops_nothing(
-    tracked: Tracked, caplog: pytest.LogCaptureFixture
+    tracked: RunInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     recorder = Recorder(fails_at=20)
@@ -162,7 +162,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tracked")
     processes = Processes(folder)
     store = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "OMP_NUM_THREADS": "1"}
-    options = ["--run", folder / "run", "--threads", "1", "--log-every", "2", "--eval-every", "4steps"]
+    options = ["--run-dir", folder / "run", "--threads", "1", "--log-every", "2", "--eval-every", "4steps"]
     options += ["--checkpoint-every", "5steps", "--log-to", "mlflow", "--log-to", "wandb"]
     options += ["--max-steps", "16"]
     patch = pytest.MonkeyPatch()
@@ -191,7 +191,7 @@ import paced
 
 @dataclass
 class Stopped(paced.Paced):
-    def begin_batch(self, place):
+    def on_batch_begin(self, place):
         mark = Path(__file__).with_name("stopped")
         if place.split == "train" and place.step == 9 and not mark.exists():
             mark.touch()
@@ -211,9 +211,7 @@ history = {name: [[m.step, m.value] for m in of(name)] for name in run.data.metr
 print(json.dumps([run.info.status, run.data.params, run.data.tags, history]))
 """
     uri = f"sqlite:///{resumed}/mlflow.db"
-    done = run_processes.run(
-        [sys.executable, "-c", read, uri], env={"MLFLOW_DISABLE_TELEMETRY": "true"}, timeout_s=120
-    )
+    done = run_processes.run([sys.executable, "-c", read, uri], env={"MLFLOW_DISABLE_TELEMETRY": "true"}, timeout_s=120)
     assert done.returncode == 0, done.stderr
     status, params, tags, history = json.loads(done.stdout.splitlines()[-1])
     records = read_json_lines(resumed / "run" / "metrics.jsonl")
@@ -234,11 +232,11 @@ OPEN = """
 import sys
 from pathlib import Path
 from paceline.runs.trackers import MlflowTracker
-from paceline.runs.trackers import RUN_ID, Tracked
+from paceline.runs.trackers import RUN_ID, RunInfo
 from paceline.runs.directory import RunDirectory
 
 directory, tags = RunDirectory(Path("run")), {RUN_ID: sys.argv[1]}
-run = Tracked(id=sys.argv[1], name="run", task="t.py:T", directory=directory, options={}, tags=tags)
+run = RunInfo(id=sys.argv[1], name="run", task="t.py:T", directory=directory, options={}, tags=tags)
 tracker = MlflowTracker()
 print(tracker.open(run, None))
 tracker.log(1, 1.0, {"train/loss": 0.5})

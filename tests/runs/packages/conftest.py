@@ -10,13 +10,13 @@ import pytest
 
 from paceline.core.inference import TensorSpec
 from paceline.runs.checkpoint_manifest import write_file
-from paceline.runs.package_manifest import Difference, Manifest, Provenance
+from paceline.runs.package_manifest import FormatDifference, PackageManifest, Provenance
 from paceline.runs.package_registry import Registry
 
 PutPackage = Callable[..., str]
 
 
-def manifest_of(**changes: Any) -> Manifest:
+def manifest_of(**changes: Any) -> PackageManifest:
     """A manifest with every field set, but for its files."""
     values: dict[str, Any] = {
         "name": "demo",
@@ -45,9 +45,9 @@ def manifest_of(**changes: Any) -> Manifest:
         ),
         "files": {},
         "programs": {"pt2": "program.pt2"},
-        "differences": {"pt2": Difference(largest=0.0, equal_labels=1.0, samples=8)},
+        "differences": {"pt2": FormatDifference(largest=0.0, equal_labels=1.0, samples=8)},
     }
-    return Manifest(**(values | changes))
+    return PackageManifest(**(values | changes))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.runs.packages.conftest import PutPackage, manifest_of
 from paceline.core.errors import PackageError
 from paceline.runs.checkpoint_manifest import FileRecord
 from paceline.runs.package import open_package
-from paceline.runs.package_manifest import MANIFEST, Manifest, canonical_json
+from paceline.runs.package_manifest import MANIFEST, PackageManifest, canonical_json
 from paceline.runs.package_registry import Registry, parse_reference
 
 FILES = ["weights.safetensors", "program.pt2", "README.md"]
@@ -31,7 +31,7 @@ def test_a_package_comes_back_as_it_was_written(registry: Registry, package: Pat
     assert list(opened.manifest.inputs) == ["x", "a"], "the order of a program's arguments"
     assert opened.manifest == manifest_of(files=opened.manifest.files)
     assert opened.read_weights() == b"weights.safetensors" + bytes(2000)
-    assert Manifest.from_bytes(opened.manifest.to_bytes()) == opened.manifest
+    assert PackageManifest.from_bytes(opened.manifest.to_bytes()) == opened.manifest
 
 
 def test_every_byte_is_read_and_told(package: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_file_that_changes_after_it_was_verified_is_not_handed_out(package: Pa
 def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     record = FileRecord(1, "0" * 64)
     with pytest.raises(PackageError, match="no plain file name"):
-        Manifest.from_bytes(manifest_of(files={name: record}).to_bytes())
+        PackageManifest.from_bytes(manifest_of(files={name: record}).to_bytes())
 
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -145,7 +145,7 @@ def test_a_field_that_is_missing_is_named(package: Path) -> None:
     for field in document:
         rest = {name: value for name, value in document.items() if name != field}
         with pytest.raises(PackageError, match=field):
-            Manifest.from_bytes(canonical_json(rest))
+            PackageManifest.from_bytes(canonical_json(rest))
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,10 @@ def test_what_is_no_manifest_is_refused(package: Path, content: bytes, message: 
 def test_another_order_or_spacing_is_another_manifest(package: Path) -> None:
     document = json.loads((package / MANIFEST).read_bytes())
     with pytest.raises(PackageError, match="canonical"):
-        Manifest.from_bytes(json.dumps(document).encode())
+        PackageManifest.from_bytes(json.dumps(document).encode())
 
 
-def test_a_package_under_another_digest_is_refused(
-    registry: Registry, package: Path, put_package: PutPackage
-) -> None:
+def test_a_package_under_another_digest_is_refused(registry: Registry, package: Path, put_package: PutPackage) -> None:
     other = put_package(registry, seed=1)
     registry.put_tag(parse_reference("demo@a"), package.name)
     for file in package.iterdir():

@@ -13,7 +13,7 @@ from tests.runs.packages.conftest import PutPackage
 from paceline.cli import main
 from paceline.core.errors import PackageError
 from paceline.runs.package import open_package
-from paceline.runs.package_registry import Reference, Registry, parse_reference, registry_path
+from paceline.runs.package_registry import PackageReference, Registry, parse_reference, registry_path
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def two(registry: Registry, put_package: PutPackage) -> tuple[str, str]:
     """Two packages; ``demo@prod`` meant the first, and means the second."""
     digests = put_package(registry, seed=1), put_package(registry, seed=2)
     for digest in digests:
-        registry.put_tag(Reference("demo", "prod"), digest)
+        registry.put_tag(PackageReference("demo", "prod"), digest)
     return digests
 
 
@@ -37,7 +37,7 @@ def test_every_way_to_name_a_package(registry: Registry, two: tuple[str, str]) -
 
 def test_a_tag_goes_back_once_for_each_change(registry: Registry, two: tuple[str, str]) -> None:
     first, second = two
-    reference = Reference("demo", "prod")
+    reference = PackageReference("demo", "prod")
     before, now = registry.roll_back(reference)
     assert (before.digest, now.digest) == (second, first)
     assert registry.resolve("demo@prod") == first
@@ -47,23 +47,23 @@ def test_a_tag_goes_back_once_for_each_change(registry: Registry, two: tuple[str
 
 
 def test_the_same_tag_again_changes_nothing(registry: Registry, two: tuple[str, str]) -> None:
-    reference = Reference("demo", "prod")
+    reference = PackageReference("demo", "prod")
     before = registry.find(reference)
     assert registry.put_tag(reference, two[1]) == before == registry.find(reference)
 
 
 def test_a_tag_is_forgotten_and_its_package_stays(registry: Registry, two: tuple[str, str]) -> None:
-    registry.remove_tag(Reference("demo", "prod"))
+    registry.remove_tag(PackageReference("demo", "prod"))
     assert registry.references() == {}
     assert registry.holds(two[1])
     assert not (registry.tags / "demo").exists()
     with pytest.raises(PackageError, match="there is no demo@prod"):
-        registry.remove_tag(Reference("demo", "prod"))
+        registry.remove_tag(PackageReference("demo", "prod"))
 
 
 def test_only_what_is_there_is_tagged(registry: Registry) -> None:
     with pytest.raises(PackageError, match="nothing to tag"):
-        registry.put_tag(Reference("demo", "prod"), "0" * 64)
+        registry.put_tag(PackageReference("demo", "prod"), "0" * 64)
     assert registry.references() == {}
 
 

@@ -19,7 +19,7 @@ from tests.runs.packages.conftest import PutPackage
 
 from paceline.core.errors import PackageError
 from paceline.runs.package import open_package
-from paceline.runs.package_registry import Reference, Registry
+from paceline.runs.package_registry import PackageReference, Registry
 from paceline.runs.package_transfer import pull, push
 
 SIZE = 700_000
@@ -30,7 +30,7 @@ def origin(tmp_path: Path, put_package: PutPackage) -> tuple[Registry, str]:
     """A registry with ``demo@prod``, whose files are larger than a piece."""
     origin = Registry(tmp_path / "origin")
     digest = put_package(origin, seed=7, size=SIZE)
-    origin.put_tag(Reference("demo", "prod"), digest)
+    origin.put_tag(PackageReference("demo", "prod"), digest)
     return origin, digest
 
 
@@ -118,9 +118,7 @@ def test_a_pull_that_broke_off_goes_on_where_it_was(registry: Registry, origin: 
     asked = [given for given in server.ranges if given]
     assert len(asked) == 1, "one file was cut short"
     assert int(asked[0].removeprefix("bytes=").rstrip("-")) in kept.values()
-    assert pulled.fetched_bytes == open_package("demo@prod", registry).manifest.size_bytes - sum(
-        kept.values()
-    )
+    assert pulled.fetched_bytes == open_package("demo@prod", registry).manifest.size_bytes - sum(kept.values())
 
 
 def test_what_was_kept_is_not_believed(registry: Registry, origin: tuple[Registry, str]) -> None:
@@ -197,9 +195,7 @@ def test_a_package_that_is_damaged_here_is_repaired_by_a_pull(
     assert sorted(os.listdir(registry.packages)) == sorted([origin[1], "another package"])
 
 
-def test_a_damaged_package_stays_where_none_is_whole(
-    registry: Registry, origin: tuple[Registry, str]
-) -> None:
+def test_a_damaged_package_stays_where_none_is_whole(registry: Registry, origin: tuple[Registry, str]) -> None:
     pull("demo@prod", str(origin[0].path), registry)
     for each in (registry, origin[0]):
         _damage(each.path_of(origin[1]), "a byte")

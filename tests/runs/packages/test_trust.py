@@ -9,14 +9,12 @@ import pytest
 from tests.runs.packages.conftest import PutPackage
 
 from paceline.core.errors import PackageError, UntrustedError
-from paceline.runs.package import Package, open_package, trust, trust_file, trusted
+from paceline.runs.package import Package, open_package, read_trusted, trust, trust_file
 from paceline.runs.package_registry import Registry
 
 
 @pytest.fixture
-def package(
-    registry: Registry, put_package: PutPackage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Package:
+def package(registry: Registry, put_package: PutPackage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Package:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return open_package(registry.path_of(put_package(registry)))
 
@@ -36,7 +34,7 @@ def test_a_program_that_nobody_trusted_is_refused_with_its_origin(package: Packa
 def test_what_is_trusted_once_stays_so(package: Package) -> None:
     trust(package.digest)
     trust(package.digest)
-    assert trusted() == {package.digest}
+    assert read_trusted() == {package.digest}
     assert trust_file().read_text() == f"{package.digest}\n"
     assert trust_file().stat().st_mode & 0o777 == 0o600
     assert package.read_program("pt2") == b"program.pt2" + bytes(2000)
@@ -54,7 +52,7 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(package: Package) -> None
     with trust_file().open("a") as file:
         file.write("b" * 10)
     trust(package.digest)
-    assert {"a" * 64, package.digest} <= trusted()
+    assert {"a" * 64, package.digest} <= read_trusted()
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])

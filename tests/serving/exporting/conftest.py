@@ -19,9 +19,9 @@ TASKS = Path(__file__).parent / "tasks.py"
 def run_directory(session_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ``Shapes`` with checkpoints of steps 3 and 6, of which one is the best."""
     directory = tmp_path_factory.mktemp("trained") / "run"
-    options = ("--max-steps", "6", "--eval-every", "3steps", "--checkpoint-every", "3steps", "--keep", "5")
+    options = ("--max-steps", "6", "--eval-every", "3steps", "--checkpoint-every", "3steps", "--keep-checkpoints", "5")
     done = session_processes.paceline(
-        *("train", f"{TASKS}:Shapes", *options, "--threads", "1", "--run", directory, "--quiet")
+        *("train", f"{TASKS}:Shapes", *options, "--threads", "1", "--run-dir", directory, "--quiet")
     )
     assert done.returncode == 0, done.stderr
     return directory

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline import Defaults, Inference, Task, TensorSpec
+from paceline import Defaults, InferenceSignature, Task, TensorSpec
 
 SAMPLES = {"train": 96, "val": 32, "test": 70}
 SIZE, CLASSES = 6, 3
@@ -27,7 +27,7 @@ class Shapes(Task):
     """
 
     lr: float = 0.1
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=32, shards=2, best="accuracy:max")
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=32, microbatches=2, best_metric="accuracy:max")
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -53,8 +53,8 @@ class Shapes(Task):
     def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
         return {"accuracy": (model(batch[0]).argmax(dim=1) == batch[1]).float()}
 
-    def build_inference(self, model: nn.Module) -> Inference | None:
-        return Inference(
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
+        return InferenceSignature(
             module=Classifier(model),
             inputs={"image": TensorSpec(dtype="float32", shape=(1, SIZE, SIZE))},
             outputs={
@@ -83,9 +83,9 @@ class Classifier(nn.Module):
 class Drifting(Shapes):
     """Its function depends on how often it was called before."""
 
-    def build_inference(self, model: nn.Module) -> Inference | None:
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
         assert isinstance(model, nn.Sequential)
-        inference = super().build_inference(nn.Sequential(model[:3], Drift(), model[3:]))
+        inference = super().inference_signature(nn.Sequential(model[:3], Drift(), model[3:]))
         return inference
 
 
@@ -98,8 +98,8 @@ class Drift(nn.Module):
 class Branching(Shapes):
     """Its function looks at values, so that it cannot be traced."""
 
-    def build_inference(self, model: nn.Module) -> Inference | None:
-        return super().build_inference(nn.Sequential(Branch(), model))
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
+        return super().inference_signature(nn.Sequential(Branch(), model))
 
 
 class Branch(nn.Module):
@@ -110,7 +110,7 @@ class Branch(nn.Module):
 class Silent(Shapes):
     """It does not say what its model does for others."""
 
-    def build_inference(self, model: nn.Module) -> Inference | None:
+    def inference_signature(self, model: nn.Module) -> InferenceSignature | None:
         return None
 
 

@@ -21,17 +21,17 @@ from paceline.cli import main
 from paceline.core.config import RunConfig
 from paceline.core.errors import PackageError, UntrustedError
 from paceline.runs.checkpoint_state import model_sha256
-from paceline.runs.checkpoint_store import candidates
+from paceline.runs.checkpoint_store import scan
 from paceline.runs.checkpointer import load
 from paceline.runs.package import Package, open_package
 from paceline.runs.package_registry import Registry
 from paceline.serving.export import ExportRequest, export
 from paceline.serving.formats import load_program, load_with_task
-from paceline.serving.trained_source import Source, open_source
+from paceline.serving.trained_source import TrainedSource, open_source
 
 
 @pytest.fixture(scope="module")
-def trained(run_directory: Path) -> Iterator[Source]:
+def trained(run_directory: Path) -> Iterator[TrainedSource]:
     with open_source(run_directory, None) as source:
         yield source
 
@@ -40,7 +40,7 @@ def images(samples: int) -> torch.Tensor:
     return torch.rand(samples, 1, 6, 6, generator=torch.Generator().manual_seed(samples))
 
 
-def test_the_manifest_tells_of_the_run(package: Package, trained: Source, run_directory: Path) -> None:
+def test_the_manifest_tells_of_the_run(package: Package, trained: TrainedSource, run_directory: Path) -> None:
     manifest = package.manifest
     assert manifest.inputs == trained.inference.inputs
     assert manifest.outputs == trained.inference.outputs
@@ -55,18 +55,14 @@ def test_the_manifest_tells_of_the_run(package: Package, trained: Source, run_di
     origin = manifest.provenance
     steps = {origin.step} & {3, 6}
     assert steps
-    saved = [
-        p for p in candidates(run_directory / "checkpoints") if f"-v{origin.state_version:08d}" in p.name
-    ]
+    saved = [p for p in scan(run_directory / "checkpoints") if f"-v{origin.state_version:08d}" in p.name]
     assert model_sha256(load(saved[0]).state["model"]) == origin.model_sha256
     assert origin.fields == {"lr": 0.1}
     result = json.loads((run_directory / "result.json").read_text())
     assert manifest.metrics == result["metrics"]["test"], "the run's own evaluation, of its best model"
 
 
-def test_a_package_tells_callbacks_of_the_run_what_the_run_told_them(
-    package: Package, trained: Source
-) -> None:
+def test_a_package_tells_callbacks_of_the_run_what_the_run_told_them(package: Package, trained: TrainedSource) -> None:
     options = package.manifest.provenance.data["evaluation"]
     assert options["eval_every"] == "3steps"
     assert RunConfig(**options).eval_every == trained.trained.run.config.eval_every
@@ -88,7 +84,7 @@ def test_the_model_card_says_what_the_manifest_says(package: Package) -> None:
 
 @pytest.mark.parametrize("kind", ["pt2", "onnx"])
 @pytest.mark.parametrize("samples", range(1, 8))
-def test_a_program_takes_any_batch(package: Package, trained: Source, kind: str, samples: int) -> None:
+def test_a_program_takes_any_batch(package: Package, trained: TrainedSource, kind: str, samples: int) -> None:
     expected = trained.inference.module(images(samples))
     given = load_program(package, kind)([images(samples)])
     assert list(given) == ["probabilities", "label"]
@@ -96,7 +92,7 @@ def test_a_program_takes_any_batch(package: Package, trained: Source, kind: str,
     assert torch.equal(given["label"], expected["label"])
 
 
-def test_the_weights_serve_with_the_tasks_code(package: Package, trained: Source) -> None:
+def test_the_weights_serve_with_the_tasks_code(package: Package, trained: TrainedSource) -> None:
     for task in (f"{TASKS}:Shapes", trained.task):
         inference = load_with_task(package, task)
         given = inference.module(images(5))
@@ -141,11 +137,9 @@ print(json.dumps([package.manifest.labels[number] for number in outputs[package.
 
 
 def test_onnx_predicts_where_torch_cannot_be_imported(
-    package: Package, trained: Source, run_processes: Processes
+    package: Package, trained: TrainedSource, run_processes: Processes
 ) -> None:
-    done = run_processes.run(
-        [sys.executable, "-c", ONNX_WITHOUT_TORCH, "shapes@prod", json.dumps(images(4).tolist())]
-    )
+    done = run_processes.run([sys.executable, "-c", ONNX_WITHOUT_TORCH, "shapes@prod", json.dumps(images(4).tolist())])
     assert done.returncode == 0, done.stderr
     labels = trained.inference.module(images(4))["label"]
     assert json.loads(done.stdout) == [trained.inference.labels[number] for number in labels]
@@ -153,7 +147,7 @@ def test_onnx_predicts_where_torch_cannot_be_imported(
 
 @pytest.mark.parametrize(("quantization", "smaller"), [("int8", 0.6), ("bf16", 0.8)])
 def test_quantized_weights_are_smaller_and_say_the_same(
-    package: Package, trained: Source, run_directory: Path, quantization: Any, smaller: float
+    package: Package, trained: TrainedSource, run_directory: Path, quantization: Any, smaller: float
 ) -> None:
     formats = ("pt2", "onnx") if quantization == "int8" else ("safetensors",)
     request = ExportRequest(
@@ -165,9 +159,7 @@ def test_quantized_weights_are_smaller_and_say_the_same(
     assert quantized.manifest.quantization == quantization
     expected = trained.inference.module(images(7))["probabilities"]
     given = [load_with_task(quantized).module(images(7))["probabilities"]]
-    given += [
-        load_program(quantized, kind)([images(7)])["probabilities"] for kind in quantized.manifest.programs
-    ]
+    given += [load_program(quantized, kind)([images(7)])["probabilities"] for kind in quantized.manifest.programs]
     assert len(given) == (3 if quantization == "int8" else 1)
     for probabilities in given:
         assert 0 < (probabilities - expected).abs().max() < 0.05
@@ -179,10 +171,10 @@ def test_of_a_run_with_a_moving_average_that_is_exported(
 ) -> None:
     run = tmp_path / "averaged"
     done = module_processes.paceline(
-        *("train", f"{TASKS}:Shapes", "--max-steps", "4", "--ema", "0.5", "--threads", "1", "--run", run)
+        *("train", f"{TASKS}:Shapes", "--max-steps", "4", "--ema", "0.5", "--threads", "1", "--run-dir", run)
     )
     assert done.returncode == 0, done.stderr
-    state = load(candidates(run / "checkpoints")[0]).state
+    state = load(scan(run / "checkpoints")[0]).state
     with open_source(run, "last") as source:
         weights = source.model.state_dict()
     assert any(not torch.equal(weights[name], value) for name, value in state["model"].items())

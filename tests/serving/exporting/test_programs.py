@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.serving.formats import (
     capture,
     load_onnx,
@@ -66,7 +66,7 @@ class Masked(nn.Module):
 
 
 def test_two_open_sizes_that_must_be_equal() -> None:
-    inference = Inference(
+    inference = InferenceSignature(
         module=Masked(),
         inputs={
             "odd-name": TensorSpec(dtype="float32", shape=(None,)),

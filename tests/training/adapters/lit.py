@@ -132,7 +132,7 @@ class Classified(LightningTask):
     lr: float = 0.02
     kill_at: int = 0
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(shards=5, epochs=30, best="val_loss:min")
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(microbatches=5, epochs=30, best_metric="val_loss:min")
 
     def build_module(self) -> pl.LightningModule:
         return Classifier(self.lr)
@@ -184,7 +184,7 @@ def as_batch(samples: list[dict[str, Any]]) -> Any:
 class Loaded(LightningTask):
     """A module with loaders of its own, read by worker processes."""
 
-    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(shards=4, epochs=2)
+    defaults: ClassVar[paceline.Defaults] = paceline.Defaults(microbatches=4, epochs=2)
 
     def build_module(self) -> pl.LightningModule:
         return WithLoaders()

@@ -18,10 +18,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import paceline
-from paceline.core.callback import Horizon
+from paceline.core.callback import RunSchedule
 from paceline.core.task_loading import build_task, load_task_class, task_fields
 from paceline.training.adapters import lightning as paceline_lightning
-from paceline.training.adapters.lightning.metrics import Entry, StepLog
+from paceline.training.adapters.lightning.metrics import LoggedValue, StepLog
 from paceline.training.adapters.lightning.task import LightningTask
 
 LIT = Path(__file__).parent / "lit.py"
@@ -43,7 +43,7 @@ def runs(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dic
     started = {
         name: module_processes.start(
             [
-                *(sys.executable, "-m", "paceline", "train", f"{LIT}:Classified", "--run", name),
+                *(sys.executable, "-m", "paceline", "train", f"{LIT}:Classified", "--run-dir", name),
                 *("--threads", "1", "--seed", "3", "--log-every", "5", "--quiet", *arguments),
                 # An end is seen without it, and a machine that stalls is no fault.
                 *("--heartbeat", "60"),
@@ -86,7 +86,7 @@ def test_any_number_of_processes_ends_with_the_same_bits_and_metrics(runs: dict[
     }
     for key in ("model_sha256", "metrics", "steps", "state_version"):
         assert len({json.dumps(result[key]) for result in results.values()}) == 1, key
-    # EarlyStopping ended the run, and --best names what validation_step logs.
+    # EarlyStopping ended the run, and --best-metric names what validation_step logs.
     one = results["one"]
     assert one["epochs"] < 30
     assert one["best_step"] < one["steps"]
@@ -161,7 +161,7 @@ def test_the_weights_are_those_of_lightning_itself(lit: Any, tmp_path: Path) -> 
         warnings.simplefilter("ignore")  # Lightning's own
         trainer.fit(module, datamodule=Ordered())
     theirs, seen = seen, {}
-    fit(Ours(), tmp_path, epochs=2, shards=1, shuffle="none")
+    fit(Ours(), tmp_path, epochs=2, microbatches=1, shuffle="none")
     assert (seen["step"], seen["epochs"]) == (theirs["step"], theirs["epochs"]) == (10, 2)
     torch.testing.assert_close(seen["weights"], theirs["weights"])
     # In training, Lightning's epoch metrics are those of the whole epoch: of a mean, the same number.
@@ -173,13 +173,11 @@ def fit(task: paceline.Task, directory: Path, **options: Any) -> paceline.Result
     """Train in this process; the task's class is one of a test, which no other process could find."""
     kind = type(task)
     kind.__qualname__ = kind.__name__
-    return paceline.fit(task, run=str(directory / "run"), quiet=True, threads=1, **options)
+    return paceline.fit(task, run_dir=str(directory / "run"), quiet=True, threads=1, **options)
 
 
 @pytest.mark.parametrize(("eval_every", "steps"), [("2epochs", 20), ("2steps", 4)])
-def test_early_stopping_looks_after_each_evaluation(
-    lit: Any, tmp_path: Path, eval_every: str, steps: int
-) -> None:
+def test_early_stopping_looks_after_each_evaluation(lit: Any, tmp_path: Path, eval_every: str, steps: int) -> None:
     class Plain(lit.Classifier):  # type: ignore[name-defined, misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -194,18 +192,16 @@ def test_early_stopping_looks_after_each_evaluation(
         def build_callbacks(self) -> Any:
             return [EarlyStopping("val_loss", patience=1, min_delta=10.0)]  # nothing is that much better
 
-    result = fit(Stopped(), tmp_path, epochs=8, shards=1, eval_every=eval_every)
+    result = fit(Stopped(), tmp_path, epochs=8, microbatches=1, eval_every=eval_every)
     assert result.steps == steps
 
 
 @pytest.mark.slow
-def test_loaders_of_the_module_with_workers_and_two_schedules(
-    run_processes: Any, tmp_path: Path, lit: Any
-) -> None:
+def test_loaders_of_the_module_with_workers_and_two_schedules(run_processes: Any, tmp_path: Path, lit: Any) -> None:
     finished = run_processes.run(
         [
-            *(sys.executable, "-m", "paceline", "train", f"{LIT}:Loaded", "--run", "run", "--threads", "1"),
-            *("--workers", "1", "--log-every", "1", "--quiet", "--json"),
+            *(sys.executable, "-m", "paceline", "train", f"{LIT}:Loaded", "--run-dir", "run", "--threads", "1"),
+            *("--num-workers", "1", "--log-every", "1", "--quiet", "--json"),
         ],
         timeout_s=120,
     )
@@ -314,9 +310,9 @@ def test_an_argument_that_would_hide_what_a_task_has_is_refused() -> None:
 
 
 def test_what_ranks_keep_for_themselves_is_noticed() -> None:
-    from paceline.training.adapters.lightning.bridge import Session
+    from paceline.training.adapters.lightning.bridge import LightningBridge
 
-    session = Session.__new__(Session)
+    session = LightningBridge.__new__(LightningBridge)
     session.module, session.trainer = object(), type("T", (), {"should_stop": False})()
     session._group = type("G", (), {"gather": staticmethod(lambda mine: [mine, [{"f1": "0.25"}, True]])})()
     with pytest.raises(paceline.TaskError, match=r"on_validation_epoch_end logged another 'f1' on rank 1"):
@@ -335,7 +331,7 @@ def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) 
 
     task = variant(lit, module=Sparing)
     module = task.build_model()
-    session = task.build_callback(module, Horizon(total_steps=4, steps_per_epoch=2))
+    session = task.build_callback(module, RunSchedule(total_steps=4, steps_per_epoch=2))
     state = session.state_dict()
     assert state["checkpoint"] == {"kept": [0, 0]}
     session.load_state_dict(state)
@@ -343,19 +339,19 @@ def test_hooks_of_checkpoints_find_the_weights_and_keep_what_they_add(lit: Any) 
 
 
 def test_means_do_not_depend_on_who_computed_them() -> None:
-    def entry(value: float, *, epoch: bool = False) -> Entry:
-        return Entry(torch.tensor(value), 3.0, on_step=True, on_epoch=epoch, to_logger=True)
+    def entry(value: float, *, epoch: bool = False) -> LoggedValue:
+        return LoggedValue(torch.tensor(value), 3.0, on_step=True, on_epoch=epoch, to_logger=True)
 
     values = [0.1, 1e8, -1e8, 0.3, 1e-9, 7.7]
 
     def means(cuts: list[int]) -> list[float]:
-        """With the shards shared so; every rank computes the last one, too."""
+        """With the micro-batches shared so; every rank computes the last one, too."""
         edges = [0, *cuts, len(values)]
         logs = [StepLog() for _ in edges[1:]]
         rows: list[Any] = []
         for log, first, stop in zip(logs, edges, edges[1:], strict=False):
-            for shard in {*range(first, stop), len(values) - 1}:
-                log.add("x", shard, entry(values[shard], epoch=True))
+            for microbatch in {*range(first, stop), len(values) - 1}:
+                log.add("x", microbatch, entry(values[microbatch], epoch=True))
             log.reduce(lambda mine: [rows.append(mine) or mine][:0], due=True, first=True)
         found = StepLog()
         of_step, _ = found.reduce(lambda mine: rows, due=True, first=True)
@@ -368,6 +364,6 @@ def test_means_do_not_depend_on_who_computed_them() -> None:
 def test_what_is_logged_by_epochs_must_be_there_from_the_start() -> None:
     log = StepLog()
     assert log.reduce(lambda mine: [mine], due=False, first=True) == ({}, {})
-    log.add("late", 0, Entry(1.0, 1.0, on_step=False, on_epoch=True, to_logger=True))
+    log.add("late", 0, LoggedValue(1.0, 1.0, on_step=False, on_epoch=True, to_logger=True))
     with pytest.raises(paceline.TaskError, match=r"'late'.*on_epoch=True"):
         log.reduce(lambda mine: [mine], due=False, first=False)

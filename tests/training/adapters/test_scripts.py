@@ -76,7 +76,7 @@ def test_the_script_on_two_machines_of_a_slurm_cluster(
 ) -> None:
     paceline = [sys.executable, "-m", "paceline"]
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    sizes = ("--nodes", "2", "--nproc", "1", "--threads", "1", "--inner", inner)
+    sizes = ("--nodes", "2", "--nproc", "1", "--threads", "1", "--rank-launcher", inner)
     done = slurm_cluster.run(
         *(*paceline, "launch", "--json", "--on", "slurm", *sizes, *script(name, machines=2)), env=env
     )

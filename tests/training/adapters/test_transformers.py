@@ -47,15 +47,11 @@ def bert(kind: Callable[..., PreTrainedModel]) -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=1)
-    ).eval()
+    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=1)).eval()
 
 
 def t5() -> PreTrainedModel:
-    config = T5Config(
-        vocab_size=WORDS, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
-    )
+    config = T5Config(vocab_size=WORDS, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config).eval()
 
 
@@ -79,7 +75,7 @@ def tokens(classes: int) -> torch.Tensor:
     ],
     ids=["causal", "encoder-decoder", "masked", "token", "class", "classes"],
 )
-def test_sums_over_any_shards_make_the_mean_that_the_model_computes_at_once(
+def test_sums_over_any_microbatches_make_the_mean_that_the_model_computes_at_once(
     build: Callable[[], PreTrainedModel], labels: torch.Tensor
 ) -> None:
     torch.manual_seed(0)
@@ -99,9 +95,7 @@ def test_sums_over_any_shards_make_the_mean_that_the_model_computes_at_once(
 
 
 def test_a_batch_without_labels_is_explained() -> None:
-    with pytest.raises(
-        paceline.TaskError, match=r"GPT2LMHeadModel returned no loss: the batch has input_ids"
-    ):
+    with pytest.raises(paceline.TaskError, match=r"GPT2LMHeadModel returned no loss: the batch has input_ids"):
         TransformersTask().loss(gpt2(), {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)})
 
 
@@ -118,11 +112,11 @@ def test_any_number_of_processes_ends_with_the_same_tied_weights(run_processes: 
     started = {
         name: run_processes.start(
             [
-                *(sys.executable, "-m", "paceline", "train", f"{EXAMPLE}:Proverbs", "--run", name),
+                *(sys.executable, "-m", "paceline", "train", f"{EXAMPLE}:Proverbs", "--run-dir", name),
                 *("--threads", "1", "--seed", "3", "--epochs", "2", "--quiet", *arguments),
             ]
         )
-        for name, arguments in {"one": ["--workers", "0"], "two": ["--nproc", "2", "--workers", "1"]}.items()
+        for name, arguments in {"one": ["--num-workers", "0"], "two": ["--nproc", "2", "--num-workers", "1"]}.items()
     }
     results = {}
     for name, popen in started.items():

@@ -5,23 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.task_loading import RECIPES, build_task, load_task_class
+from paceline.core.task_loading import BUILT_IN_TASKS, build_task, load_task_class
 
 NAMES = ["fashion-mnist", "fashion-mnist-mlp", "transformer"]
 
 
 def test_every_recipe_can_be_served() -> None:
-    assert sorted(RECIPES) == NAMES
+    assert sorted(BUILT_IN_TASKS) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_inputs_and_outputs_are_as_they_are_described(name: str, size: int) -> None:
-    task = build_task(
-        load_task_class(name), {"layers": 1, "width": 8, "heads": 2} if name == "transformer" else {}
-    )
+    task = build_task(load_task_class(name), {"layers": 1, "width": 8, "heads": 2} if name == "transformer" else {})
     model = task.build_model().eval()
-    inference = task.build_inference(model)
+    inference = task.inference_signature(model)
     assert inference is not None
     data = task.build_dataset("test")
     inputs, classes = task.inference_batch(task.collate([data[i] for i in range(size)]))

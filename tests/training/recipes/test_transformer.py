@@ -68,8 +68,7 @@ def test_an_untrained_model_knows_nothing() -> None:
 
 def test_a_tied_head_is_one_parameter() -> None:
     untied, tied = (
-        sum(p.numel() for p in Transformer(**TINY, tied=tied).build_model().parameters())
-        for tied in (False, True)
+        sum(p.numel() for p in Transformer(**TINY, tied=tied).build_model().parameters()) for tied in (False, True)
     )
     assert untied - tied == 256 * 32
 
@@ -97,7 +96,7 @@ def test_any_number_of_processes_and_fsdp_give_one_model(run_processes: Any, tmp
         ("two", ("--nproc", "2")),
         ("fsdp", ("--nproc", "2", "--strategy", "fsdp", "--fsdp-wrap", "Block")),
     ):
-        done = run_processes.paceline("train", *common, *sets, *words, "--run", str(tmp_path / name))
+        done = run_processes.paceline("train", *common, *sets, *words, "--run-dir", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout.splitlines()[-1])
         assert result["metrics"]["test"]["bits_per_byte"] < 8

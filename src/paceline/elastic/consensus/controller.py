@@ -12,27 +12,28 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.core.signals import ECHO_S, StopRequests
 from paceline.data.ledger import generations
-from paceline.elastic.consensus.discovery import Company, Meeting
+from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
 from paceline.elastic.consensus.messages import (
-    Book,
-    Clear,
+    AddressBook,
     ElectionMessage,
+    JobFinished,
     MessageError,
-    Ordered,
-    Over,
-    Reported,
-    Roster,
-    SeenOff,
-    SentHome,
-    Signalled,
+    NodeCommand,
+    NodeSet,
+    Quiesced,
+    Rejected,
+    Removed,
+    SignalReceived,
     Term,
-    Workers,
+    WorkerEvent,
+    WorkerList,
     read,
 )
 from paceline.elastic.consensus.paxos import (
+    AcquireWitness,
     Action,
     Committed,
     Fence,
@@ -42,15 +43,14 @@ from paceline.elastic.consensus.paxos import (
     Out,
     Pause,
     Send,
-    StepDown,
-    TakeLease,
+    StopLeading,
 )
-from paceline.elastic.consensus.transport import Mesh
-from paceline.elastic.consensus.witness import LeaseDirectory
-from paceline.elastic.controller import Leader, record, say
+from paceline.elastic.consensus.transport import PeerNetwork
+from paceline.elastic.consensus.witness import FileWitness
+from paceline.elastic.controller import JobController, append_event, print_status
 from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.node import Ended, Node, Order, Said
-from paceline.elastic.worker_channel import Broken
+from paceline.elastic.node import Ended, NodeWorkers, Order, Said
+from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED
 
@@ -65,29 +65,29 @@ class RemoteNode:
         term: the leader's.
     """
 
-    def __init__(self, send: Callable[[Ordered], None], term: Term) -> None:
+    def __init__(self, send: Callable[[NodeCommand], None], term: Term) -> None:
         self._send = send
         self._term = term
 
     def start(self, number: int, slot: int) -> None:
         """Start a worker."""
-        self._send(Ordered(self._term, "start", (number, slot)))
+        self._send(NodeCommand(self._term, "start", (number, slot)))
 
-    def tell(self, number: int, order: Order) -> None:
+    def send(self, number: int, order: Order) -> None:
         """Tell a worker something."""
-        self._send(Ordered(self._term, "tell", (number, order)))
+        self._send(NodeCommand(self._term, "send", (number, order)))
 
     def kill(self, number: int, why: str) -> None:
         """Fence a worker."""
-        self._send(Ordered(self._term, "kill", (number, why)))
+        self._send(NodeCommand(self._term, "kill", (number, why)))
 
     def stop(self, number: int) -> None:
         """Signal all workers."""
-        self._send(Ordered(self._term, "stop", (number,)))
+        self._send(NodeCommand(self._term, "stop", (number,)))
 
     def kill_all(self, why: str) -> None:
         """Kill all workers."""
-        self._send(Ordered(self._term, "kill_all", (why,)))
+        self._send(NodeCommand(self._term, "kill_all", (why,)))
 
 
 # --- The following agent's part: this machine's workers obey whoever leads, and are told of there. No torch
@@ -103,13 +103,13 @@ class Follower:
         clear: called with the term of this machine's own agent, once no worker here acts in an older view.
     """
 
-    def __init__(self, nproc: int, node: Node, company: Company, clear: Callable[[Term], None]) -> None:
-        self._nproc, self._node, self._company, self._clear = nproc, node, company, clear
+    def __init__(self, nproc: int, node: NodeWorkers, company: PeerDirectory, clear: Callable[[Term], None]) -> None:
+        self._nproc, self._node, self._peers, self._clear = nproc, node, company, clear
         self._followed: Term | None = None  # whose orders are obeyed
         self._fenced: Term | None = None  # this term's node waits to hear that no worker of ours acts
         self._kept: list[Ended] = []
 
-    def obey(self, peer: str, ordered: Ordered) -> None:
+    def obey(self, peer: str, ordered: NodeCommand) -> None:
         """Carry out an order, unless it is of another term than the one that is followed."""
         if ordered.term == self._followed and peer == ordered.term.node:
             ordered.carry_out(self._node)
@@ -117,33 +117,33 @@ class Follower:
     def follow(self, term: Term, leader: str) -> None:
         """Tell the leader of our workers, and obey it from now on."""
         self._followed = term
-        self._company.send(leader, Workers(self._nproc, self._node.seats))
-        for end in self.take_kept():
-            self._company.send(leader, end)
+        self._peers.send(leader, WorkerList(self._nproc, self._node.seats))
+        for end in self.drain_buffer():
+            self._peers.send(leader, end)
 
     def fence(self, term: Term) -> None:
         """Have our workers leave what view they are in; the term's node waits to hear of it."""
         self._fenced, self._followed = term, None
         for worker, (generation, seat) in self._node.seats.items():
             if seat.status == "member":
-                self._node.tell(worker, Broken(generation))
-        self.tell_if_clear()
+                self._node.send(worker, GroupBroken(generation))
+        self.report_quiesced()
 
-    def tell_if_clear(self) -> None:
+    def report_quiesced(self) -> None:
         """Tell who waits for it that no worker of ours acts in a view, once that is so."""
         if self._fenced is None or any(seat.status == "member" for _, seat in self._node.seats.values()):
             return
         term, self._fenced = self._fenced, None
-        if term.node == self._company.name:
+        if term.node == self._peers.name:
             self._clear(term)
         else:
-            self._company.send(term.node, Clear(term))
+            self._peers.send(term.node, Quiesced(term))
 
-    def keep(self, end: Ended) -> None:
+    def buffer(self, end: Ended) -> None:
         """Keep the report of an end until there is a leader to take it."""
         self._kept.append(end)
 
-    def take_kept(self) -> list[Ended]:
+    def drain_buffer(self) -> list[Ended]:
         """The reports that were kept."""
         kept, self._kept = self._kept, []
         return kept
@@ -159,7 +159,7 @@ _PATIENCE_S = 1.0
 _NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can give
 
 
-class Agreement:
+class ConsensusDriver:
     """One agent's part in it. A job on one machine is a roster of one, which agrees with itself at once.
 
     Args:
@@ -173,18 +173,18 @@ class Agreement:
         leader: decides for the workers of all nodes; None where this agent does not lead.
         follower: has this machine's workers obey where another agent leads.
         roster: the nodes of the job.
-        is_seen_off: this node will leave, as it was asked to.
+        is_removed: this node will leave, as it was asked to.
     """
 
     def __init__(
         self,
-        spec: LocalSpec,
+        spec: ProcessGroupSpec,
         directory: RunDirectory,
-        node: Node,
-        company: Company,
+        node: NodeWorkers,
+        company: PeerDirectory,
         leave: Callable[[str, int], None],
     ) -> None:
-        self._spec, self._directory, self._node, self._company = spec, directory, node, company
+        self._spec, self._directory, self._node, self._peers = spec, directory, node, company
         self._leave = leave
         self._name = company.name
         self._leadership = Leadership.outside(self._name, ties=True)
@@ -192,15 +192,15 @@ class Agreement:
         self._acting = False
         self._patience_at = math.inf
         self._paused = ""
-        self.leader: Leader | None = None
+        self.leader: JobController | None = None
         self.follower = Follower(spec.nproc, node, company, partial(self.clear, self._name))
-        self.roster = Roster(0, (self._name,))
-        self.is_seen_off = False
+        self.node_set = NodeSet(0, (self._name,))
+        self.is_removed = False
 
     def begin(self) -> None:
         """Lead, where this agent founds the job."""
-        if self._company.founds:
-            self._leadership, actions = Leadership.found(self._name, ties=True)
+        if self._peers.is_first:
+            self._leadership, actions = Leadership.bootstrap(self._name, ties=True)
             self._act(actions)
 
     @property
@@ -221,7 +221,7 @@ class Agreement:
         if self._leadership.role == "paused" and self._directory.result.is_file():
             self._leave("the other machines have finished the run.", 0)
             return
-        self._act(self._leadership.patience_over())
+        self._act(self._leadership.on_timeout())
 
     # What the other agents say.
 
@@ -243,21 +243,21 @@ class Agreement:
             self._act(self._leadership.clear(peer))
             self._settle()
 
-    def reported(self, peer: str, workers: Workers) -> None:
+    def reported(self, peer: str, workers: WorkerList) -> None:
         """A node that follows tells of its workers: one of the roster, or one that wants to join."""
         if self.leader is None:
             return
-        others = 0 if peer in self.roster.nodes else len(self.leader.nodes - {peer})
-        why = self._company.objection(peer, others)
+        others = 0 if peer in self.node_set.nodes else len(self.leader.nodes - {peer})
+        why = self._peers.rejection_reason(peer, others)
         if why:
-            self._company.send(peer, SentHome(why))
+            self._peers.send(peer, Rejected(why))
             return
-        self.leader.coordinator.saw(max((generation for generation, _ in workers.seats.values()), default=-1))
+        self.leader.coordinator.observe_view(max((generation for generation, _ in workers.seats.values()), default=-1))
         # The newcomer too: it is to link to those that came before it, who outlive this leader with it.
-        self._company.enlist(peer, self.followers | {peer})
+        self._peers.add(peer, self.followers | {peer})
         if peer not in self.leader.nodes:
             # Told again, it may be older than what was ordered since.
-            remote = RemoteNode(partial(self._company.send, peer), self._leadership.promised)
+            remote = RemoteNode(partial(self._peers.send, peer), self._leadership.promised)
             seats = {worker: seat for worker, (_, seat) in workers.seats.items()}
             self.leader.node_joins(peer, remote, workers.nproc, seats)
         self._settle()
@@ -267,25 +267,25 @@ class Agreement:
     def review(self) -> None:
         """Have the roster follow what has become of workers; where this agent leads."""
         self._admit()
-        self._see_off()
+        self._remove()
 
     def _admit(self) -> None:
         """Take nodes into the roster once they have workers to take part."""
         if self.leader is not None:
-            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.roster.nodes)):
+            for name in sorted(self.leader.coordinator.nodes_next - frozenset(self.node_set.nodes)):
                 self._act(self._leadership.admit(name))
 
-    def _see_off(self) -> None:
+    def _remove(self) -> None:
         """Take nodes that were retired out of the roster, once they act in no view, and tell them to end.
 
         That comes before the next view is formed: a view without half of the roster could not be.
         """
         if self.leader is not None:
             is_leaving = self.leader.coordinator.is_leaving
-            for name in [n for n in self.roster.nodes if n != self._name and is_leaving(n)]:
+            for name in [n for n in self.node_set.nodes if n != self._name and is_leaving(n)]:
                 if self.leader is not None:
                     # Before it learns that it is in the roster no more.
-                    self._company.send(name, SeenOff())
+                    self._peers.send(name, Removed())
                     self._act(self._leadership.dismiss(name))
 
     # What the leader asks.
@@ -298,7 +298,7 @@ class Agreement:
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Whether a view of workers on these nodes may be formed now."""
         assert self.leader is not None
-        for name in self.leader.nodes & frozenset(self.roster.nodes) - self.leader.coordinator.nodes_acting:
+        for name in self.leader.nodes & frozenset(self.node_set.nodes) - self.leader.coordinator.nodes_acting:
             self._act(self._leadership.clear(name))
         return bool(nodes) and self._leadership.may_form(nodes)
 
@@ -306,10 +306,10 @@ class Agreement:
         """It is."""
         self._leadership.formed(nodes)
 
-    def send_home(self, node: str, why: str) -> None:
+    def reject(self, node: str, why: str) -> None:
         """Do without a node; this is told there."""
         assert self.leader is not None
-        self._company.send(node, SentHome(why))
+        self._peers.send(node, Rejected(why))
         self.leader.node_lost(node, f"was sent home: {why}")
 
     def _settle(self) -> None:
@@ -329,7 +329,7 @@ class Agreement:
                 self._carry_out(self._pending.popleft())
         finally:
             self._acting = False
-        if not self._leadership.impatient:
+        if not self._leadership.needs_timer:
             self._patience_at = math.inf
         elif self._patience_at == math.inf:
             self._patience_at = time.monotonic() + _PATIENCE_S
@@ -337,12 +337,12 @@ class Agreement:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Send(to, message):
-                self._company.send(to, message)
+                self._peers.send(to, message)
             case Lead(term, roster):
                 self._lead(term, roster)
             case Committed(_, roster):
                 self._committed(roster)
-            case StepDown():
+            case StopLeading():
                 self.leader = None
             case Fence(term):
                 self.follower.fence(term)
@@ -350,10 +350,10 @@ class Agreement:
                 self._follow(term, leader, roster)
             case Pause(reason):
                 self._pause(reason)
-            case TakeLease(roster, winners):
-                held_by = self._company.take_lease(roster, winners)
-                self._act(self._leadership.lease_answered(roster, held_by))
-            case Out() if self.is_seen_off:
+            case AcquireWitness(roster, winners):
+                held_by = self._peers.acquire_witness(roster, winners)
+                self._act(self._leadership.witness_answered(roster, held_by))
+            case Out() if self.is_removed:
                 self._leave("this machine has left the run; the others go on.", 0)
             case Out():
                 self._leave(
@@ -362,49 +362,47 @@ class Agreement:
                     1,
                 )
 
-    def _lead(self, term: Term, roster: Roster) -> None:
+    def _lead(self, term: Term, roster: NodeSet) -> None:
         follows = term.number > 1
         seats = self._node.seats
         recorded = max(generations(self._directory.ledger), default=-1)
         coordinator = Coordinator(
             nodes={},
-            most=self._spec.nproc * self._spec.nodes,
+            max_workers=self._spec.nproc * self._spec.nodes,
             generation=max([recorded, *(generation for generation, _ in seats.values())]),
             spares=self._spec.spares,
-            first=self._spec.nodes,
-            least=self._spec.least_nodes,
+            initial_nodes=self._spec.nodes,
+            min_nodes=self._spec.least_nodes,
         )
         if follows:
             coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.nproc * len(roster.nodes))
-            record(self._directory, "takeover", node=self._name, term=term.number)
-        self.roster = roster
-        self.leader = Leader(
-            self._spec, self._directory, coordinator, self, self._node, self._company.address, follows=follows
+            append_event(self._directory, "takeover", node=self._name, term=term.number)
+        self.node_set = roster
+        self.leader = JobController(
+            self._spec, self._directory, coordinator, self, self._node, self._peers.address, follows=follows
         )
-        self._company.enlist_self()
+        self._peers.add_self()
         self._resumed()
-        self.leader.node_joins(
-            self._name, self._node, self._spec.nproc, {w: s for w, (_, s) in seats.items()}
-        )
-        for end in self.follower.take_kept():
+        self.leader.node_joins(self._name, self._node, self._spec.nproc, {w: s for w, (_, s) in seats.items()})
+        for end in self.follower.drain_buffer():
             self.leader.ended(end)
         self._settle()
 
-    def _committed(self, roster: Roster) -> None:
-        gone = set(self.roster.nodes) - set(roster.nodes)
-        came = set(roster.nodes) - set(self.roster.nodes)
-        self.roster = roster
+    def _committed(self, roster: NodeSet) -> None:
+        gone = set(self.node_set.nodes) - set(roster.nodes)
+        came = set(roster.nodes) - set(self.node_set.nodes)
+        self.node_set = roster
         if gone or came:
-            record(self._directory, "machines", nodes=list(roster.nodes))
+            append_event(self._directory, "machines", nodes=list(roster.nodes))
         self._resumed()
         for name in gone & (self.leader.nodes if self.leader is not None else frozenset()):
             assert self.leader is not None
             self.leader.node_lost(name, "has left, as asked")
         self._settle()
 
-    def _follow(self, term: Term, leader: str, roster: Roster) -> None:
-        self.roster = roster
-        self._company.stop_looking()
+    def _follow(self, term: Term, leader: str, roster: NodeSet) -> None:
+        self.node_set = roster
+        self._peers.stop_looking()
         self._resumed()
         self.follower.follow(term, leader)
 
@@ -412,13 +410,13 @@ class Agreement:
         self.leader = None
         if reason != self._paused:
             self._paused = reason
-            record(self._directory, "paused", node=self._name, why=reason)
-            say(f"the run pauses: {reason}.")
+            append_event(self._directory, "paused", node=self._name, why=reason)
+            print_status(f"the run pauses: {reason}.")
 
     def _resumed(self) -> None:
         if self._paused:
             self._paused = ""
-            say("the run continues.")
+            print_status("the run continues.")
 
 
 # --- One agent among those of its job: what happens to it, and who has to know. No torch ---
@@ -429,7 +427,7 @@ class Agreement:
 # :class:`~paceline.elastic.consensus.discovery.Company`'s.
 
 
-class Cluster:
+class AgentController:
     """What an agent knows of the others, and does for them.
 
     Args:
@@ -439,38 +437,44 @@ class Cluster:
         meeting: how to meet the others; None where there will be none.
     """
 
-    def __init__(self, spec: LocalSpec, directory: RunDirectory, node: Node, meeting: Meeting | None) -> None:
+    def __init__(
+        self,
+        spec: ProcessGroupSpec,
+        directory: RunDirectory,
+        node: NodeWorkers,
+        meeting: DiscoveryInfo | None,
+    ) -> None:
         self._spec, self._directory, self._node = spec, directory, node
-        self._company = Company(spec, directory, meeting)
-        self._agreement = Agreement(spec, directory, node, self._company, self._leave)
+        self._peers = PeerDirectory(spec, directory, meeting)
+        self._consensus = ConsensusDriver(spec, directory, node, self._peers, self._leave)
         self._code: int | None = None
         self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all machines
         self._asked: int | None = None  # the signal that asked this machine to leave
 
-    def begin(self, mesh: Mesh | None, lease: LeaseDirectory | None) -> None:
+    def begin(self, mesh: PeerNetwork | None, lease: FileWitness | None) -> None:
         """Start to lead, or to look for who does.
 
         Args:
             mesh: the links to other agents; None where there will be none.
             lease: breaks ties among them; who does not found the job learns of it from the others.
         """
-        self._company.begin(mesh, lease)
-        self._agreement.begin()
+        self._peers.begin(mesh, lease)
+        self._consensus.begin()
 
     @property
     def name(self) -> str:
         """This agent's."""
-        return self._company.name
+        return self._peers.name
 
     @property
-    def leader(self) -> Leader | None:
+    def leader(self) -> JobController | None:
         """Decides for all workers; None where this agent does not."""
-        return self._agreement.leader
+        return self._consensus.leader
 
     @property
-    def roster(self) -> Roster:
+    def node_set(self) -> NodeSet:
         """The machines that the agents have agreed on."""
-        return self._agreement.roster
+        return self._consensus.node_set
 
     # The end.
 
@@ -484,8 +488,8 @@ class Cluster:
         if self._code is None:
             assert self.leader is not None
             self._code = self.leader.conclude()
-            for peer in self._agreement.followers:
-                self._company.send(peer, Over(self._code))
+            for peer in self._consensus.followers:
+                self._peers.send(peer, JobFinished(self._code))
         return self._code
 
     def signalled(self, number: int) -> None:
@@ -494,12 +498,12 @@ class Cluster:
         Where machines may come and go, this one leaves after a step, and the others go on.
         """
         if self.leader is not None:
-            self.leader.ending.signalled(number)
-        elif self._agreement.leading_node is not None:
+            self.leader.shutdown.signalled(number)
+        elif self._consensus.leading_node is not None:
             match self._requests.hear(number):
                 case "first":
                     self._asked = number
-                    self._company.send(self._agreement.leading_node, Signalled(number))
+                    self._peers.send(self._consensus.leading_node, SignalReceived(number))
                 case "end":
                     self._node.kill_all("was told to end")
         else:
@@ -508,12 +512,12 @@ class Cluster:
     def cancel(self) -> None:
         """Have the job stop, within the grace period."""
         if self.leader is not None:
-            self.leader.ending.cancel()
+            self.leader.shutdown.cancel()
         else:
             self._node.kill_all("was told to end")
 
     def _leave(self, why: str, code: int) -> None:
-        say(why)
+        print_status(why)
         self._node.kill_all("was told to end")
         requeue, interrupted = STOPPED
         if code == 0 and self._asked is not None and not self._directory.result.is_file():
@@ -526,17 +530,17 @@ class Cluster:
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
         leader = math.inf if self.leader is None else self.leader.deadline
-        return min(leader, self._company.deadline, self._agreement.deadline)
+        return min(leader, self._peers.deadline, self._consensus.deadline)
 
     def expire(self, now: float) -> None:
         """Do what is due."""
-        why = self._company.expire(now)
+        why = self._peers.expire(now)
         if why:
             self._leave(why, 2)
             return
         if self.leader is not None:
             self.leader.expire(now)
-        self._agreement.expire(now)
+        self._consensus.expire(now)
 
     # What this machine's node reports.
 
@@ -544,46 +548,46 @@ class Cluster:
         """A worker sent something."""
         if self.leader is not None:
             self.leader.said(worker, message)
-            self._agreement.review()
+            self._consensus.review()
         elif self._follows:
-            self._company.send(self._agreement.leading_node, Reported(worker, message))
-        self._agreement.follower.tell_if_clear()
+            self._peers.send(self._consensus.leading_node, WorkerEvent(worker, message))
+        self._consensus.follower.report_quiesced()
 
     def ended(self, end: Ended) -> None:
         """A worker's process has ended."""
         if self.leader is not None:
             self.leader.ended(end)
-            self._agreement.review()
+            self._consensus.review()
         elif self._follows:
-            self._company.send(self._agreement.leading_node, end)
+            self._peers.send(self._consensus.leading_node, end)
         else:
-            self._agreement.follower.keep(end)
-        self._agreement.follower.tell_if_clear()
+            self._consensus.follower.buffer(end)
+        self._consensus.follower.report_quiesced()
 
     @property
     def _follows(self) -> bool:
         """Whether there is a leader elsewhere that knows of our workers."""
-        return self.leader is None and self._agreement.leading_node not in (None, self.name)
+        return self.leader is None and self._consensus.leading_node not in (None, self.name)
 
     # What the other agents do.
 
     def linked(self, peer: str, hello: Mapping[str, Any]) -> None:
         """A link with this peer stands."""
-        if self._company.sees_directory_of(peer, hello):
-            self._agreement.linked(peer)
+        if self._peers.sees_directory_of(peer, hello):
+            self._consensus.linked(peer)
         else:
-            self._company.drop(peer)
+            self._peers.drop(peer)
 
     def lost(self, peer: str, why: str) -> None:
         """The link has ended, or the peer was silent for too long."""
         if self.leader is not None:
             self.leader.node_lost(peer, why)
-            self._company.strike(peer, self._agreement.followers)
-        self._agreement.lost(peer)
+            self._peers.remove(peer, self._consensus.followers)
+        self._consensus.lost(peer)
 
     def refused(self, why: str) -> None:
         """Somebody was sent away who does not belong here."""
-        say(f"a connection was refused: {why}")
+        print_status(f"a connection was refused: {why}")
 
     def heard(self, peer: str, message: Mapping[str, Any]) -> None:
         """A message has come."""
@@ -591,36 +595,36 @@ class Cluster:
             content = read(message)
         except MessageError as error:
             # Better without it.
-            self._company.drop(peer)
+            self._peers.drop(peer)
             self.lost(peer, f"sent what cannot be read: {error}")
             return
-        from_leader = peer == self._agreement.leading_node
+        from_leader = peer == self._consensus.leading_node
         match content:
-            case Ordered():
-                self._agreement.follower.obey(peer, content)
-            case Reported() | Ended():
+            case NodeCommand():
+                self._consensus.follower.obey(peer, content)
+            case WorkerEvent() | Ended():
                 self._on_report(peer, content)
-            case Workers():
-                self._agreement.reported(peer, content)
-            case Clear(term):
-                self._agreement.clear(peer, term)
-            case Signalled(number):
+            case WorkerList():
+                self._consensus.reported(peer, content)
+            case Quiesced(term):
+                self._consensus.clear(peer, term)
+            case SignalReceived(number):
                 self._on_signalled(peer, number)
-            case Book():
+            case AddressBook():
                 if from_leader:
-                    self._company.learn(content)
-            case Over(code):
+                    self._peers.update(content)
+            case JobFinished(code):
                 if from_leader:
                     self._code = code
-            case SeenOff():
-                self._agreement.is_seen_off |= from_leader
-            case SentHome(why):
+            case Removed():
+                self._consensus.is_removed |= from_leader
+            case Rejected(why):
                 if from_leader:
                     self._leave(why, 2)
             case vote:
-                self._agreement.voted(peer, vote)
+                self._consensus.voted(peer, vote)
 
-    def _on_report(self, peer: str, report: Reported | Ended) -> None:
+    def _on_report(self, peer: str, report: WorkerEvent | Ended) -> None:
         """What became of a worker on a node that follows."""
         if self.leader is None or peer not in self.leader.nodes:
             return
@@ -628,7 +632,7 @@ class Cluster:
             self.leader.ended(report)
         else:
             self.leader.said(report.worker, report.message)
-        self._agreement.review()
+        self._consensus.review()
 
     def _on_signalled(self, peer: str, number: int) -> None:
         """A machine was asked to stop: it leaves, where enough others stay; else the job stops."""
@@ -639,4 +643,4 @@ class Cluster:
             with suppress(ConfigError):  # the job is ending anyway
                 self.leader.retire([peer])
         else:
-            self.leader.ending.signalled(number)
+            self.leader.shutdown.signalled(number)

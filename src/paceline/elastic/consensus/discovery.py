@@ -20,7 +20,7 @@ from paceline import __version__
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.core.sockets import (
     LOOPBACK,
     address_towards,
@@ -29,10 +29,10 @@ from paceline.core.sockets import (
     is_ours,
     meeting_address,
 )
-from paceline.elastic.consensus.messages import Book, Message, Roster, write
-from paceline.elastic.consensus.transport import Address, Listener, Mesh
-from paceline.elastic.consensus.witness import LeaseDirectory
-from paceline.elastic.controller import say
+from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, write
+from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork
+from paceline.elastic.consensus.witness import FileWitness
+from paceline.elastic.controller import print_status
 from paceline.elastic.token import TOKEN_BYTES, create_token, read_token
 from paceline.runs.directory import RunDirectory
 
@@ -52,7 +52,7 @@ Agent = tuple[str, tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class DiscoveryInfo:
     """What an agent needs to meet the others.
 
     Attributes:
@@ -66,7 +66,7 @@ class Meeting:
     """
 
     name: str
-    founds: bool
+    is_first: bool
     address: str
     interface: str
     endpoints: tuple[tuple[str, int], ...]
@@ -75,7 +75,7 @@ class Meeting:
     hello: dict[str, Any]
 
 
-def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirectory | None]:
+def discover(spec: ProcessGroupSpec, directory: RunDirectory) -> tuple[DiscoveryInfo, FileWitness | None]:
     """Listen, and find out whom to call.
 
     Args:
@@ -92,7 +92,7 @@ def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirect
     if spec.rdzv_endpoint is not None:
         endpoints = [parse_endpoint(spec.rdzv_endpoint, "--rdzv-endpoint")]
     else:
-        endpoints = [address for _, address in recorded_agents(directory)[0]]
+        endpoints = [address for _, address in read_agents(directory)[0]]
     host, port = endpoints[0]
     if spec.interface is not None:
         address = interface_address(spec.interface)
@@ -119,12 +119,12 @@ def meet(spec: LocalSpec, directory: RunDirectory) -> tuple[Meeting, LeaseDirect
     hello |= {"host": listener.host, "port": listener.port}
     lease = None
     if founds:
-        lease = LeaseDirectory.found(directory.path / "agents")
+        lease = FileWitness.create(directory.path / "agents")
         hello["lease"] = lease.key
         record_agents(directory, [(name, (listener.host, listener.port))], spec.command[-1])
-    meeting = Meeting(
+    meeting = DiscoveryInfo(
         name=name,
-        founds=founds,
+        is_first=founds,
         address=address,
         interface=interface_of(address),
         endpoints=tuple(endpoints),
@@ -146,7 +146,7 @@ def record_agents(directory: RunDirectory, agents: Sequence[Agent], job: str) ->
     write_atomically(directory.agents, (json.dumps(content) + "\n").encode())
 
 
-def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
+def read_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     """Where the agents listen, and the file of the job that they do.
 
     Raises:
@@ -166,10 +166,10 @@ def recorded_agents(directory: RunDirectory) -> tuple[list[Agent], Path]:
     )
 
 
-def others_at_work(directory: RunDirectory) -> bool:
+def active_agents(directory: RunDirectory) -> bool:
     """Whether an agent answers where the directory says: a machine that comes now has to join it."""
     try:
-        agents, _ = recorded_agents(directory)
+        agents, _ = read_agents(directory)
     except ConfigError:
         return False
     for _, address in agents:
@@ -190,7 +190,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _token(spec: LocalSpec, directory: RunDirectory, creates: bool) -> bytes:
+def _token(spec: ProcessGroupSpec, directory: RunDirectory, creates: bool) -> bytes:
     path = spec.token_file or directory.path / "agents.token"
     if creates and spec.token_file is None and not path.exists():
         with suppress(ConfigError):  # another agent on this machine was faster
@@ -232,7 +232,7 @@ def _versions() -> dict[str, str]:
 _SHOWS_S = 10.0  # how late a shared file system may show what another machine has made there
 
 
-class Company:
+class PeerDirectory:
     """What an agent knows of the others of its job; on one machine, there are none.
 
     Args:
@@ -246,28 +246,28 @@ class Company:
         founds: whether this agent is the first.
     """
 
-    def __init__(self, spec: LocalSpec, directory: RunDirectory, meeting: Meeting | None) -> None:
+    def __init__(self, spec: ProcessGroupSpec, directory: RunDirectory, meeting: DiscoveryInfo | None) -> None:
         self._spec, self._directory, self._meeting = spec, directory, meeting
         self.name = socket.gethostname() if meeting is None else meeting.name
         self.address = LOOPBACK if meeting is None else meeting.address
-        self.founds = meeting is None or meeting.founds
-        self._mesh: Mesh | None = None
-        self._lease: LeaseDirectory | None = None
+        self.is_first = meeting is None or meeting.is_first
+        self._mesh: PeerNetwork | None = None
+        self._witness: FileWitness | None = None
         self._book: list[tuple[str, Address]] = []  # where the agents listen, in the order in which they came
         self._give_up_at = math.inf  # looking for the others
         self._unseen_until = math.inf  # the first agent's directory, by this machine
         self._unseen_by = ""
-        self._no_lease = ""  # why the last one could not be taken
+        self._no_witness = ""  # why the last one could not be taken
 
-    def begin(self, mesh: Mesh | None, lease: LeaseDirectory | None) -> None:
+    def begin(self, mesh: PeerNetwork | None, lease: FileWitness | None) -> None:
         """Look for the others, unless this agent is the first.
 
         Args:
             mesh: the links to other agents; None where there will be none.
             lease: breaks ties among them; who does not found the job learns of it from the others.
         """
-        self._mesh, self._lease = mesh, lease
-        if not self.founds:
+        self._mesh, self._witness = mesh, lease
+        if not self.is_first:
             assert mesh is not None
             assert self._meeting is not None
             self._give_up_at = time.monotonic() + self._spec.init_timeout_s
@@ -294,7 +294,7 @@ class Company:
             return (
                 f"{self._directory.path} is not the directory that {self._unseen_by} uses: a run that "
                 "survives the loss of machines needs one that all of them share. Give its path with "
-                "--run DIR, or use --recover none."
+                "--run-dir DIR, or use --recover none."
             )
         if now >= self._give_up_at:
             self._give_up_at = math.inf
@@ -326,35 +326,35 @@ class Company:
         A file system may show it late: then the link is to be dropped, and this is asked again with the
         next one. It has its limit, which :meth:`expire` notices.
         """
-        if self._lease is not None or "lease" not in hello or self._meeting is None:
+        if self._witness is not None or "lease" not in hello or self._meeting is None:
             return True
-        lease = LeaseDirectory(self._directory.path / "agents", str(hello["lease"]))
+        lease = FileWitness(self._directory.path / "agents", str(hello["lease"]))
         if not lease.is_shared():
             self._unseen_by = peer
             self._unseen_until = min(self._unseen_until, time.monotonic() + _SHOWS_S)
             return False
         self._unseen_until = math.inf
-        self._lease = lease
+        self._witness = lease
         self._meeting.hello["lease"] = lease.key
         return True
 
-    def take_lease(self, roster: Roster, winners: frozenset[str]) -> frozenset[str] | None:
+    def acquire_witness(self, roster: NodeSet, winners: frozenset[str]) -> frozenset[str] | None:
         """Break a tie: who has won it; None where that cannot be found out."""
-        if self._lease is None:
+        if self._witness is None:
             return None
         try:
-            held_by = self._lease.take(roster, winners)
+            held_by = self._witness.acquire(roster, winners)
         except RunDirectoryError as error:
-            if str(error) != self._no_lease:  # it is asked for every second, for as long as a disk is full
-                self._no_lease = str(error)
-                say(self._no_lease)
+            if str(error) != self._no_witness:  # it is asked for every second, for as long as a disk is full
+                self._no_witness = str(error)
+                print_status(self._no_witness)
             return None
-        self._no_lease = ""
+        self._no_witness = ""
         return held_by
 
     # The leader's part: who may come, and where all of them listen.
 
-    def objection(self, peer: str, others: int) -> str:
+    def rejection_reason(self, peer: str, others: int) -> str:
         """Why a peer cannot take part; "" where it can.
 
         Args:
@@ -370,19 +370,19 @@ class Company:
             return f"the run has its {most} machines already (--nodes)."
         return ""
 
-    def enlist_self(self) -> None:
+    def add_self(self) -> None:
         """Note where this agent listens."""
         if self._mesh is not None and self.name not in dict(self._book):
             self._book.append((self.name, (self._mesh.listener.host, self._mesh.listener.port)))
 
-    def enlist(self, peer: str, nodes: Iterable[str]) -> None:
+    def add(self, peer: str, nodes: Iterable[str]) -> None:
         """Note where a peer listens, and tell all ``nodes``."""
         address = None if self._mesh is None else self._mesh.address_of(peer)
         if address is not None and peer not in dict(self._book):
             self._book.append((peer, address))
             self._share_book(nodes)
 
-    def strike(self, peer: str, nodes: Iterable[str]) -> None:
+    def remove(self, peer: str, nodes: Iterable[str]) -> None:
         """A peer is gone: tell all ``nodes``."""
         if peer in dict(self._book):
             self._book = [(name, address) for name, address in self._book if name != peer]
@@ -392,11 +392,11 @@ class Company:
         with suppress(OSError):
             record_agents(self._directory, self._book, self._spec.command[-1])
         for peer in nodes:
-            self.send(peer, Book(tuple(self._book)))
+            self.send(peer, AddressBook(tuple(self._book)))
 
     # The follower's.
 
-    def learn(self, book: Book) -> None:
+    def update(self, book: AddressBook) -> None:
         """Link to all that came before this one: later ones link to it."""
         self._book = list(book.agents)
         earlier = []

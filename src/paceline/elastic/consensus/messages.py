@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from paceline.core.errors import PacelineError
-from paceline.elastic.coordinator import Seat, Status
-from paceline.elastic.node import Ended, Order, Orders, Said
+from paceline.elastic.coordinator import Status, WorkerSlot
+from paceline.elastic.node import Ended, NodeCommands, Order, Said
 from paceline.elastic.worker_channel import ChannelError, from_document, to_document
 from paceline.runs.failures import to_failure
 
@@ -35,7 +35,7 @@ NO_TERM = Term(0, "")  # before the first
 
 
 @dataclass(frozen=True)
-class Roster:
+class NodeSet:
     """The nodes of a job.
 
     Attributes:
@@ -45,7 +45,7 @@ class Roster:
             process: one that was left out, or started again, comes back under another name.
     """
 
-    generation: int
+    config_epoch: int
     nodes: tuple[str, ...]
 
 
@@ -54,10 +54,10 @@ class Vote:
     """A roster that a node has accepted, and the term in which it was proposed."""
 
     term: Term
-    roster: Roster
+    node_set: NodeSet
 
 
-def is_quorum(roster: Roster, nodes: Set[str], winners: Set[str] | None) -> bool:
+def is_quorum(roster: NodeSet, nodes: Set[str], winners: Set[str] | None) -> bool:
     """Whether these nodes may decide for the roster.
 
     Args:
@@ -70,7 +70,7 @@ def is_quorum(roster: Roster, nodes: Set[str], winners: Set[str] | None) -> bool
     return excess > 0 or (excess == 0 and voters == winners)
 
 
-def meets_every_quorum(roster: Roster, nodes: Set[str], ties: bool, winners: Set[str] | None) -> bool:
+def meets_every_quorum(roster: NodeSet, nodes: Set[str], ties: bool, winners: Set[str] | None) -> bool:
     """Whether no quorum of the roster can come about without one of these nodes.
 
     Args:
@@ -92,12 +92,12 @@ def meets_every_quorum(roster: Roster, nodes: Set[str], ties: bool, winners: Set
 
 
 @dataclass(frozen=True)
-class Claim:
+class Prepare:
     """The sender asks to lead in this term; there is no answer from who has a leader that it can reach."""
 
     kind: ClassVar[str] = "claim"
     term: Term
-    committed: Roster
+    committed: NodeSet
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Promise:
 
     kind: ClassVar[str] = "promise"
     term: Term
-    committed: Roster
+    committed: NodeSet
     accepted: Vote | None
 
 
 @dataclass(frozen=True)
-class Refuse:
+class Nack:
     """The sender does not do what was asked of it.
 
     Attributes:
@@ -125,52 +125,52 @@ class Refuse:
 
     kind: ClassVar[str] = "refuse"
     term: Term
-    committed: Roster
+    committed: NodeSet
     promised: Term
 
 
 @dataclass(frozen=True)
-class Propose:
+class Accept:
     """The sender proposes the roster that is to follow ``committed``."""
 
     kind: ClassVar[str] = "propose"
     term: Term
-    committed: Roster
-    roster: Roster
+    committed: NodeSet
+    node_set: NodeSet
 
 
 @dataclass(frozen=True)
-class Accept:
+class Accepted:
     """The sender has accepted the proposal of this term for this generation."""
 
     kind: ClassVar[str] = "accept"
     term: Term
-    committed: Roster
+    committed: NodeSet
     generation: int
 
 
 @dataclass(frozen=True)
-class Announce:
+class LeaderHeartbeat:
     """The term's node leads, or has led if it is in ``committed`` no more."""
 
     kind: ClassVar[str] = "announce"
     term: Term
-    committed: Roster
+    committed: NodeSet
 
 
 @dataclass(frozen=True)
-class Resign:
+class StepDown:
     """The term's node leads no more: too few of the roster can be reached from it."""
 
     kind: ClassVar[str] = "resign"
     term: Term
-    committed: Roster
+    committed: NodeSet
 
 
-ElectionMessage = Claim | Promise | Refuse | Propose | Accept | Announce | Resign
+ElectionMessage = Prepare | Promise | Nack | Accept | Accepted | LeaderHeartbeat | StepDown
 
 _KINDS: dict[str, type[Any]] = {
-    kind.kind: kind for kind in (Claim, Promise, Refuse, Propose, Accept, Announce, Resign)
+    kind.kind: kind for kind in (Prepare, Promise, Nack, Accept, Accepted, LeaderHeartbeat, StepDown)
 }
 KINDS = frozenset(_KINDS)
 
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
     match value:
         case Term(number, node):
             return [number, node]
-        case Roster(generation, nodes):
+        case NodeSet(generation, nodes):
             return [generation, list(nodes)]
         case Vote(term, roster):
             return [_plain(term), _plain(roster)]
@@ -233,23 +233,23 @@ def _parse_term(value: Any) -> Term:
     return Term(_int(number), _str(node))
 
 
-def _roster(value: Any) -> Roster:
+def _node_set(value: Any) -> NodeSet:
     generation, nodes = _list(value)
-    return Roster(_int(generation), tuple(_str(node) for node in _list(nodes)))
+    return NodeSet(_int(generation), tuple(_str(node) for node in _list(nodes)))
 
 
 def _vote(value: Any) -> Vote | None:
     if value is None:
         return None
     term, roster = _list(value)
-    return Vote(_parse_term(term), _roster(roster))
+    return Vote(_parse_term(term), _node_set(roster))
 
 
 _READERS = {
     "term": _parse_term,
     "promised": _parse_term,
-    "committed": _roster,
-    "roster": _roster,
+    "committed": _node_set,
+    "roster": _node_set,
     "accepted": _vote,
     "generation": _int,
 }
@@ -266,7 +266,7 @@ class MessageError(PacelineError):
 
 
 @dataclass(frozen=True)
-class Ordered:
+class NodeCommand:
     """Leader to follower: an order for its node.
 
     Attributes:
@@ -276,16 +276,16 @@ class Ordered:
     """
 
     term: Term
-    order: Literal["start", "tell", "kill", "stop", "kill_all"]
+    order: Literal["start", "send", "kill", "stop", "kill_all"]
     arguments: tuple[Any, ...]
 
-    def carry_out(self, node: Orders) -> None:
+    def carry_out(self, node: NodeCommands) -> None:
         """Do as is ordered."""
         getattr(node, self.order)(*self.arguments)
 
 
 @dataclass(frozen=True)
-class Reported:
+class WorkerEvent:
     """Follower to leader: a worker of its node has sent this."""
 
     worker: int
@@ -293,7 +293,7 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerList:
     """Follower to leader: all that its node has; who is not in the roster asks to be admitted with it.
 
     Attributes:
@@ -302,60 +302,60 @@ class Workers:
     """
 
     nproc: int
-    seats: Mapping[int, tuple[int, Seat]]
+    seats: Mapping[int, tuple[int, WorkerSlot]]
 
 
 @dataclass(frozen=True)
-class Clear:
+class Quiesced:
     """To the node of the term that was promised: no worker here acts in a view that was formed before."""
 
     term: Term
 
 
 @dataclass(frozen=True)
-class Signalled:
+class SignalReceived:
     """Follower to leader: this signal asks its machine to stop."""
 
     signal: int
 
 
 @dataclass(frozen=True)
-class Book:
+class AddressBook:
     """Leader to followers: where all agents listen, in the order in which they came."""
 
     agents: tuple[tuple[str, tuple[str, int]], ...]
 
 
 @dataclass(frozen=True)
-class Over:
+class JobFinished:
     """Leader to follower: the job has ended, as far as that machine has a part in it."""
 
     code: int
 
 
 @dataclass(frozen=True)
-class SeenOff:
+class Removed:
     """Leader to follower: it will be taken out of the roster, as it was asked to leave."""
 
 
 @dataclass(frozen=True)
-class SentHome:
+class Rejected:
     """Leader to who wants to join: it cannot."""
 
     why: str
 
 
 Message = (
-    Ordered
-    | Reported
+    NodeCommand
+    | WorkerEvent
     | Ended
-    | Workers
-    | Clear
-    | Signalled
-    | Book
-    | Over
-    | SeenOff
-    | SentHome
+    | WorkerList
+    | Quiesced
+    | SignalReceived
+    | AddressBook
+    | JobFinished
+    | Removed
+    | Rejected
     | ElectionMessage
 )
 
@@ -363,28 +363,28 @@ Message = (
 def write(message: Message) -> dict[str, Any]:
     """A message as a JSON object."""
     match message:
-        case Ordered(term, "tell" as order, (worker, told)):
+        case NodeCommand(term, "send" as order, (worker, told)):
             return _ordered(term, order, worker, to_document(told))
-        case Ordered(term, order, arguments):
+        case NodeCommand(term, order, arguments):
             return _ordered(term, order, *arguments)
-        case Reported(worker, said):
+        case WorkerEvent(worker, said):
             return {"kind": "said", "worker": worker, "message": to_document(said)}
         case Ended():
             return {"kind": "ended", **asdict(message)}
-        case Workers(nproc, seats):
-            listed = [[worker, generation, s.slot, s.status] for worker, (generation, s) in seats.items()]
+        case WorkerList(nproc, seats):
+            listed = [[worker, generation, s.local_index, s.status] for worker, (generation, s) in seats.items()]
             return {"kind": "workers", "nproc": nproc, "workers": listed}
-        case Clear(term):
+        case Quiesced(term):
             return {"kind": "clear", "term": [term.number, term.node]}
-        case Signalled(number):
+        case SignalReceived(number):
             return {"kind": "signalled", "signal": number}
-        case Book(agents):
+        case AddressBook(agents):
             return {"kind": "book", "agents": [[name, *address] for name, address in agents]}
-        case Over(code):
+        case JobFinished(code):
             return {"kind": "over", "code": code}
-        case SeenOff():
+        case Removed():
             return {"kind": "seen off"}
-        case SentHome(why):
+        case Rejected(why):
             return {"kind": "sent home", "why": why}
         case _:
             return encode(message)
@@ -405,43 +405,43 @@ def read(document: Mapping[str, Any]) -> Message:
             case {"kind": "order", "term": term, "order": order, "arguments": arguments}:
                 return _order(_term(term), order, arguments)
             case {"kind": "said", "worker": int(worker), "message": said}:
-                return Reported(worker, _said(said))
+                return WorkerEvent(worker, _said(said))
             case {"kind": "ended", **values}:
                 return _ended(values)
             case {"kind": "workers", "nproc": int(nproc), "workers": list(listed)}:
-                return Workers(nproc, dict(_seat(item) for item in listed))
+                return WorkerList(nproc, dict(_seat(item) for item in listed))
             case {"kind": "clear", "term": term}:
-                return Clear(_term(term))
+                return Quiesced(_term(term))
             case {"kind": "signalled", "signal": int(number)}:
-                return Signalled(number)
+                return SignalReceived(number)
             case {"kind": "book", "agents": list(agents)}:
-                return Book(tuple(_agent(item) for item in agents))
+                return AddressBook(tuple(_agent(item) for item in agents))
             case {"kind": "over", "code": int(code)}:
-                return Over(code)
+                return JobFinished(code)
             case {"kind": "seen off"}:
-                return SeenOff()
+                return Removed()
             case {"kind": "sent home", "why": str(why)}:
-                return SentHome(why)
+                return Rejected(why)
             case _:
                 return decode(document)
     except (ValueError, TypeError, ChannelError, VoteError) as error:
         raise MessageError(f"an agent's message cannot be read: {str(document)[:200]}") from error
 
 
-def _order(term: Term, order: Any, arguments: Any) -> Ordered:
+def _order(term: Term, order: Any, arguments: Any) -> NodeCommand:
     match order, arguments:
         case "start", [int(worker), int(slot)]:
-            return Ordered(term, "start", (worker, slot))
-        case "tell", [int(worker), document]:
+            return NodeCommand(term, "start", (worker, slot))
+        case "send", [int(worker), document]:
             told = from_document(document)
             if isinstance(told, Order):
-                return Ordered(term, "tell", (worker, told))
+                return NodeCommand(term, "send", (worker, told))
         case "kill", [int(worker), str(why)]:
-            return Ordered(term, "kill", (worker, why))
+            return NodeCommand(term, "kill", (worker, why))
         case "stop", [int(number)]:
-            return Ordered(term, "stop", (number,))
+            return NodeCommand(term, "stop", (number,))
         case "kill_all", [str(why)]:
-            return Ordered(term, "kill_all", (why,))
+            return NodeCommand(term, "kill_all", (why,))
     raise ValueError("an unknown order")
 
 
@@ -456,7 +456,7 @@ def _ended(values: dict[str, Any]) -> Ended:
     match values:
         case {
             "worker": int(),
-            "slot": int(),
+            "local_index": int(),
             "pid": int() | None,
             "code": int(),
             "killed": str(),
@@ -469,10 +469,10 @@ def _ended(values: dict[str, Any]) -> Ended:
     raise ValueError("no worker's end")
 
 
-def _seat(item: Any) -> tuple[int, tuple[int, Seat]]:
+def _seat(item: Any) -> tuple[int, tuple[int, WorkerSlot]]:
     match item:
         case [int(worker), int(generation), int(slot), status] if status in get_args(Status):
-            return worker, (generation, Seat(slot, status))
+            return worker, (generation, WorkerSlot(slot, status))
     raise ValueError("no worker")
 
 

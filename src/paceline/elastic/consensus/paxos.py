@@ -9,14 +9,14 @@ from typing import Literal
 from paceline.elastic.consensus.messages import (
     NO_TERM,
     Accept,
-    Announce,
-    Claim,
+    Accepted,
     ElectionMessage,
+    LeaderHeartbeat,
+    Nack,
+    NodeSet,
+    Prepare,
     Promise,
-    Propose,
-    Refuse,
-    Resign,
-    Roster,
+    StepDown,
     Term,
     Vote,
     is_quorum,
@@ -39,7 +39,7 @@ class Lead:
     """This node leads from now on: coordinate the workers of the roster's nodes, once they have reported."""
 
     term: Term
-    roster: Roster
+    node_set: NodeSet
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Committed:
     """This node leads still, and the roster has changed: views may be formed with the new one."""
 
     term: Term
-    roster: Roster
+    node_set: NodeSet
 
 
 @dataclass(frozen=True)
-class StepDown:
+class StopLeading:
     """This node leads no more: forget what was coordinated, and give no orders."""
 
     term: Term
@@ -77,7 +77,7 @@ class Follow:
 
     term: Term
     leader: str
-    roster: Roster
+    node_set: NodeSet
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class TakeLease:
-    """Take the lease of this roster for these of its nodes, and answer with ``lease_answered``."""
+class AcquireWitness:
+    """Take the lease of this roster for these of its nodes, and answer with ``witness_answered``."""
 
-    roster: Roster
-    winners: frozenset[str]
+    roster: NodeSet
+    holders: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Out:
     """This node is in the roster no more: end its workers. It can join again under another name."""
 
-    roster: Roster
+    roster: NodeSet
 
 
-Action = Send | Lead | Committed | StepDown | Fence | Follow | Pause | TakeLease | Out
+Action = Send | Lead | Committed | StopLeading | Fence | Follow | Pause | AcquireWitness | Out
 
 
 # --- What a node knows and has promised, and how votes are counted from where it stands. No torch ---
@@ -138,48 +138,48 @@ class Acceptor:
     ties: bool
     role: Role = "outside"
     promised: Term = NO_TERM
-    committed: Roster | None = None
+    committed: NodeSet | None = None
     accepted: Vote | None = None
     leader: str | None = None
     reachable: Nodes = frozenset()
     _refused: Nodes = frozenset()  # what this node claims
     _highest: int = 0  # term number heard of
     # The lease of `committed`.
-    _winners: Nodes | None = None
-    _lease_asked: bool = False
+    _holders: Nodes | None = None
+    _witness_asked: bool = False
     _actions: tuple[Action, ...] = ()
 
     @property
-    def _roster(self) -> Roster:
+    def _node_set(self) -> NodeSet:
         assert self.committed is not None
         return self.committed
 
     @property
     def _here(self) -> Nodes:
         """The nodes of the roster that can be reached, this one included."""
-        return frozenset(self._roster.nodes) & (self.reachable | {self.node})
+        return frozenset(self._node_set.nodes) & (self.reachable | {self.node})
 
     def _silent(self, answered: Nodes) -> Nodes:
         return self._here - answered - self._refused
 
     def _enough(self, nodes: Nodes) -> bool:
         """Whether these could be a quorum."""
-        tie = 2 * len(nodes) == len(self._roster.nodes)
-        winnable = tie and self.ties and self._winners in (None, nodes)
-        return winnable or is_quorum(self._roster, nodes, self._winners)
+        tie = 2 * len(nodes) == len(self._node_set.nodes)
+        winnable = tie and self.ties and self._holders in (None, nodes)
+        return winnable or is_quorum(self._node_set, nodes, self._holders)
 
     def _standing(self, voters: Nodes, lease: bool) -> Literal["quorum", "wait", "hopeless"]:
         """Whether these voters decide, or may yet, by further votes or by the lease, unless it failed."""
-        voters &= frozenset(self._roster.nodes)
-        if is_quorum(self._roster, voters, self._winners):
+        voters &= frozenset(self._node_set.nodes)
+        if is_quorum(self._node_set, voters, self._holders):
             return "quorum"
         silent = self._here - voters if self.role == "leading" else self._silent(voters)
         if silent:
             return "wait"
-        if lease and self._winners is None and self._enough(voters):
-            if not self._lease_asked:
-                self._lease_asked = True
-                self._do(TakeLease(self._roster, voters))
+        if lease and self._holders is None and self._enough(voters):
+            if not self._witness_asked:
+                self._witness_asked = True
+                self._do(AcquireWitness(self._node_set, voters))
             return "wait"
         return "hopeless"
 
@@ -191,7 +191,7 @@ class Acceptor:
     def _do(self, action: Action) -> None:
         self._actions += (action,)
 
-    def _taken(self) -> list[Action]:
+    def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, ()
         return list(actions)
 
@@ -209,7 +209,7 @@ class Proposer(Acceptor):
     # A claim: who has promised, and what each had accepted; who has refused.
     _promises: Mapping[str, Vote | None] = field(default_factory=dict)
     # A proposal in flight, and who has accepted it.
-    _proposal: Roster | None = None
+    _proposal: NodeSet | None = None
     _accepts: Nodes = _NOBODY
     # Leading: who is to come and go, who acts in no view, and the nodes of the view formed last.
     _admitted: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ class Proposer(Acceptor):
         here = self._here
         if not self._enough(here):
             self._pause()
-        elif next(node for node in self._roster.nodes if node in here) == self.node:
+        elif next(node for node in self._node_set.nodes if node in here) == self.node:
             self._claim()
         else:
             self.role = "waiting"
@@ -238,7 +238,7 @@ class Proposer(Acceptor):
         self._promises = {self.node: self.accepted}
         self._refused = _NOBODY
         self._drop_proposal()
-        self._send(self._roster.nodes, Claim(self.promised, self._roster))
+        self._send(self._node_set.nodes, Prepare(self.promised, self._node_set))
         self._count()
 
     def _count(self, lease: bool = True) -> None:
@@ -250,15 +250,15 @@ class Proposer(Acceptor):
         if standing == "hopeless":
             self._pause()
         elif standing == "quorum":
-            following = self._roster.generation + 1
-            votes = [v for v in self._promises.values() if v and v.roster.generation == following]
+            following = self._node_set.config_epoch + 1
+            votes = [v for v in self._promises.values() if v and v.node_set.config_epoch == following]
             if not votes:
                 self._lead()
                 return
             standing = self._standing(self._clear, lease)
             if standing == "quorum":
                 # It may be committed already: only this roster can follow.
-                self._propose(max(votes, key=lambda vote: vote.term).roster)
+                self._propose(max(votes, key=lambda vote: vote.term).node_set)
             elif standing == "hopeless":
                 self._pause()
 
@@ -273,7 +273,7 @@ class Proposer(Acceptor):
             self._do(Pause(reason))
 
     def _why_paused(self) -> str:
-        roster = self._roster
+        roster = self._node_set
         missing = [node for node in roster.nodes if node not in self._here]
         refused = [node for node in roster.nodes if node in self._refused & self._here]
         count, most = len(roster.nodes) - len(missing), len(roster.nodes)
@@ -282,8 +282,8 @@ class Proposer(Acceptor):
         words += [f"{', '.join(refused)} did not agree"] if refused else []
         if 2 * count == most and not self.ties:
             words.append("a tie, which only a directory that all nodes share could break")
-        elif 2 * count == most and self._winners not in (None, self._here):
-            words.append(f"a tie, which {', '.join(sorted(self._winners or ()))} won")
+        elif 2 * count == most and self._holders not in (None, self._here):
+            words.append(f"a tie, which {', '.join(sorted(self._holders or ()))} won")
         return "; ".join(words)
 
     # Leading.
@@ -292,8 +292,8 @@ class Proposer(Acceptor):
         self.role = "leading"
         self.leader = self.node
         self._admitted, self._dismissed = (), _NOBODY
-        self._do(Lead(self.promised, self._roster))
-        self._send(self.reachable, Announce(self.promised, self._roster))
+        self._do(Lead(self.promised, self._node_set))
+        self._send(self.reachable, LeaderHeartbeat(self.promised, self._node_set))
         self._review()
 
     def _review(self, lease: bool = True) -> None:
@@ -306,29 +306,29 @@ class Proposer(Acceptor):
         if self._proposal:
             self._tally(lease)
             return
-        staying = [n for n in self._roster.nodes if n in self._here and n not in self._dismissed]
+        staying = [n for n in self._node_set.nodes if n in self._here and n not in self._dismissed]
         # The last one cannot go: a roster of nobody could never be followed by another.
-        roster = Roster(self._roster.generation + 1, (*staying, *self._admitted) or (self.node,))
-        if roster.nodes == self._roster.nodes:
+        roster = NodeSet(self._node_set.config_epoch + 1, (*staying, *self._admitted) or (self.node,))
+        if roster.nodes == self._node_set.nodes:
             return
         still_met = self._view and meets_every_quorum(roster, self._view, self.ties, None)
-        if still_met or is_quorum(self._roster, self._clear, self._winners):
+        if still_met or is_quorum(self._node_set, self._clear, self._holders):
             self._propose(roster)
 
     def _step_down(self) -> None:
         self.role = "waiting"
         self.leader = None
         self._drop_proposal()
-        self._do(StepDown(self.promised))
-        self._send(self._roster.nodes, Resign(self.promised, self._roster))
+        self._do(StopLeading(self.promised))
+        self._send(self._node_set.nodes, StepDown(self.promised, self._node_set))
 
     # Proposals, by who leads or claims.
 
-    def _propose(self, roster: Roster) -> None:
+    def _propose(self, roster: NodeSet) -> None:
         self._proposal = roster
         self.accepted = Vote(self.promised, roster)
         self._accepts = frozenset((self.node,))
-        self._send(self._roster.nodes, Propose(self.promised, self._roster, roster))
+        self._send(self._node_set.nodes, Accept(self.promised, self._node_set, roster))
         self._tally()
 
     def _tally(self, lease: bool = True) -> None:
@@ -340,27 +340,27 @@ class Proposer(Acceptor):
 
     def _commit(self) -> None:
         assert self._proposal is not None
-        before, leading = self._roster, self.role == "leading"
+        before, leading = self._node_set, self.role == "leading"
         self._settle(self._proposal)
-        told = {*before.nodes, *self._roster.nodes}
-        if leading or self.node not in self._roster.nodes:
-            self._send(told, Announce(self.promised, self._roster))
-        if self.node not in self._roster.nodes:
+        told = {*before.nodes, *self._node_set.nodes}
+        if leading or self.node not in self._node_set.nodes:
+            self._send(told, LeaderHeartbeat(self.promised, self._node_set))
+        if self.node not in self._node_set.nodes:
             self._leave()
         elif leading:
-            nodes = frozenset(self._roster.nodes)
+            nodes = frozenset(self._node_set.nodes)
             self._admitted = tuple(node for node in self._admitted if node not in nodes)
             self._dismissed &= nodes
             self._clear &= nodes
-            self._do(Committed(self.promised, self._roster))
+            self._do(Committed(self.promised, self._node_set))
             self._review()
         else:
             self._claim_further()
 
     def _claim_further(self) -> None:
         """The roster has moved on: its new nodes have to promise too."""
-        asked = [node for node in self._roster.nodes if node not in self._promises]
-        self._send(asked, Claim(self.promised, self._roster))
+        asked = [node for node in self._node_set.nodes if node not in self._promises]
+        self._send(asked, Prepare(self.promised, self._node_set))
         self._count()
 
     def _promise(self, term: Term) -> None:
@@ -371,18 +371,18 @@ class Proposer(Acceptor):
     def _drop_proposal(self) -> None:
         self._proposal, self._accepts = None, _NOBODY
 
-    def _settle(self, roster: Roster) -> None:
+    def _settle(self, roster: NodeSet) -> None:
         self.committed = roster
-        if self.accepted and self.accepted.roster.generation <= roster.generation:
+        if self.accepted and self.accepted.node_set.config_epoch <= roster.config_epoch:
             self.accepted = None
-        self._winners, self._lease_asked = None, False
+        self._holders, self._witness_asked = None, False
         self._drop_proposal()
 
     def _leave(self) -> None:
         if self.role == "leading":
-            self._do(StepDown(self.promised))
+            self._do(StopLeading(self.promised))
         if self.role != "out":
-            self._do(Out(self._roster))
+            self._do(Out(self._node_set))
         self.role, self.leader = "out", None
 
 
@@ -405,7 +405,7 @@ class Proposer(Acceptor):
 #   clear, or where every quorum of it meets the view that may act. So nobody forms a view before a node of
 #   any earlier one has left that.
 #
-# Time enters only as :meth:`Leadership.patience_over`.
+# Time enters only as :meth:`Leadership.on_timeout`.
 
 
 @dataclass
@@ -415,15 +415,15 @@ class Leadership(Proposer):
     Every event returns the actions to carry out, in order, before the next event.
     """
 
-    _held: Claim | None = None  # not answered yet, as there is a leader
+    _held: Prepare | None = None  # not answered yet, as there is a leader
 
     @classmethod
-    def found(cls, node: str, *, ties: bool) -> tuple[Leadership, list[Action]]:
+    def bootstrap(cls, node: str, *, ties: bool) -> tuple[Leadership, list[Action]]:
         """The first node of a job: it leads a roster of itself, and the others join through it."""
-        self = cls(node, ties, promised=Term(1, node), committed=Roster(0, (node,)))
+        self = cls(node, ties, promised=Term(1, node), committed=NodeSet(0, (node,)))
         self._lead()
         self._clear = frozenset((node,))
-        return self, self._taken()
+        return self, self._take_actions()
 
     @classmethod
     def outside(cls, node: str, *, ties: bool) -> Leadership:
@@ -436,17 +436,17 @@ class Leadership(Proposer):
         """A new link with this peer stands; an earlier one was reported as lost."""
         self.reachable |= {peer}
         if self.role == "leading":
-            self._send((peer,), Announce(self.promised, self._roster))
-            if self._proposal and peer in self._roster.nodes:
-                self._send((peer,), Propose(self.promised, self._roster, self._proposal))
-        elif self.role == "claiming" and peer in self._roster.nodes:
+            self._send((peer,), LeaderHeartbeat(self.promised, self._node_set))
+            if self._proposal and peer in self._node_set.nodes:
+                self._send((peer,), Accept(self.promised, self._node_set, self._proposal))
+        elif self.role == "claiming" and peer in self._node_set.nodes:
             self._refused -= {peer}
-            self._send((peer,), Claim(self.promised, self._roster))
+            self._send((peer,), Prepare(self.promised, self._node_set))
             if self._proposal:
-                self._send((peer,), Propose(self.promised, self._roster, self._proposal))
+                self._send((peer,), Accept(self.promised, self._node_set, self._proposal))
         elif self.role in ("waiting", "paused"):
             self._seek()
-        return self._taken()
+        return self._take_actions()
 
     def lost(self, peer: str) -> list[Action]:
         """The link with this peer has ended, or was ended because nothing came over it for too long."""
@@ -462,40 +462,40 @@ class Leadership(Proposer):
             self._leaderless()
         elif self.role == "outside" and self.leader == peer:
             self.leader = None
-        return self._taken()
+        return self._take_actions()
 
     def heard(self, peer: str, message: ElectionMessage) -> list[Action]:
         """A message has come over the link with this peer."""
         self._adopt(message.committed)
         if self.committed is None:
-            if isinstance(message, Announce) and self.leader != message.term.node:
+            if isinstance(message, LeaderHeartbeat) and self.leader != message.term.node:
                 self.leader = message.term.node
                 self._do(Follow(message.term, self.leader, message.committed))
-            return self._taken()
+            return self._take_actions()
         match message:
-            case Claim():
-                self._on_claim(peer, message)
+            case Prepare():
+                self._on_prepare(peer, message)
             case Promise():
                 if self.role == "claiming" and message.term == self.promised:
                     self._promises = {**self._promises, peer: message.accepted}
                     self._refused -= {peer}
                     self._count()
-            case Refuse():
-                self._on_refuse(peer, message)
-            case Propose():
-                self._on_propose(peer, message)
-            case Accept(term, _, generation):
-                if self._proposal and (term, generation) == (self.promised, self._proposal.generation):
+            case Nack():
+                self._on_nack(peer, message)
+            case Accept():
+                self._on_accept(peer, message)
+            case Accepted(term, _, generation):
+                if self._proposal and (term, generation) == (self.promised, self._proposal.config_epoch):
                     self._accepts |= {peer}
                     self._tally()
-            case Announce():
-                self._on_announce(peer, message)
-            case Resign(term):
+            case LeaderHeartbeat():
+                self._on_leader_heartbeat(peer, message)
+            case StepDown(term):
                 if self.role == "following" and term == self.promised:
                     self._leaderless()
-        return self._taken()
+        return self._take_actions()
 
-    def patience_over(self) -> list[Action]:
+    def on_timeout(self) -> list[Action]:
         """:attr:`impatient` has been true, and nothing else has happened, for as long as one is to wait."""
         if self.role == "claiming":
             # Who has not answered yet is not waited for.
@@ -507,27 +507,27 @@ class Leadership(Proposer):
                 self._claim()
             else:
                 self._pause()
-        return self._taken()
+        return self._take_actions()
 
-    def lease_answered(self, roster: Roster, winners: Nodes | None) -> list[Action]:
+    def witness_answered(self, roster: NodeSet, winners: Nodes | None) -> list[Action]:
         """Who holds the lease of this roster; None: the directory could not be reached."""
-        if roster != self.committed or not self._lease_asked:
+        if roster != self.committed or not self._witness_asked:
             return []
-        self._lease_asked = False
-        self._winners = winners
+        self._witness_asked = False
+        self._holders = winners
         if self.role == "leading":
             self._review(lease=winners is not None)
         elif self.role == "claiming":
             self._count(lease=winners is not None)
-        return self._taken()
+        return self._take_actions()
 
     def admit(self, node: str) -> list[Action]:
         """Leader: take this node into the roster, last in the list."""
         assert self.role == "leading"
-        if node not in self._admitted and node not in self._roster.nodes and node in self.reachable:
+        if node not in self._admitted and node not in self._node_set.nodes and node in self.reachable:
             self._admitted += (node,)
             self._review()
-        return self._taken()
+        return self._take_actions()
 
     def dismiss(self, node: str) -> list[Action]:
         """Leader: take this node out in good order; it may be the leader itself, unless it is the last."""
@@ -535,7 +535,7 @@ class Leadership(Proposer):
         self._admitted = tuple(n for n in self._admitted if n != node)
         self._dismissed |= {node}
         self._review()
-        return self._taken()
+        return self._take_actions()
 
     def clear(self, node: str) -> list[Action]:
         """Who leads, or claims to: no worker of this node acts in any view formed so far, nor will again.
@@ -548,7 +548,7 @@ class Leadership(Proposer):
             self._review()
         elif self.role == "claiming":
             self._count()
-        return self._taken()
+        return self._take_actions()
 
     def formed(self, nodes: Iterable[str]) -> None:
         """Leader: a view is formed now, of workers on all of these nodes."""
@@ -560,8 +560,8 @@ class Leadership(Proposer):
     # Questions.
 
     @property
-    def impatient(self) -> bool:
-        """Whether :meth:`patience_over` is due after a while without events."""
+    def needs_timer(self) -> bool:
+        """Whether :meth:`on_timeout` is due after a while without events."""
         return self.role in ("claiming", "waiting", "paused")
 
     def may_form(self, nodes: Iterable[str]) -> bool:
@@ -575,20 +575,20 @@ class Leadership(Proposer):
             self.role == "leading"
             and self._proposal is None
             and view <= self._here
-            and is_quorum(self._roster, self._clear, self._winners)
-            and meets_every_quorum(self._roster, view, self.ties, self._winners)
+            and is_quorum(self._node_set, self._clear, self._holders)
+            and meets_every_quorum(self._node_set, view, self.ties, self._holders)
         )
 
     # Messages.
 
-    def _on_claim(self, peer: str, claim: Claim) -> None:
-        if peer not in self._roster.nodes or self.role == "out" or claim.term <= self.promised:
+    def _on_prepare(self, peer: str, claim: Prepare) -> None:
+        if peer not in self._node_set.nodes or self.role == "out" or claim.term <= self.promised:
             self._refuse(peer, claim.term)
         elif self.leader not in (None, peer):
             self._held = claim
         else:
             self._obey(claim.term)
-            self._send((peer,), Promise(claim.term, self._roster, self.accepted))
+            self._send((peer,), Promise(claim.term, self._node_set, self.accepted))
 
     def _leaderless(self) -> None:
         """The leader is lost: promise whoever has claimed already, or see who is to claim."""
@@ -596,13 +596,13 @@ class Leadership(Proposer):
         self.role = "waiting"
         held, self._held = self._held, None
         if held and held.term > self.promised and held.term.node in self._here:
-            self._on_claim(held.term.node, held)
+            self._on_prepare(held.term.node, held)
         else:
             self._seek()
 
-    def _on_refuse(self, peer: str, refusal: Refuse) -> None:
+    def _on_nack(self, peer: str, refusal: Nack) -> None:
         self._highest = max(self._highest, refusal.promised.number)
-        if refusal.term != self.promised or peer not in self._roster.nodes:
+        if refusal.term != self.promised or peer not in self._node_set.nodes:
             return
         if self.role == "claiming":
             self._refused |= {peer}
@@ -612,30 +612,30 @@ class Leadership(Proposer):
             self._step_down()
             self._leaderless()
 
-    def _on_propose(self, peer: str, proposal: Propose) -> None:
+    def _on_accept(self, peer: str, proposal: Accept) -> None:
         if (
             proposal.term < self.promised
             or proposal.committed != self.committed
-            or self.node not in self._roster.nodes
+            or self.node not in self._node_set.nodes
         ):
             self._refuse(peer, proposal.term)
             return
         self._obey(proposal.term)
-        self.accepted = Vote(proposal.term, proposal.roster)
-        self._send((peer,), Accept(proposal.term, self._roster, proposal.roster.generation))
+        self.accepted = Vote(proposal.term, proposal.node_set)
+        self._send((peer,), Accepted(proposal.term, self._node_set, proposal.node_set.config_epoch))
 
-    def _on_announce(self, peer: str, announced: Announce) -> None:
+    def _on_leader_heartbeat(self, peer: str, announced: LeaderHeartbeat) -> None:
         if self.role == "out":
             return
         if announced.term < self.promised or announced.committed != self.committed:
             self._refuse(peer, announced.term)
             return
         self._obey(announced.term)
-        if announced.term.node not in self._roster.nodes:
+        if announced.term.node not in self._node_set.nodes:
             self._leaderless()
             return
         self.role, self.leader = "following", peer
-        self._do(Follow(announced.term, peer, self._roster))
+        self._do(Follow(announced.term, peer, self._node_set))
 
     def _obey(self, term: Term) -> None:
         """Promise a term; nobody of a lower one is followed any more, this node itself included."""
@@ -649,16 +649,16 @@ class Leadership(Proposer):
         self._drop_proposal()
 
     def _refuse(self, peer: str, term: Term) -> None:
-        self._send((peer,), Refuse(term, self._roster, self.promised))
+        self._send((peer,), Nack(term, self._node_set, self.promised))
 
-    def _adopt(self, roster: Roster) -> None:
+    def _adopt(self, roster: NodeSet) -> None:
         """Learn that a roster is committed."""
         if self.committed is None:
             if self.node in roster.nodes:
                 self.role = "waiting"
                 self._settle(roster)
             return
-        if roster.generation <= self.committed.generation:
+        if roster.config_epoch <= self.committed.config_epoch:
             return
         if self.role == "leading":
             self._step_down()

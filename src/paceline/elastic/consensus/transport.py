@@ -46,7 +46,7 @@ Side = Literal["connector", "listener"]
 _OTHER: dict[Side, Side] = {"connector": "listener", "listener": "connector"}
 
 
-class LinkError(PacelineError):
+class PeerConnectionError(PacelineError):
     """A link has ended, or never came about; the message says why."""
 
 
@@ -58,7 +58,7 @@ def connect(
     *,
     within_s: float = 10.0,
     dead_after_s: float = 4.0,
-) -> Link:
+) -> AuthenticatedConnection:
     """Begin a link with the agent that listens there; it is there once :attr:`Link.is_open`.
 
     Args:
@@ -70,24 +70,24 @@ def connect(
         dead_after_s: after how long a machine that does not answer any more counts as dead.
 
     Raises:
-        LinkError: there is no such address, or no way to it.
+        PeerConnectionError: there is no such address, or no way to it.
     """
     where = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         end = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
     except OSError as error:
-        raise LinkError(f"no link with {where}: {error.strerror}.") from error
+        raise PeerConnectionError(f"no link with {where}: {error.strerror}.") from error
     try:
         with suppress(BlockingIOError):
             end.connect(address)
-        return Link(end, "connector", where, token, hello, time.monotonic() + within_s, dead_after_s)
+        return AuthenticatedConnection(end, "connector", where, token, hello, time.monotonic() + within_s, dead_after_s)
     except OSError as error:
         end.close()
-        raise LinkError(f"no link with {where}: {error.strerror}.") from error
+        raise PeerConnectionError(f"no link with {where}: {error.strerror}.") from error
 
 
-class Link:
+class AuthenticatedConnection:
     """One end of a link, for a selector that watches it for reading, and for writing while it wants to.
 
     Whenever it is ready for either, or its deadline has passed, call :meth:`receive`.
@@ -160,7 +160,7 @@ class Link:
         """Go on with what waits in either direction; return the messages that have come.
 
         Raises:
-            LinkError: the link has ended, and all that came before was returned.
+            PeerConnectionError: the link has ended, and all that came before was returned.
         """
         if self._why is None and time.monotonic() >= self.deadline:
             self._finish("it was not done with the handshake in time" if self._connected else "no answer")
@@ -169,7 +169,7 @@ class Link:
             self._read()
         messages, self._messages = self._messages, []
         if self._why is not None and not messages:
-            raise LinkError(f"the link with {self.peer} has ended: {self._why}.")
+            raise PeerConnectionError(f"the link with {self.peer} has ended: {self._why}.")
         return messages
 
     def close(self) -> None:
@@ -231,11 +231,7 @@ class Link:
 
     def _how_it_closed(self) -> str:
         if self.hello is not None:
-            return (
-                "the other side closed it in the middle of a message"
-                if self._unread
-                else "the other side closed it"
-            )
+            return "the other side closed it in the middle of a message" if self._unread else "the other side closed it"
         return "the other side closed it during the handshake: do both have the same token file?"
 
     # Frames.
@@ -276,9 +272,7 @@ class Link:
         self._unread.clear()
         listener, connector = (self._nonce, theirs) if self._side == "listener" else (theirs, self._nonce)
         self._keys = {
-            side: hmac.digest(
-                self._token, b"%s%s\0%s%s" % (_MAGIC, side.encode(), listener, connector), "sha256"
-            )
+            side: hmac.digest(self._token, b"%s%s\0%s%s" % (_MAGIC, side.encode(), listener, connector), "sha256")
             for side in _OTHER
         }
         if self._side == "connector":
@@ -385,7 +379,7 @@ class Listener:
         """
         self._token, self._hello = token, hello
         self._within_s, self._dead_after_s, self._most = within_s, dead_after_s, most
-        self._shaking: dict[Link, str] = {}  # the oldest first; and the peer's host
+        self._shaking: dict[AuthenticatedConnection, str] = {}  # the oldest first; and the peer's host
         self._reported: set[str] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -412,12 +406,12 @@ class Listener:
         """When to call :meth:`accept` at the latest, on the monotonic clock."""
         return min((link.deadline for link in self._shaking), default=math.inf)
 
-    def accept(self) -> tuple[list[Link], list[str]]:
+    def accept(self) -> tuple[list[AuthenticatedConnection], list[str]]:
         """Go on with the handshakes; return the links that are open now, and who was refused.
 
         The refusals are sentences for people; every address is reported once.
         """
-        opened: list[Link] = []
+        opened: list[AuthenticatedConnection] = []
         refused: list[str] = []
         ready = {key.fileobj for key, _ in self._ready.select(0)}
         if self._socket in ready:
@@ -426,7 +420,7 @@ class Listener:
         for link in [link for link in self._shaking if link in ready or link.deadline <= now]:
             try:
                 link.receive()
-            except LinkError as error:
+            except PeerConnectionError as error:
                 self._report(self._drop(link), str(error), refused)
                 continue
             if link.is_open:
@@ -442,7 +436,7 @@ class Listener:
         self._ready.close()
         self._socket.close()
 
-    def _welcome(self, refused: list[str]) -> list[Link]:
+    def _welcome(self, refused: list[str]) -> list[AuthenticatedConnection]:
         links = []
         for _ in range(self._most):
             try:
@@ -461,7 +455,7 @@ class Listener:
             end.setblocking(False)
             host, port = address[:2]
             try:
-                link = Link(
+                link = AuthenticatedConnection(
                     end,
                     "listener",
                     f"{host}:{port}",
@@ -481,7 +475,7 @@ class Listener:
             links.append(link)
         return links
 
-    def _drop(self, link: Link) -> str:
+    def _drop(self, link: AuthenticatedConnection) -> str:
         self._ready.unregister(link)
         link.close()
         return self._shaking.pop(link)
@@ -522,7 +516,7 @@ class Events(Protocol):
 @dataclass
 class _Peer:
     name: str
-    link: Link
+    link: AuthenticatedConnection
     heard_at: float
 
 
@@ -531,13 +525,13 @@ class _Call:
     """An address that this agent connects to, and calls again as long as it is wanted."""
 
     address: Address
-    link: Link | None = None
+    link: AuthenticatedConnection | None = None
     next_at: float = 0.0
     last_error: str = ""
 
 
 @dataclass
-class Mesh:
+class PeerNetwork:
     """All links of one agent, in its loop.
 
     Attributes:
@@ -641,7 +635,7 @@ class Mesh:
                 call.next_at = now + _RETRY_S
                 try:
                     call.link = connect(*call.address, self.token, self.hello, within_s=_HANDSHAKE_S)
-                except LinkError as error:
+                except PeerConnectionError as error:
                     call.last_error = str(error)
                     continue
                 self._watch(call.link, call)
@@ -651,7 +645,7 @@ class Mesh:
         assert link is not None
         try:
             messages = link.receive()
-        except LinkError as error:
+        except PeerConnectionError as error:
             call.last_error = str(error)
             self._end_call(call)
             return
@@ -678,7 +672,7 @@ class Mesh:
         for link in opened:
             self._welcome(link)
 
-    def _welcome(self, link: Link) -> None:
+    def _welcome(self, link: AuthenticatedConnection) -> None:
         assert link.hello is not None
         name = str(link.hello.get("name", ""))
         if name in self._peers:
@@ -688,13 +682,13 @@ class Mesh:
         self._watch(link)
         self.events.linked(name, link.hello)
 
-    def _on_link(self, link: Link) -> None:
+    def _on_link(self, link: AuthenticatedConnection) -> None:
         peer = self._of(link)
         if peer is None:
             return
         try:
             messages = link.receive()
-        except LinkError as error:
+        except PeerConnectionError as error:
             self._lose(peer, str(error))
             return
         for message in messages:
@@ -702,7 +696,7 @@ class Mesh:
         if self._of(link) is not None:
             self._watch(link)
 
-    def _hear(self, link: Link, message: Mapping[str, Any]) -> None:
+    def _hear(self, link: AuthenticatedConnection, message: Mapping[str, Any]) -> None:
         peer = self._of(link)
         if peer is None:
             return  # dropped by what came before
@@ -715,17 +709,17 @@ class Mesh:
         self._close(peer.link)
         self.events.lost(peer.name, why)
 
-    def _close(self, link: Link) -> None:
+    def _close(self, link: AuthenticatedConnection) -> None:
         self._unwatch(link)
         link.close()
         for call in self._calls.values():
             if call.link is link:
                 call.link, call.next_at = None, time.monotonic() + _RETRY_S
 
-    def _of(self, link: Link) -> _Peer | None:
+    def _of(self, link: AuthenticatedConnection) -> _Peer | None:
         return next((peer for peer in self._peers.values() if peer.link is link), None)
 
-    def _watch(self, link: Link, call: _Call | None = None) -> None:
+    def _watch(self, link: AuthenticatedConnection, call: _Call | None = None) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
         handler = (lambda: self._on_link(link)) if call is None else (lambda: self._on_call(call))
         try:
@@ -736,6 +730,6 @@ class Mesh:
             if key.events != wanted:
                 self.selector.modify(link, wanted, key.data)
 
-    def _unwatch(self, link: Link) -> None:
+    def _unwatch(self, link: AuthenticatedConnection) -> None:
         with suppress(KeyError, ValueError):
             self.selector.unregister(link)

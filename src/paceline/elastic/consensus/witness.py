@@ -18,13 +18,13 @@ from pathlib import Path
 
 from paceline.core.errors import RunDirectoryError
 from paceline.core.files import fsync_directory
-from paceline.elastic.consensus.messages import Roster
+from paceline.elastic.consensus.messages import NodeSet
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class LeaseDirectory:
+class FileWitness:
     """A job's leases.
 
     Attributes:
@@ -36,7 +36,7 @@ class LeaseDirectory:
     key: str
 
     @classmethod
-    def found(cls, path: Path) -> LeaseDirectory:
+    def create(cls, path: Path) -> FileWitness:
         """Make a job's lease directory.
 
         Raises:
@@ -65,7 +65,7 @@ class LeaseDirectory:
             return False
         return True
 
-    def take(self, roster: Roster, winners: frozenset[str]) -> frozenset[str]:
+    def acquire(self, roster: NodeSet, winners: frozenset[str]) -> frozenset[str]:
         """Take a roster's lease for these of its nodes, unless others have; return who holds it.
 
         It may take as long as the file system does.
@@ -73,9 +73,9 @@ class LeaseDirectory:
         Raises:
             RunDirectoryError: the directory cannot be written, or the lease read; nobody may go on by it.
         """
-        lease = self._directory / f"roster-{roster.generation:08d}.json"
+        lease = self._directory / f"roster-{roster.config_epoch:08d}.json"
         draft = self._directory / f".draft-{secrets.token_hex(8)}"
-        content = {"generation": roster.generation, "nodes": roster.nodes, "winners": sorted(winners)}
+        content = {"generation": roster.config_epoch, "nodes": roster.nodes, "winners": sorted(winners)}
         try:
             try:
                 with draft.open("xb") as file:
@@ -92,7 +92,7 @@ class LeaseDirectory:
         except OSError as error:
             raise self._unusable(error) from error
 
-    def _read(self, lease: Path, roster: Roster) -> frozenset[str]:
+    def _read(self, lease: Path, roster: NodeSet) -> frozenset[str]:
         try:
             content = json.loads(lease.read_bytes())
             winners = frozenset(content["winners"])

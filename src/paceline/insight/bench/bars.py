@@ -13,7 +13,7 @@ from paceline.insight.bench.comparison import Spread
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TargetResult:
     """A bar, and what was measured.
 
     Attributes:
@@ -61,7 +61,7 @@ _HEADINGS = ("suite", "of what", "figure", "min to max", "bar", "")
 _COLOURS = {True: "green", False: "red", None: "default"}
 
 
-def bars_table(verdicts: Sequence[Verdict]) -> Table:
+def bars_table(verdicts: Sequence[TargetResult]) -> Table:
     """One line a bar, for a terminal."""
     table = Table(title="Bars")
     for number, heading in enumerate(_HEADINGS):
@@ -72,7 +72,7 @@ def bars_table(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def bars_markdown(verdicts: Sequence[Verdict]) -> str:
+def bars_markdown(verdicts: Sequence[TargetResult]) -> str:
     """The same for a page."""
     lines = [_HEADINGS, (":--", ":--", "--:", "--:", "--:", ":--"), *(verdict.cells for verdict in verdicts)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"

@@ -49,8 +49,7 @@ def line_chart(
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="22" font-size="15">{escape(title)}</text>',
-        f'<text x="{(_LEFT + right) / 2:.1f}" y="{_HEIGHT - 12}" text-anchor="middle">'
-        f"{escape(x_label)}</text>",
+        f'<text x="{(_LEFT + right) / 2:.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{escape(x_label)}</text>',
         f'<text x="16" y="{(_TOP + bottom) / 2:.1f}" text-anchor="middle" '
         f'transform="rotate(-90 16 {(_TOP + bottom) / 2:.1f})">{escape(y_label)}</text>',
     ]
@@ -58,14 +57,10 @@ def line_chart(
         value = top * step / 5
         _, y = place(xs[0], value)
         parts.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(y_text(value))}</text>'
-        )
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(y_text(value))}</text>')
     for x in xs[:: max(1, -(-len(xs) // 9))]:
         across, _ = place(x, 0)
-        parts.append(
-            f'<text x="{across:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(x_text(x))}</text>'
-        )
+        parts.append(f'<text x="{across:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(x_text(x))}</text>')
     for number, (name, points) in enumerate(series.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         placed = [place(x, y) for x, y in points]

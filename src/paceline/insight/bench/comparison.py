@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.insight.bench.rounds import Contender, Sample
+from paceline.insight.bench.rounds import Sample, Variant
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Quantity:
 STEPS_PER_S = Quantity("steps_per_s", "steps/s")
 MS_PER_STEP = Quantity("ms_per_step", "ms/step", 2)
 MEMORY = Quantity("memory_mib", "MiB a rank", 0)
-SLOW_SHARE = Quantity("slow_share", "slow rank's shards", 0)
+SLOW_SHARE = Quantity("slow_share", "slow rank's micro-batches", 0)
 STALL = Quantity("checkpoint_stall_percent", "stall %", 2)
 
 
@@ -51,7 +51,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One contender: a spread for each quantity, and the first quantity's ratio to the baseline's."""
 
     name: str
@@ -62,7 +62,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchComparison:
     """One table: contenders measured in the same rounds.
 
     Attributes:
@@ -73,7 +73,7 @@ class Comparison:
 
     title: str
     quantities: Sequence[Quantity]
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with every round's sample."""
@@ -129,7 +129,7 @@ class Comparison:
             headings += [quantity.title, "min to max"]
         return [*headings, "ratio", "min to max"]
 
-    def _cells(self, row: Row) -> list[str]:
+    def _cells(self, row: ComparisonRow) -> list[str]:
         cells = [row.title]
         for quantity, spread in zip(self.quantities, row.spreads, strict=True):
             cells += [
@@ -142,9 +142,9 @@ class Comparison:
 def compare(
     title: str,
     quantities: Sequence[Quantity],
-    contenders: Sequence[Contender],
+    contenders: Sequence[Variant],
     samples: Mapping[str, Sequence[Sample]],
-) -> Comparison:
+) -> BenchComparison:
     """Set each contender against the first.
 
     Ratios are taken within each round and their median reported, so that what slows a whole round
@@ -156,14 +156,12 @@ def compare(
     for contender in contenders:
         own = samples[contender.name]
         rows.append(
-            Row(
+            ComparisonRow(
                 name=contender.name,
                 title=contender.title,
                 spreads=[Spread.of([sample[q.key] for sample in own]) for q in quantities],
-                ratio=Spread.of(
-                    [mine[key] / theirs[key] for mine, theirs in zip(own, baseline, strict=True)]
-                ),
+                ratio=Spread.of([mine[key] / theirs[key] for mine, theirs in zip(own, baseline, strict=True)]),
                 samples=own,
             )
         )
-    return Comparison(title, quantities, rows)
+    return BenchComparison(title, quantities, rows)

@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module) -> Optimizer:
 
 
 @dataclass
-class Disturbed(Task):
+class RecoveryWorkload(Task):
     """The same as a task of Paceline's.
 
     Attributes:

@@ -17,7 +17,7 @@ _LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PipeDreamComparison:
     """What came out.
 
     Attributes:
@@ -38,7 +38,7 @@ class Comparison:
         return float(statistics.median(pipedream / synchronous for pipedream, synchronous in rounds))
 
 
-def compare(directory: Path, *, rounds: int = 3) -> Comparison:
+def compare(directory: Path, *, rounds: int = 3) -> PipeDreamComparison:
     """Train the ConvNet under both schedules, in turns.
 
     Args:
@@ -53,13 +53,13 @@ def compare(directory: Path, *, rounds: int = 3) -> Comparison:
         for name in SCHEDULES:
             run = directory / f"{name}-{number}"
             command = [sys.executable, "-m", "paceline", "train", TASK, "--nproc", str(len(SPLIT)), "--quiet"]
-            command += ["--strategy", "pp", "--pp-schedule", name, "--threads", "1", "--run", str(run)]
-            command += ["--pp-split", ",".join(map(str, SPLIT)), "--shards", "4", "--max-steps", "150"]
+            command += ["--strategy", "pp", "--pp-schedule", name, "--threads", "1", "--run-dir", str(run)]
+            command += ["--pp-split", ",".join(map(str, SPLIT)), "--microbatches", "4", "--max-steps", "150"]
             command += ["--eval-every", "never", "--checkpoint-every", "never"]
             subprocess.run(command, check=True, timeout=_LIMIT_S)
             results[name].append(json.loads((run / "result.json").read_text()))
     last = results["pipedream"][-1]
-    return Comparison(
+    return PipeDreamComparison(
         samples_per_s={name: [r["samples_per_s"] for r in of] for name, of in results.items()},
         accuracy={name: of[-1]["metrics"]["test"]["accuracy"] for name, of in results.items()},
         staleness_mean=last["staleness_mean"],

@@ -29,12 +29,12 @@ from paceline.core.environment import detect_environment
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.insight.bench.comparison import Spread
-from paceline.parallel.pipeline.pipeline import Pipeline, Staged
+from paceline.parallel.pipeline.pipeline import Pipeline, PipelineLayout
 from paceline.parallel.pipeline.schedules import Name
-from paceline.parallel.pipeline.stages import staged
-from paceline.parallel.planning.model_partition import LiveBytes
+from paceline.parallel.pipeline.stages import find_stage_executor
+from paceline.parallel.planning.model_partition import MemoryTracker
 from paceline.parallel.strategy import StrategyOptions
-from paceline.parallel.world import Mesh, World, open_world
+from paceline.parallel.world import ParallelDims, World, open_world
 
 RANKS, MICROBATCHES, SAMPLES = 2, 8, 64
 UNEQUAL = (768, 768, 768, 768, 64, 64, 64, 64, 10)
@@ -82,9 +82,7 @@ def _rank(rounds: int) -> None:
         print(json.dumps(found, indent=2))
 
 
-def _ratio(
-    world: World, ours: Callable[[], None], other: Callable[[], None], rounds: int
-) -> dict[str, float]:
+def _ratio(world: World, ours: Callable[[], None], other: Callable[[], None], rounds: int) -> dict[str, float]:
     """Steps a second of the one over those of the other: some of each in turn, either one first."""
     ratios = []
     for number in range(rounds + 1):
@@ -117,7 +115,7 @@ def _data(widths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Work:
-    """What the trainer would do for each shard."""
+    """What the trainer would do for each micro-batch."""
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 0) -> Loss:
         features, labels = microbatch.batch
@@ -126,10 +124,10 @@ class _Work:
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
         return self.forward(model, microbatch)
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
-    def done(self) -> None:
+    def backward_done(self) -> None:
         pass
 
 
@@ -152,11 +150,11 @@ def _contender(
     features, labels = _data(widths)
     chunks = zip(features.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True)
     microbatches = [MicroBatch(k, batch, SAMPLES, k) for k, batch in enumerate(chunks)]
-    mesh = Mesh(world, {"pp": RANKS})
-    layout = Staged(mesh, "pp", schedule, how, MICROBATCHES, _Trial(microbatches[0]))
+    mesh = ParallelDims(world, {"pp": RANKS})
+    layout = PipelineLayout(mesh, schedule, how, MICROBATCHES, _Trial(microbatches[0]))
     module = layout.place(_model(widths), world.device)
     options = StrategyOptions(
-        shares=(MICROBATCHES,),
+        work_split=(MICROBATCHES,),
         kind="exact",
         row_length=1,
         timeout_s=600.0,
@@ -170,8 +168,8 @@ def _contender(
 
     def step() -> None:
         strategy.begin_step(range(MICROBATCHES))
-        strategy.compute(microbatches, _Work())
-        strategy.finish_step([0.0])
+        strategy.run_microbatches(microbatches, _Work())
+        strategy.reduce([0.0])
         optimizer.step()
 
     return step, strategy
@@ -205,9 +203,9 @@ def _by_hand(widths: Sequence[int]) -> Callable[[], None]:
 def _peak(strategy: Pipeline, step: Callable[[], None]) -> float:
     """MiB that a step holds at most beside the parameters, their gradients and the data, on rank 0."""
     known: list[Any] = [*strategy.module.parameters(), *(p.grad for p in strategy.module.parameters())]
-    with LiveBytes([tensor for tensor in known if tensor is not None and not tensor.is_meta]) as live:
+    with MemoryTracker([tensor for tensor in known if tensor is not None and not tensor.is_meta]) as live:
         step()
-    assert staged(strategy.module).link.world.world_size == RANKS
+    assert find_stage_executor(strategy.module).link.world.world_size == RANKS
     return float(round(live.peak / 2**20, 2))
 
 

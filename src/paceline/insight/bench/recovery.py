@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from paceline.core.errors import ConfigError
-from paceline.core.signals import sigterm_interrupts
+from paceline.core.signals import interrupt_on_sigterm
 from paceline.insight.bench.faults import drawn_kills
 from paceline.insight.bench.machine import describe_machine
-from paceline.insight.bench.trials import RECOVERERS, STEP_S, Recoverer, Trial, run_trial
+from paceline.insight.bench.trials import RECOVERERS, STEP_S, Recoverer, RecoveryTrial, run_trial
 from paceline.insight.bench.workload import GLOBAL_BATCH_SIZE, STEPS_PER_EPOCH
 
 SPACING = 150
@@ -24,12 +24,12 @@ MEDIAN_BAR_MS, P99_BAR_MS = 100.0, 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RecoveryRow:
     """A contender's trials, all rounds together."""
 
     recoverer: Recoverer
-    trials: Sequence[Trial]
-    undisturbed: Trial
+    trials: Sequence[RecoveryTrial]
+    undisturbed: RecoveryTrial
 
     @property
     def recoveries_ms(self) -> list[float]:
@@ -61,9 +61,7 @@ class Row:
             "steps_repeated": sum(trial.repeated for trial in self.trials),
             "rounds": len(self.trials),
             "same_weights": self.same_weights,
-            "goodput": _rounded(
-                statistics.mean(self.undisturbed.seconds / trial.seconds for trial in self.trials)
-            ),
+            "goodput": _rounded(statistics.mean(self.undisturbed.seconds / trial.seconds for trial in self.trials)),
         }
 
 
@@ -71,7 +69,7 @@ class Row:
 class RecoveryTable:
     """The contenders side by side."""
 
-    rows: Sequence[Row]
+    rows: Sequence[RecoveryRow]
 
     _HEADINGS = ("came back", "hung", "p50", "p99", "steps redone", "same weights", "goodput")
 
@@ -92,7 +90,7 @@ class RecoveryTable:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
     @staticmethod
-    def _cells(row: Row) -> list[str]:
+    def _cells(row: RecoveryRow) -> list[str]:
         values = row.as_json()
         recovery = values["recovery_ms"]
         times = [_milliseconds(recovery[name]) for name in ("median", "p99")] if recovery else ["-", "-"]
@@ -197,9 +195,9 @@ def bench_recovery(
         raise ConfigError(f"--nproc must divide the batch of {GLOBAL_BATCH_SIZE} samples, but is {nproc}.")
     chosen = [RECOVERERS[name] for name in dict.fromkeys(contenders)]
     steps = math.ceil((kills + 1) * 1.5 * SPACING / STEPS_PER_EPOCH) * STEPS_PER_EPOCH
-    trials: dict[str, list[Trial]] = {recoverer.name: [] for recoverer in chosen}
-    undisturbed: dict[str, Trial] = {}
-    with sigterm_interrupts():
+    trials: dict[str, list[RecoveryTrial]] = {recoverer.name: [] for recoverer in chosen}
+    undisturbed: dict[str, RecoveryTrial] = {}
+    with interrupt_on_sigterm():
         for recoverer in chosen:
             if recoverer.undisturbed not in undisturbed:
                 trial = run_trial(recoverer, [], nproc, steps, hang_after_s)
@@ -213,7 +211,7 @@ def bench_recovery(
                 trials[recoverer.name].append(trial)
                 came_back = f"{len(trial.recoveries_ms)} of {trial.kills} kills survived"
                 progress(f"round {number + 1}/{rounds}  {recoverer.title}: {came_back}")
-    rows = [Row(recoverer=r, trials=trials[r.name], undisturbed=undisturbed[r.undisturbed]) for r in chosen]
+    rows = [RecoveryRow(recoverer=r, trials=trials[r.name], undisturbed=undisturbed[r.undisturbed]) for r in chosen]
     settings = {
         "nproc": nproc,
         "kills_a_round": kills,

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from paceline.core.errors import LaunchError
-from paceline.core.signals import interrupted_afterwards, sigterm_interrupts
+from paceline.core.signals import interrupt_at_exit, interrupt_on_sigterm
 from paceline.insight.bench.workload import REPORT
 
 Sample = dict[str, float]
@@ -31,7 +31,7 @@ _TURN_S = 0.004
 
 
 @dataclass(frozen=True)
-class Command:
+class BenchCommand:
     """One process of a round.
 
     Attributes:
@@ -54,7 +54,7 @@ def read_report(directory: Path) -> Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class Variant:
     """Something that is measured against others.
 
     Attributes:
@@ -66,12 +66,12 @@ class Contender:
 
     name: str
     title: str
-    commands: Callable[[Path], Sequence[Command]]
+    commands: Callable[[Path], Sequence[BenchCommand]]
     read: Callable[[Path], Sample] = read_report
 
 
-def alternate(
-    contenders: Sequence[Contender], rounds: int, on_sample: Callable[[int, Contender, Sample], None]
+def interleave(
+    contenders: Sequence[Variant], rounds: int, on_sample: Callable[[int, Variant, Sample], None]
 ) -> dict[str, list[Sample]]:
     """Measure all contenders in each round; who begins moves on by one from round to round.
 
@@ -87,7 +87,7 @@ def alternate(
         LaunchError: a process failed or hung; all of them have been ended.
     """
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-    with sigterm_interrupts():
+    with interrupt_on_sigterm():
         for number in range(rounds):
             first = number % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
@@ -97,7 +97,7 @@ def alternate(
     return samples
 
 
-def _measure(contender: Contender) -> Sample:
+def _measure(contender: Variant) -> Sample:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         directory = Path(name)
         _run_to_the_end(contender, directory)
@@ -110,14 +110,14 @@ def _measure(contender: Contender) -> Sample:
             ) from None
 
 
-def _run_to_the_end(contender: Contender, directory: Path) -> None:
+def _run_to_the_end(contender: Variant, directory: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
     throttles = ExitStack()
     try:
         for index, command in enumerate(contender.commands(directory)):
             with (
                 (directory / f"process-{index}.log").open("wb") as log,
-                interrupted_afterwards((signal.SIGINT, signal.SIGTERM)),
+                interrupt_at_exit((signal.SIGINT, signal.SIGTERM)),
             ):
                 process = subprocess.Popen(
                     command.argv,
@@ -139,7 +139,7 @@ def _run_to_the_end(contender: Contender, directory: Path) -> None:
 
 @contextmanager
 def _half_speed(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Stop and continue a process in turns. A turn is short against a shard, so it seems to run slowly."""
+    """Stop and continue a process in turns. A turn is short against a micro-batch, so it seems to run slowly."""
     done = threading.Event()
 
     def take_turns() -> None:
@@ -157,7 +157,7 @@ def _half_speed(process: subprocess.Popen[bytes]) -> Iterator[None]:
         thread.join()
 
 
-def _wait(contender: Contender, processes: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:
+def _wait(contender: Variant, processes: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:
     deadline_s = time.monotonic() + _ROUND_TIMEOUT_S
     running = list(processes)
     while running:
@@ -167,9 +167,7 @@ def _wait(contender: Contender, processes: Sequence[subprocess.Popen[bytes]], di
         exit_codes = [process.poll() for process in processes]
         failed = [code for code in exit_codes if code]
         if failed:
-            raise LaunchError(
-                f"bench: {contender.title} failed with exit code {failed[0]}.{log_tails(directory)}"
-            )
+            raise LaunchError(f"bench: {contender.title} failed with exit code {failed[0]}.{log_tails(directory)}")
         running = [process for process in processes if process.poll() is None]
         if running and time.monotonic() > deadline_s:
             raise LaunchError(

@@ -63,7 +63,7 @@ def sized_config(
     return dataclasses.replace(
         config,
         nproc=nproc,
-        run=str(run),
+        run_dir=str(run),
         global_batch_size=batch,
         epochs=None,
         max_steps=warmup + steps,

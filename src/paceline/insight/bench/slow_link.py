@@ -23,7 +23,7 @@ _PORT = 29_533
 
 
 @dataclass(frozen=True)
-class Contender:
+class LinkVariant:
     """A way to communicate.
 
     Attributes:
@@ -41,15 +41,15 @@ LEARNING_RATE = 0.05
 """Of all contenders: with it plain ddp is the most accurate of 0.01, 0.02, 0.03, 0.05, 0.1 and 0.2."""
 
 CONTENDERS = (
-    Contender("ddp exact", ()),
-    Contender("ddp torch", ("--reduction", "torch")),
-    Contender("fp16 hook", ("--comm-hook", "fp16")),
-    Contender("PowerSGD, rank 4", ("--comm-hook", "powersgd", "--powersgd-rank", "4"), 3.0),
-    Contender("local SGD, every 24", ("--sync-every", "24"), 10.0),
+    LinkVariant("ddp exact", ()),
+    LinkVariant("ddp torch", ("--reduction", "ddp")),
+    LinkVariant("fp16 hook", ("--comm-hook", "fp16")),
+    LinkVariant("PowerSGD, rank 4", ("--comm-hook", "powersgd", "--powersgd-rank", "4"), 3.0),
+    LinkVariant("local SGD, every 24", ("--local-sgd-steps", "24"), 10.0),
     # An outer momentum of 0.9 looks back ten rounds, and there are 45.
-    Contender(
+    LinkVariant(
         "DiLoCo, every 32",
-        ("--sync-every", "32", "--outer-optimizer", "nesterov", "--outer-momentum", "0.5"),
+        ("--local-sgd-steps", "32", "--outer-optimizer", "nesterov", "--outer-momentum", "0.5"),
         10.0,
     ),
 )
@@ -58,7 +58,7 @@ MOST_WORSE = 0.005
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkMeasurement:
     """One training over the link.
 
     Attributes:
@@ -80,12 +80,12 @@ class Measured:
 
 def measure(
     directory: Path,
-    contenders: Sequence[Contender] = CONTENDERS,
+    contenders: Sequence[LinkVariant] = CONTENDERS,
     *,
     epochs: int = 3,
     seed: int = 0,
     timeout_s: float = 1800,
-) -> list[Measured]:
+) -> list[LinkMeasurement]:
     """Train with each contender in turn, one rank a host.
 
     Args:
@@ -99,20 +99,16 @@ def measure(
         RuntimeError: the hosts could not be made, or a training failed; with what it printed.
     """
     with two_hosts(RATE_MBIT) as hosts:
-        return [
-            _train(directory / str(i), hosts, each, epochs, seed, timeout_s)
-            for i, each in enumerate(contenders)
-        ]
+        return [_train(directory / str(i), hosts, each, epochs, seed, timeout_s) for i, each in enumerate(contenders)]
 
 
-def verdicts(results: Sequence[Measured], contenders: Sequence[Contender] = CONTENDERS) -> list[bool | None]:
+def verdicts(results: Sequence[LinkMeasurement], contenders: Sequence[LinkVariant] = CONTENDERS) -> list[bool | None]:
     """Whether each one met its bar, in bytes and in accuracy; None where nothing is asked of it."""
     plain = results[0]
     return [
         None
         if contender.bar is None
-        else plain.sent_bytes >= contender.bar * each.sent_bytes
-        and each.accuracy >= plain.accuracy - MOST_WORSE
+        else plain.sent_bytes >= contender.bar * each.sent_bytes and each.accuracy >= plain.accuracy - MOST_WORSE
         for contender, each in zip(contenders, results, strict=True)
     ]
 
@@ -142,11 +138,11 @@ def two_hosts(rate_mbit: float) -> Iterator[tuple[str, str]]:
 
 
 def _train(
-    directory: Path, hosts: tuple[str, str], contender: Contender, epochs: int, seed: int, timeout_s: float
-) -> Measured:
+    directory: Path, hosts: tuple[str, str], contender: LinkVariant, epochs: int, seed: int, timeout_s: float
+) -> LinkMeasurement:
     directory.mkdir(parents=True)
     before = [_sent_bytes(host) for host in hosts]
-    command = [sys.executable, "-m", "paceline", "train", TASK, "--run", str(directory / "run"), "--json"]
+    command = [sys.executable, "-m", "paceline", "train", TASK, "--run-dir", str(directory / "run"), "--json"]
     command += ["--quiet", "--threads", "1", "--device", "cpu", "--interface", _INTERFACE]
     command += ["--epochs", str(epochs), "--seed", str(seed), "--set", f"lr={LEARNING_RATE}"]
     command += ["--eval-every", "never", "--checkpoint-every", "never", *contender.options]
@@ -171,7 +167,7 @@ def _train(
         raise RuntimeError(f"{contender.name} failed:\n{told}")
     sent = max(_sent_bytes(host) - bytes_ for host, bytes_ in zip(hosts, before, strict=True))
     result = json.loads((directory / "run" / "result.json").read_text())
-    return Measured(
+    return LinkMeasurement(
         name=contender.name,
         sent_bytes=sent,
         wire_s=sent * 8 / (RATE_MBIT * 1e6),

@@ -22,13 +22,13 @@ WORKERS = 2
 
 @dataclass
 class OneSlowWorker(FashionMNISTMLP):
-    """Fashion-MNIST, with a last rank that computes a shard more slowly.
+    """Fashion-MNIST, with a last rank that computes a micro-batch more slowly.
 
     Without momentum by default: stale gradients act as momentum themselves (Mitliagkas et al.,
     "Asynchrony begets Momentum", 2016), and with 0.9 besides, one update of staleness undoes the training.
 
     Attributes:
-        slow_by_s: seconds more that it needs for a shard.
+        slow_by_s: seconds more that it needs for a micro-batch.
     """
 
     slow_by_s: float = 0.02
@@ -60,13 +60,13 @@ class Mode:
 
 MODES = (
     Mode("sync", ("--ps-mode", "sync")),
-    Mode("ssp, 2 steps", ("--ps-mode", "ssp", "--staleness", "2")),
+    Mode("ssp, 2 steps", ("--ps-mode", "ssp", "--ps-staleness", "2")),
     Mode("async", ("--ps-mode", "async")),
 )
 
 
 @dataclass(frozen=True)
-class Measured:
+class SlowWorkerMeasurement:
     """One training with a slow worker.
 
     Attributes:
@@ -86,7 +86,7 @@ class Measured:
 
 def measure(
     directory: Path, modes: Sequence[Mode] = MODES, *, steps: int = 400, timeout_s: float = 1800
-) -> list[Measured]:
+) -> list[SlowWorkerMeasurement]:
     """Train with one server and two workers, of which one is slow, in each mode.
 
     Args:
@@ -101,18 +101,27 @@ def measure(
     return [_measure(directory, mode, steps, timeout_s) for mode in modes]
 
 
-def _measure(directory: Path, mode: Mode, steps: int, timeout_s: float) -> Measured:
+def _measure(directory: Path, mode: Mode, steps: int, timeout_s: float) -> SlowWorkerMeasurement:
     run = directory / mode.name.replace(", ", "-").replace(" ", "-")
     command = [
         *(sys.executable, "-m", "paceline", "train", "paceline.insight.bench.slow_worker:OneSlowWorker"),
-        *("--nproc", str(1 + WORKERS), "--strategy", "ps", *mode.options, "--run", str(run)),
-        *("--shards", "4", "--global-batch-size", "128", "--max-steps", str(steps), "--eval-every", "never"),
+        *("--nproc", str(1 + WORKERS), "--strategy", "ps", *mode.options, "--run-dir", str(run)),
+        *(
+            "--microbatches",
+            "4",
+            "--global-batch-size",
+            "128",
+            "--max-steps",
+            str(steps),
+            "--eval-every",
+            "never",
+        ),
         *("--threads", "1", "--quiet", "--json"),
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     staleness = result.get("staleness")
-    return Measured(
+    return SlowWorkerMeasurement(
         name=mode.name,
         samples_per_s=float(result["samples_per_s"]),
         accuracy=float(result["metrics"]["test"]["accuracy"]),

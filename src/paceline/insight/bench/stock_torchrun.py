@@ -23,7 +23,7 @@ from paceline.insight.bench.faults import FaultScript
 from paceline.insight.bench.workload import GLOBAL_BATCH_SIZE
 
 
-class Trainer:
+class SnapshotTrainer:
     """A model, its data, and the snapshot that a restart goes on from."""
 
     def __init__(self, directory: Path) -> None:
@@ -41,9 +41,7 @@ class Trainer:
         self.model = DistributedDataParallel(model)
         dataset = build_dataset()
         self.sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
-        self.loader = DataLoader(
-            dataset, batch_size=GLOBAL_BATCH_SIZE // dist.get_world_size(), sampler=self.sampler
-        )
+        self.loader = DataLoader(dataset, batch_size=GLOBAL_BATCH_SIZE // dist.get_world_size(), sampler=self.sampler)
 
     def train(self, total_epochs: int) -> None:
         """Train what is left of ``total_epochs``."""
@@ -73,7 +71,7 @@ def main(directory: Path, total_epochs: int) -> None:
     """Train, and leave the model's hash."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    trainer = Trainer(directory)
+    trainer = SnapshotTrainer(directory)
     trainer.train(total_epochs)
     if int(os.environ["RANK"]) == 0:
         digest = hashlib.sha256()

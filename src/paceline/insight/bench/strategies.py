@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError
-from paceline.insight.bench.bars import Verdict
-from paceline.insight.bench.comparison import MEMORY, STEPS_PER_S, Comparison, Quantity, compare
+from paceline.insight.bench.bars import TargetResult
+from paceline.insight.bench.comparison import MEMORY, STEPS_PER_S, BenchComparison, Quantity, compare
 from paceline.insight.bench.machine import describe_machine
-from paceline.insight.bench.rounds import Command, Contender, Sample, alternate, read_report
+from paceline.insight.bench.rounds import BenchCommand, Sample, Variant, interleave, read_report
 from paceline.insight.bench.studies import BY_DEFAULT, STUDIES, Progress, StudyName
 from paceline.insight.bench.workload import BATCH_SIZE, MICRO_BATCHES, RANKS
 
@@ -46,7 +46,7 @@ class Suite:
     name: ComparedName
     title: str
     quantity: Quantity
-    contenders: Sequence[Contender]
+    contenders: Sequence[Variant]
     bars: dict[str, float]
     at_most: bool = False
 
@@ -56,8 +56,8 @@ class StrategiesResult:
     """What ``paceline bench strategies`` found."""
 
     rounds: int
-    comparisons: Sequence[Comparison]
-    verdicts: Sequence[Verdict]
+    comparisons: Sequence[BenchComparison]
+    verdicts: Sequence[TargetResult]
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the machine."""
@@ -99,15 +99,15 @@ def bench_strategies(
     for name, value, least in (("rounds", rounds, 1), ("steps", steps, 1), ("warmup", warmup, 1)):
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, but is {value}.")
-    comparisons: list[Comparison] = []
-    verdicts: list[Verdict] = []
+    comparisons: list[BenchComparison] = []
+    verdicts: list[TargetResult] = []
     for suite in suites(steps, warmup):
         if chosen and suite.name not in chosen:
             continue
         comparison = _measure(suite, rounds, progress)
         comparisons.append(comparison)
         verdicts += [
-            Verdict(suite.name, row.title, row.ratio, suite.bars[row.name], suite.at_most)
+            TargetResult(suite.name, row.title, row.ratio, suite.bars[row.name], suite.at_most)
             for row in comparison.rows
             if row.name in suite.bars
         ]
@@ -122,7 +122,7 @@ def bench_strategies(
 
 def suites(steps: int, warmup: int) -> Iterator[Suite]:
     """What can be measured."""
-    for name, title, shards in (
+    for name, title, microbatches in (
         ("fsdp", "fully_shard", RANKS),
         ("tp", "parallelize_module", 1),
         ("pp", "torch.distributed.pipelining, 1F1B", MICRO_BATCHES),
@@ -133,7 +133,7 @@ def suites(steps: int, warmup: int) -> Iterator[Suite]:
             quantity=STEPS_PER_S,
             contenders=[
                 _by_hand(name, f"by hand: {title}", steps, warmup),
-                _paceline(name, f"--strategy {name}", ["--strategy", name], shards, steps, warmup),
+                _paceline(name, f"--strategy {name}", ["--strategy", name], microbatches, steps, warmup),
             ],
             bars={name: 0.95},
         )
@@ -164,17 +164,17 @@ def suites(steps: int, warmup: int) -> Iterator[Suite]:
     )
 
 
-def _measure(suite: Suite, rounds: int, progress: Progress) -> Comparison:
-    def on_sample(number: int, contender: Contender, sample: Sample) -> None:
+def _measure(suite: Suite, rounds: int, progress: Progress) -> BenchComparison:
+    def on_sample(number: int, contender: Variant, sample: Sample) -> None:
         value = f"{suite.quantity.text(sample[suite.quantity.key])} {suite.quantity.title}"
         progress(f"round {number}/{rounds}  {suite.title}  {contender.title}  {value}")
 
-    samples = alternate(suite.contenders, rounds, on_sample)
+    samples = interleave(suite.contenders, rounds, on_sample)
     return compare(suite.title, [suite.quantity], suite.contenders, samples)
 
 
-def _by_hand(peer: str, title: str, steps: int, warmup: int) -> Contender:
-    def commands(directory: Path) -> list[Command]:
+def _by_hand(peer: str, title: str, steps: int, warmup: int) -> Variant:
+    def commands(directory: Path) -> list[BenchCommand]:
         job = {
             "task": _DEEP,
             "fields": {"warmup": warmup, "steps": steps, "report": str(directory / "report.json")},
@@ -189,25 +189,23 @@ def _by_hand(peer: str, title: str, steps: int, warmup: int) -> Contender:
             f"paceline.insight.bench.peers.{peer}",
             json.dumps(job),
         ]
-        return [Command(argv, _variables(rank)) for rank in range(RANKS)]
+        return [BenchCommand(argv, _variables(rank)) for rank in range(RANKS)]
 
-    return Contender(name=f"{peer}-by-hand", title=title, commands=commands)
+    return Variant(name=f"{peer}-by-hand", title=title, commands=commands)
 
 
-def _paceline(
-    name: str, title: str, options: Sequence[str], shards: int, steps: int, warmup: int
-) -> Contender:
-    def commands(directory: Path) -> list[Command]:
+def _paceline(name: str, title: str, options: Sequence[str], microbatches: int, steps: int, warmup: int) -> Variant:
+    def commands(directory: Path) -> list[BenchCommand]:
         words = {
             "--nproc": RANKS,
-            "--shards": shards,
+            "--microbatches": microbatches,
             "--global-batch-size": RANKS * BATCH_SIZE,
             "--max-steps": warmup + steps,
             "--log-every": math.gcd(warmup, steps),
         }
-        return [Command(_train(_PLAIN_DEEP, directory, words, options))]
+        return [BenchCommand(_train(_PLAIN_DEEP, directory, words, options))]
 
-    return Contender(
+    return Variant(
         name=name,
         title=title,
         commands=commands,
@@ -215,20 +213,20 @@ def _paceline(
     )
 
 
-def _in_memory(strategy: str) -> Contender:
-    def commands(directory: Path) -> list[Command]:
+def _in_memory(strategy: str) -> Variant:
+    def commands(directory: Path) -> list[BenchCommand]:
         words = {
             "--nproc": _MEMORY_RANKS,
-            "--shards": _MEMORY_RANKS,
+            "--microbatches": _MEMORY_RANKS,
             "--global-batch-size": 4 * _MEMORY_RANKS,
             "--max-steps": 4,
             "--strategy": strategy,
         }
         fields = {"warmup": 1, "steps": 2, "report": directory / "report.json"}
         sets = [word for key, value in fields.items() for word in ("--set", f"{key}={value}")]
-        return [Command(_train(_GIANT, directory, words, sets), _RETURNED)]
+        return [BenchCommand(_train(_GIANT, directory, words, sets), _RETURNED)]
 
-    return Contender(name=strategy, title=f"--strategy {strategy}", commands=commands, read=read_report)
+    return Variant(name=strategy, title=f"--strategy {strategy}", commands=commands, read=read_report)
 
 
 def _train(task: str, directory: Path, words: dict[str, Any], options: Sequence[str]) -> list[str]:
@@ -237,7 +235,7 @@ def _train(task: str, directory: Path, words: dict[str, Any], options: Sequence[
         "--device": "cpu",
         "--eval-every": "never",
         "--checkpoint-every": "never",
-        "--run": directory / "run",
+        "--run-dir": directory / "run",
     }
     command = [sys.executable, "-m", "paceline", "train", task, "--quiet", *options]
     return command + [str(word) for option in (alike | words).items() for word in option]

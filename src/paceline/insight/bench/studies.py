@@ -13,7 +13,7 @@ from typing import Literal
 
 from paceline.core.errors import LaunchError
 from paceline.insight.bench import pipedream, slow_link
-from paceline.insight.bench.bars import Verdict
+from paceline.insight.bench.bars import TargetResult
 from paceline.insight.bench.comparison import Spread
 
 Progress = Callable[[str], None]
@@ -23,7 +23,7 @@ _PAIRS_A_ROUND = 7
 _POINTS = " points"
 
 
-def _pipeline(rounds: int, progress: Progress) -> list[Verdict]:
+def _pipeline(rounds: int, progress: Progress) -> list[TargetResult]:
     """Balanced over equal stages, this runtime over torch's, and what 1F1B holds over what GPipe does."""
     pairs = rounds * _PAIRS_A_ROUND
     progress(f"pipeline: two processes, {pairs} times some steps of each in turn")
@@ -31,13 +31,13 @@ def _pipeline(rounds: int, progress: Progress) -> list[Verdict]:
         found = json.loads(_output([sys.executable, "-m", "paceline.insight.bench.pipeline", str(pairs)]))
     held = found["activations_of_1f1b_mib"] / found["activations_of_gpipe_mib"]
     return [
-        Verdict("pipeline", "balanced over equal stages", _spread(found["balanced_over_equal"]), 1.25),
-        Verdict("pipeline", "over torch's stages by hand", _spread(found["over_torch_by_hand"]), 0.95),
-        Verdict("pipeline", "memory of 1F1B over GPipe's", Spread.of([held]), 1.0, at_most=True),
+        TargetResult("pipeline", "balanced over equal stages", _spread(found["balanced_over_equal"]), 1.25),
+        TargetResult("pipeline", "over torch's stages by hand", _spread(found["over_torch_by_hand"]), 0.95),
+        TargetResult("pipeline", "memory of 1F1B over GPipe's", Spread.of([held]), 1.0, at_most=True),
     ]
 
 
-def _pipedream(rounds: int, progress: Progress) -> list[Verdict]:
+def _pipedream(rounds: int, progress: Progress) -> list[TargetResult]:
     """PipeDream's throughput over 1F1B's on the same stages, and by how much it is less accurate."""
     progress("pipedream: trainings under 1f1b and pipedream in turns")
     with _failures_told("pipedream"), _directory() as directory:
@@ -46,12 +46,12 @@ def _pipedream(rounds: int, progress: Progress) -> list[Verdict]:
     ratios = [fast / slow for fast, slow in zip(of["pipedream"], of["1f1b"], strict=True)]
     worse = 100 * (found.accuracy["1f1b"] - found.accuracy["pipedream"])
     return [
-        Verdict("pipedream", "samples/s over 1F1B's", Spread.of(ratios), 1.15),
-        Verdict("pipedream", "less accurate by", Spread.of([worse]), 0.5, at_most=True, unit=_POINTS),
+        TargetResult("pipedream", "samples/s over 1F1B's", Spread.of(ratios), 1.15),
+        TargetResult("pipedream", "less accurate by", Spread.of([worse]), 0.5, at_most=True, unit=_POINTS),
     ]
 
 
-def _slow_link(rounds: int, progress: Progress) -> list[Verdict]:
+def _slow_link(rounds: int, progress: Progress) -> list[TargetResult]:
     """How many times less crosses the link than with plain ddp, and how much less accurate the model is."""
     less: dict[str, list[float]] = {}
     worse: dict[str, list[float]] = {}
@@ -67,16 +67,16 @@ def _slow_link(rounds: int, progress: Progress) -> list[Verdict]:
     verdicts = []
     for name, ratios in less.items():
         bar = bars[name]
-        verdicts.append(Verdict("slow-link", f"{name}: times less sent", Spread.of(ratios), bar))
+        verdicts.append(TargetResult("slow-link", f"{name}: times less sent", Spread.of(ratios), bar))
         points = Spread.of(worse[name])
         limit = None if bar is None else most
         verdicts.append(
-            Verdict("slow-link", f"{name}: less accurate by", points, limit, at_most=True, unit=_POINTS)
+            TargetResult("slow-link", f"{name}: less accurate by", points, limit, at_most=True, unit=_POINTS)
         )
     return verdicts
 
 
-def _slow_worker(rounds: int, progress: Progress) -> list[Verdict]:
+def _slow_worker(rounds: int, progress: Progress) -> list[TargetResult]:
     """Parameter servers with one slow worker: throughput and accuracy against the synchronous mode's."""
     from paceline.insight.bench import slow_worker  # its task is torch's
 
@@ -93,8 +93,8 @@ def _slow_worker(rounds: int, progress: Progress) -> list[Verdict]:
         verdict
         for name in ratios
         for verdict in (
-            Verdict("slow-worker", f"{name}: samples/s over sync's", Spread.of(ratios[name]), None),
-            Verdict(
+            TargetResult("slow-worker", f"{name}: samples/s over sync's", Spread.of(ratios[name]), None),
+            TargetResult(
                 *("slow-worker", f"{name}: less accurate by", Spread.of(worse[name]), None),
                 at_most=True,
                 unit=_POINTS,
@@ -103,7 +103,7 @@ def _slow_worker(rounds: int, progress: Progress) -> list[Verdict]:
     ]
 
 
-STUDIES: Mapping[StudyName, Callable[[int, Progress], list[Verdict]]] = {
+STUDIES: Mapping[StudyName, Callable[[int, Progress], list[TargetResult]]] = {
     "pipeline": _pipeline,
     "pipedream": _pipedream,
     "slow-link": _slow_link,
@@ -137,8 +137,7 @@ def _failures_told(suite: str) -> Iterator[None]:
     except subprocess.CalledProcessError as error:
         said = (error.stderr or error.stdout or "").strip().splitlines()
         raise LaunchError(
-            f"--suite {suite}: a process ended with exit code {error.returncode}"
-            + (f": {said[-1]}" if said else ".")
+            f"--suite {suite}: a process ended with exit code {error.returncode}" + (f": {said[-1]}" if said else ".")
         ) from error
     except RuntimeError as error:
         raise LaunchError(f"--suite {suite}: {error}. Leave the suite out, or run it as root.") from error

@@ -19,18 +19,18 @@ from paceline.insight.bench.comparison import (
     SLOW_SHARE,
     STALL,
     STEPS_PER_S,
-    Comparison,
+    BenchComparison,
     Quantity,
     compare,
 )
 from paceline.insight.bench.machine import describe_machine
 from paceline.insight.bench.peers import INSTALL, PEERS, Peer
-from paceline.insight.bench.rounds import Command, Contender, Sample, alternate, read_report
+from paceline.insight.bench.rounds import BenchCommand, Sample, Variant, interleave, read_report
 from paceline.insight.bench.workload import (
     BATCH_SIZE,
     CONVNET,
     RANKS,
-    UNBALANCED_SHARDS,
+    UNBALANCED_MICROBATCHES,
     WIDE_MLP,
     Workload,
     paceline_command,
@@ -55,7 +55,7 @@ class BenchResult:
 
     benchmark: str
     settings: dict[str, Any]
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[BenchComparison]
     missing: Sequence[Peer] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -70,9 +70,7 @@ class BenchResult:
                 **self.settings,
             },
             "comparisons": [comparison.as_json() for comparison in self.comparisons],
-            "missing": [
-                {"name": peer.name, "package": peer.package, "install": INSTALL} for peer in self.missing
-            ],
+            "missing": [{"name": peer.name, "package": peer.package, "install": INSTALL} for peer in self.missing],
         }
 
     def notes(self) -> list[str]:
@@ -96,7 +94,7 @@ def bench_train(
     rounds: int,
     steps: int | None,
     warmup: int | None,
-    shards: int,
+    microbatches: int,
     progress: Progress,
 ) -> BenchResult:
     """Step rates of a hand-written loop, of peers and of Paceline; ratios are to the first peer.
@@ -107,14 +105,14 @@ def bench_train(
         rounds: how often each is measured.
         steps: steps to measure; None: the workload's own number.
         warmup: steps before; None: the workload's own number.
-        shards: Paceline's ``--shards``, a multiple of the ranks.
+        microbatches: Paceline's ``--microbatches``, a multiple of the ranks.
         progress: told about each round.
 
     Raises:
         ConfigError: a number is out of range, or none of the peers is installed.
         LaunchError: a process failed.
     """
-    _check(rounds=rounds, steps=steps, warmup=warmup, shards=shards)
+    _check(rounds=rounds, steps=steps, warmup=warmup, microbatches=microbatches)
     chosen = [PEERS[name] for name in dict.fromkeys(peers)]
     present = [peer for peer in chosen if peer.version is not None]
     missing = [peer for peer in chosen if peer.version is None]
@@ -126,10 +124,10 @@ def bench_train(
     comparisons = []
     resized = _resized(workloads, steps, warmup)
     for workload in resized:
-        contenders = [_peer_contender(peer, workload, shards) for peer in present]
+        contenders = [_peer_contender(peer, workload, microbatches) for peer in present]
         comparisons.append(_compare(workload.title, [STEPS_PER_S], contenders, rounds, progress))
     versions = {peer.package: peer.version for peer in present}
-    settings = {"rounds": rounds, "shards": shards, "versions": versions, **_steps_of(resized)}
+    settings = {"rounds": rounds, "microbatches": microbatches, "versions": versions, **_steps_of(resized)}
     return BenchResult("train", settings, comparisons, missing)
 
 
@@ -183,48 +181,48 @@ def bench_memory(*, rounds: int, progress: Progress) -> BenchResult:
     _check(rounds=rounds)
     if not sys.platform.startswith("linux"):
         raise ConfigError("bench memory reads the peak from /proc, which only Linux has.")
-    contenders = [
-        _peer_contender(PEERS[name], WIDE_MLP, RANKS) for name in ("ddp", "paceline-fast", "paceline-exact")
-    ]
+    contenders = [_peer_contender(PEERS[name], WIDE_MLP, RANKS) for name in ("ddp", "paceline-fast", "paceline-exact")]
     comparison = _compare(WIDE_MLP.title, [MEMORY], contenders, rounds, progress)
     return BenchResult("memory", {"rounds": rounds, **_steps_of([WIDE_MLP])}, [comparison])
 
 
-def bench_shards(
+def bench_microbatches(
     *,
     workloads: Sequence[Workload],
-    shards: Sequence[int],
+    microbatches: Sequence[int],
     rounds: int,
     steps: int | None,
     progress: Progress,
 ) -> BenchResult:
-    """Step times of the exact reduction for several numbers of shards; ratios are to the first.
+    """Step times of the exact reduction for several numbers of micro-batches; ratios are to the first.
 
     Raises:
         ConfigError: a number is out of range.
         LaunchError: a process failed.
     """
-    for count in shards:
-        _check(rounds=rounds, steps=steps, shards=count)
+    for count in microbatches:
+        _check(rounds=rounds, steps=steps, microbatches=count)
     comparisons = []
     resized = _resized(workloads, steps, None)
     for workload in resized:
         contenders = []
-        for count in dict.fromkeys(shards):
+        for count in dict.fromkeys(microbatches):
             peer = dataclasses.replace(
-                PEERS["paceline-exact"], name=f"{count}-shards", title=f"{count} shards"
+                PEERS["paceline-exact"], name=f"{count}-micro-batches", title=f"{count} micro-batches"
             )
             contenders.append(_peer_contender(peer, workload, count))
         comparisons.append(_compare(workload.title, [MS_PER_STEP], contenders, rounds, progress))
     return BenchResult(
-        "shards", {"rounds": rounds, "shards": list(shards), **_steps_of(resized)}, comparisons
+        "microbatches",
+        {"rounds": rounds, "microbatches": list(microbatches), **_steps_of(resized)},
+        comparisons,
     )
 
 
 def bench_shares(*, rounds: int, steps: int, warmup: int, progress: Progress) -> BenchResult:
-    """Step rates with a rank at half speed: shards shared by measured speed against equally.
+    """Step rates with a rank at half speed: micro-batches shared by measured speed against equally.
 
-    Ratios are to equal sharing. Beside the rate, the shards that the slow rank had in the end.
+    Ratios are to equal sharing. Beside the rate, the micro-batches that the slow rank had in the end.
 
     Raises:
         ConfigError: a number is out of range.
@@ -233,25 +231,21 @@ def bench_shares(*, rounds: int, steps: int, warmup: int, progress: Progress) ->
     _check(rounds=rounds, steps=steps, warmup=warmup)
     record_every = math.gcd(warmup, steps)
 
-    def contender(balance: str, title: str) -> Contender:
-        def commands(directory: Path) -> list[Command]:
-            argv = unbalanced_command(
-                directory, balance=balance, max_steps=warmup + steps, record_every=record_every
-            )
+    def contender(balance: str, title: str) -> Variant:
+        def commands(directory: Path) -> list[BenchCommand]:
+            argv = unbalanced_command(directory, balance=balance, max_steps=warmup + steps, record_every=record_every)
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_master_port("torch", RANKS))}
             return [
-                Command(argv, _rank_variables(rank) | meeting, half_speed=rank == RANKS - 1)
+                BenchCommand(argv, _rank_variables(rank) | meeting, half_speed=rank == RANKS - 1)
                 for rank in range(RANKS)
             ]
 
-        return Contender(
-            name=balance, title=title, commands=commands, read=lambda d: _read_shares(d, warmup, steps)
-        )
+        return Variant(name=balance, title=title, commands=commands, read=lambda d: _read_shares(d, warmup, steps))
 
     contenders = [contender("equal", "shared equally"), contender("auto", "shared by speed")]
-    title = f"{UNBALANCED_SHARDS} shards, rank {RANKS - 1} half as fast"
+    title = f"{UNBALANCED_MICROBATCHES} micro-batches, rank {RANKS - 1} half as fast"
     comparison = _compare(title, [STEPS_PER_S, SLOW_SHARE], contenders, rounds, progress)
-    settings = {"rounds": rounds, "shards": UNBALANCED_SHARDS, "warmup": warmup, "steps": steps}
+    settings = {"rounds": rounds, "microbatches": UNBALANCED_MICROBATCHES, "warmup": warmup, "steps": steps}
     return BenchResult("shares", settings, [comparison])
 
 
@@ -266,7 +260,7 @@ def _read_shares(directory: Path, warmup: int, steps: int) -> Sample:
         "steps": steps,
         "seconds": seconds,
         STEPS_PER_S.key: steps / seconds,
-        SLOW_SHARE.key: shares[-1][-1] if shares else UNBALANCED_SHARDS // RANKS,
+        SLOW_SHARE.key: shares[-1][-1] if shares else UNBALANCED_MICROBATCHES // RANKS,
         "changes": len(shares),
     }
 
@@ -274,17 +268,17 @@ def _read_shares(directory: Path, warmup: int, steps: int) -> Sample:
 def _compare(
     title: str,
     quantities: Sequence[Quantity],
-    contenders: Sequence[Contender],
+    contenders: Sequence[Variant],
     rounds: int,
     progress: Progress,
-) -> Comparison:
+) -> BenchComparison:
     first = quantities[0]
 
-    def on_sample(number: int, contender: Contender, sample: Sample) -> None:
+    def on_sample(number: int, contender: Variant, sample: Sample) -> None:
         value = f"{first.text(sample[first.key])} {first.title}"
         progress(f"round {number}/{rounds}  {title}  {contender.title}  {value}")
 
-    return compare(title, quantities, contenders, alternate(contenders, rounds, on_sample))
+    return compare(title, quantities, contenders, interleave(contenders, rounds, on_sample))
 
 
 def _option_contender(
@@ -295,22 +289,24 @@ def _option_contender(
     checkpoint_every: str = "never",
     recover: str = "auto",
     read: Callable[[Path], Sample] = read_report,
-) -> Contender:
+) -> Variant:
     """Paceline with the exact reduction, as these options have it."""
 
-    def commands(directory: Path) -> list[Command]:
+    def commands(directory: Path) -> list[BenchCommand]:
         argv = paceline_command(
             workload, directory, reduction="exact", checkpoint_every=checkpoint_every, recover=recover
         )
-        return [Command(argv)]
+        return [BenchCommand(argv)]
 
-    return Contender(name=name, title=title, commands=commands, read=read)
+    return Variant(name=name, title=title, commands=commands, read=read)
 
 
-def _peer_contender(peer: Peer, workload: Workload, shards: int) -> Contender:
-    def commands(directory: Path) -> list[Command]:
+def _peer_contender(peer: Peer, workload: Workload, microbatches: int) -> Variant:
+    def commands(directory: Path) -> list[BenchCommand]:
         if peer.reduction is not None:
-            return [Command(paceline_command(workload, directory, reduction=peer.reduction, shards=shards))]
+            return [
+                BenchCommand(paceline_command(workload, directory, reduction=peer.reduction, microbatches=microbatches))
+            ]
         assert peer.module is not None
         job = {
             "task": workload.task,
@@ -320,9 +316,9 @@ def _peer_contender(peer: Peer, workload: Workload, shards: int) -> Contender:
             "init_method": (directory / "rendezvous").as_uri(),
         }
         argv = [sys.executable, "-m", "paceline.insight.bench.peers", peer.module, json.dumps(job)]
-        return [Command(argv, _rank_variables(rank)) for rank in range(RANKS)]
+        return [BenchCommand(argv, _rank_variables(rank)) for rank in range(RANKS)]
 
-    return Contender(name=peer.name, title=peer.title, commands=commands)
+    return Variant(name=peer.name, title=peer.title, commands=commands)
 
 
 def _rank_variables(rank: int) -> dict[str, str]:
@@ -361,13 +357,15 @@ def _steps_of(workloads: Sequence[Workload]) -> dict[str, dict[str, int]]:
     }
 
 
-def _check(*, rounds: int, steps: int | None = None, warmup: int | None = None, shards: int = RANKS) -> None:
+def _check(*, rounds: int, steps: int | None = None, warmup: int | None = None, microbatches: int = RANKS) -> None:
     if rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, but is {rounds}.")
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps must be at least 1, but is {steps}.")
     if warmup is not None and warmup < 0:
         raise ConfigError(f"--warmup must not be negative, but is {warmup}.")
-    most = RANKS * BATCH_SIZE // Task.min_shard
-    if not 0 < shards <= most or shards % RANKS:
-        raise ConfigError(f"shards must be a multiple of the {RANKS} ranks, up to {most}, but is {shards}.")
+    most = RANKS * BATCH_SIZE // Task.min_microbatch_size
+    if not 0 < microbatches <= most or microbatches % RANKS:
+        raise ConfigError(
+            f"micro-batches must be a multiple of the {RANKS} ranks, up to {most}, but is {microbatches}."
+        )

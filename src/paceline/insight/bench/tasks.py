@@ -34,7 +34,7 @@ class Timed(Task):
     Attributes:
         warmup: steps before the clock starts.
         steps: steps that are measured; the run must go on for one step more.
-        loss_calls: calls of ``loss`` a step on rank 0 (its shards).
+        loss_calls: calls of ``loss`` a step on rank 0 (its micro-batches).
         report: the file that rank 0 writes.
     """
 

@@ -63,8 +63,17 @@ def _paceline(*options: str) -> Callable[[Path, int, int], list[str]]:
                 "paceline.insight.bench.disturbed:Disturbed",
                 "--quiet",
             ),
-            *("--set", f"script={directory}", "--run", str(directory / "run"), "--device", "cpu"),
-            *("--nproc", str(nproc), "--shards", str(nproc), "--threads", "1", "--max-steps", str(steps)),
+            *("--set", f"script={directory}", "--run-dir", str(directory / "run"), "--device", "cpu"),
+            *(
+                "--nproc",
+                str(nproc),
+                "--microbatches",
+                str(nproc),
+                "--threads",
+                "1",
+                "--max-steps",
+                str(steps),
+            ),
             *("--checkpoint-every", f"{STEPS_PER_EPOCH}steps", "--eval-every", "never", *options),
         ]
 
@@ -100,7 +109,7 @@ RECOVERERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class RecoveryTrial:
     """One job, from its start to its end, over all that befell it.
 
     Attributes:
@@ -130,7 +139,7 @@ class _Watch:
     hung: list[bool] = field(default_factory=list)
 
 
-def run_trial(recoverer: Recoverer, kills: list[Kill], nproc: int, steps: int, hang_after_s: float) -> Trial:
+def run_trial(recoverer: Recoverer, kills: list[Kill], nproc: int, steps: int, hang_after_s: float) -> RecoveryTrial:
     """Train ``steps`` steps on ``nproc`` workers, of which some are killed.
 
     Raises:
@@ -143,8 +152,7 @@ def run_trial(recoverer: Recoverer, kills: list[Kill], nproc: int, steps: int, h
         while not _run_once(recoverer, directory, script, watch, nproc, steps, hang_after_s):
             if len(watch.starts) > len(script.killed_at()):
                 raise LaunchError(
-                    f"bench: {recoverer.title} made no progress though nothing was killed."
-                    f"{log_tails(directory)}"
+                    f"bench: {recoverer.title} made no progress though nothing was killed.{log_tails(directory)}"
                 )
         result = json.loads((directory / recoverer.result).read_text(encoding="utf-8"))
         return judge(script, watch.starts, watch.hung, str(result["model_sha256"]))
@@ -191,7 +199,7 @@ def _recorded_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("steps-*.txt"))
 
 
-def judge(script: FaultScript, starts: Sequence[float], hung: Sequence[bool], model_sha256: str) -> Trial:
+def judge(script: FaultScript, starts: Sequence[float], hung: Sequence[bool], model_sha256: str) -> RecoveryTrial:
     """What the records of a finished job say.
 
     Args:
@@ -215,7 +223,7 @@ def judge(script: FaultScript, starts: Sequence[float], hung: Sequence[bool], mo
             recoveries_ms.append(1000 * (again - killed))
         first = next((step for _, step in after), before + 1)
         repeated += max(0, before - first + 1)
-    return Trial(
+    return RecoveryTrial(
         kills=len(kills),
         recoveries_ms=recoveries_ms,
         hung=lost[True],

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import LaunchError
-from paceline.core.parent_death import tethered
-from paceline.insight.bench.bars import Verdict
-from paceline.insight.bench.comparison import Comparison, Spread
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.insight.bench.bars import TargetResult
+from paceline.insight.bench.comparison import BenchComparison, Spread
 from paceline.insight.bench.machine import describe_machine
 from paceline.tune.plan_search import own_cpus
 
@@ -52,10 +52,10 @@ class TuningResult:
     search_s: Sequence[float]
     apart_s: Sequence[float]
     alone: int
-    comparisons: Sequence[Comparison] = ()
+    comparisons: Sequence[BenchComparison] = ()
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[TargetResult]:
         """The bars."""
         points = 100 * (self.grid_best - self.asha_best)
         share = 100 * self.asha_steps / self.grid_steps
@@ -91,13 +91,11 @@ class TuningResult:
         ]
 
 
-def _verdict(what: str, values: Sequence[float], unit: str, bar: float | None) -> Verdict:
-    return Verdict("tune", what, Spread.of(values), bar, at_most=True, unit=unit)
+def _verdict(what: str, values: Sequence[float], unit: str, bar: float | None) -> TargetResult:
+    return TargetResult("tune", what, Spread.of(values), bar, at_most=True, unit=unit)
 
 
-def bench_tuning(
-    *, trials: int, steps: int, alone: int, rounds: int, progress: Callable[[str], None]
-) -> TuningResult:
+def bench_tuning(*, trials: int, steps: int, alone: int, rounds: int, progress: Callable[[str], None]) -> TuningResult:
     """Search with ASHA and by a grid of the same configurations; then trials one after another.
 
     Args:
@@ -118,7 +116,7 @@ def bench_tuning(
         def search(label: str, *options: str) -> tuple[dict[str, Any], float]:
             progress(f"tune: {label}")
             began = time.perf_counter()
-            words = ("tune", _TASK, *space, *run, "--run", str(home / label), *options)
+            words = ("tune", _TASK, *space, *run, "--run-dir", str(home / label), *options)
             return _run(words), time.perf_counter() - began
 
         asha, _ = search("asha", "--trials", str(trials))
@@ -128,7 +126,7 @@ def bench_tuning(
         for number in range(rounds):
             progress(f"train: round {number + 1} of {rounds}")
             began = time.perf_counter()
-            _run(("train", _TASK, *run, "--threads", "1", "--run", str(home / f"train-{number}"), "--quiet"))
+            _run(("train", _TASK, *run, "--threads", "1", "--run-dir", str(home / f"train-{number}"), "--quiet"))
             train_s.append(time.perf_counter() - began)
             found, seconds = search(f"one-by-one-{number}", *one_by_one, "--threads", "1")
             search_s.append(seconds)
@@ -149,7 +147,7 @@ def bench_tuning(
 def _run(words: Sequence[str]) -> dict[str, Any]:
     """Run a command of Paceline's; return what it prints as JSON."""
     done = subprocess.run(
-        tethered([sys.executable, "-m", "paceline", *words, "--json"]),
+        kill_with_parent_command([sys.executable, "-m", "paceline", *words, "--json"]),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -11,8 +11,8 @@ RANKS = 2
 BATCH_SIZE = 64
 """Samples a rank and step."""
 
-UNBALANCED_SHARDS = 12
-"""Shards that ranks of unequal speed share."""
+UNBALANCED_MICROBATCHES = 12
+"""Micro-batches that ranks of unequal speed share."""
 
 MICRO_BATCHES = 8
 """Of a pipeline's step."""
@@ -65,9 +65,7 @@ CONVNET = Workload(
     warmup=50,
     steps=400,
 )
-MLP = Workload(
-    name="mlp", title="784-32-10 MLP", task="paceline.insight.bench.tasks:TimedMLP", warmup=200, steps=4000
-)
+MLP = Workload(name="mlp", title="784-32-10 MLP", task="paceline.insight.bench.tasks:TimedMLP", warmup=200, steps=4000)
 WIDE_MLP = Workload(
     name="wide-mlp",
     title="20M-parameter MLP",
@@ -85,7 +83,7 @@ def paceline_command(
     directory: Path,
     *,
     reduction: str,
-    shards: int = RANKS,
+    microbatches: int = RANKS,
     checkpoint_every: str = "never",
     recover: str = "auto",
 ) -> list[str]:
@@ -96,13 +94,13 @@ def paceline_command(
         {
             "--nproc": RANKS,
             "--reduction": reduction,
-            "--shards": shards,
+            "--microbatches": microbatches,
             "--max-steps": workload.total_steps,
             "--checkpoint-every": checkpoint_every,
             "--recover": recover,
         },
     )
-    for field, value in workload.task_fields(directory, loss_calls=shards // RANKS).items():
+    for field, value in workload.task_fields(directory, loss_calls=microbatches // RANKS).items():
         command += ["--set", f"{field}={value}"]
     return command
 
@@ -113,8 +111,8 @@ def unbalanced_command(directory: Path, *, balance: str, max_steps: int, record_
         "paceline.insight.bench.tasks:ConvNetAlone",
         directory,
         {
-            "--balance": balance,
-            "--shards": UNBALANCED_SHARDS,
+            "--load-balance": balance,
+            "--microbatches": UNBALANCED_MICROBATCHES,
             "--max-steps": max_steps,
             "--checkpoint-every": "never",
             "--log-every": record_every,
@@ -128,7 +126,7 @@ def _train(task: str, directory: Path, options: dict[str, Any]) -> list[str]:
         "--device": "cpu",
         "--global-batch-size": RANKS * BATCH_SIZE,
         "--eval-every": "never",
-        "--run": directory / "run",
+        "--run-dir": directory / "run",
     }
     command = [sys.executable, "-m", "paceline", "train", task, "--quiet"]
     for option, value in (alike | options).items():

@@ -93,7 +93,7 @@ function row(run) {
     h("span", { class: "unseen" }, ` ${worst.severity}: ${worst.text}`),
   );
   const name = h("a", { href: `#run=${run.id}` }, run.name);
-  const processes = run.world_size === null ? "" : `${run.world_size} × ${run.shards ?? "?"}`;
+  const processes = run.world_size === null ? "" : `${run.world_size} × ${run.microbatches ?? "?"}`;
   const cells = [
     pill(run.state), [name, mark ? " " : null, mark], run.task ?? "", progress(run), processes,
     run.steps_per_s === null ? "" : figure(run.steps_per_s),

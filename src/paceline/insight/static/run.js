@@ -115,7 +115,7 @@ function head(run, goodput, throughput, loss) {
     [run.metric ?? "", run.value === null ? null : figure(run.value)],
     ["samples/s", throughput === undefined ? null : figure(throughput)],
     ["processes", run.world_size],
-    ["shards", run.shards],
+    ["micro-batches", run.micro-batches],
     ["at work", run.seconds === null ? null : duration(run.seconds)],
     ["to go", left === null ? null : duration(left)],
     ["goodput", typeof goodput === "number" ? `${(goodput * 100).toFixed(1)} %` : null],

@@ -16,7 +16,7 @@ from paceline.core.option_sets import select
 from paceline.core.options import flag, parse_mesh
 from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory
-from paceline.runs.failures import Failure, read_failure
+from paceline.runs.failures import FailureRecord, read_failure
 
 # --- Every way to train, and what it promises: the one table to which a new strategy is added. No torch ---
 
@@ -32,7 +32,7 @@ Class = Literal["bits", "tolerance", "reference", "convergence"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class StrategyCase:
     """One way to train.
 
     Attributes:
@@ -49,18 +49,18 @@ class Method:
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    promises: Class = "bits"
+    guarantee: Class = "bits"
     least: int = 2
     most: int | None = None
     needs: str | None = None
     simulation: str | None = None
     takes_callbacks: bool = True
 
-    def beside(self, options: Mapping[str, Any]) -> Method:
+    def with_options(self, options: Mapping[str, Any]) -> StrategyCase:
         """The method, with what it promises where all runs have these options."""
         sharded = self.options.get("strategy") == "fsdp" or "fsdp" in self.options.get("mesh", "")
-        if self.promises == "bits" and sharded and options.get("clip_norm") is not None:
-            return replace(self, promises="tolerance")  # the norm is added up from the ranks' parts
+        if self.guarantee == "bits" and sharded and options.get("clip_norm") is not None:
+            return replace(self, guarantee="tolerance")  # the norm is added up from the ranks' parts
         return self
 
     def options_on(self, world_size: int) -> dict[str, Any] | None:
@@ -77,89 +77,89 @@ class Method:
 
 
 METHODS = (
-    Method(name="single", options={"strategy": "single"}, least=1, most=1),
-    Method(name="dp", options={"strategy": "dp", "dp_devices": 2}, least=1, most=1),
-    Method(name="ddp", options={"strategy": "ddp"}),
-    Method(name="ddp-fast", options={"strategy": "ddp", "reduction": "fast"}, promises="tolerance"),
-    Method(name="ddp-torch", options={"strategy": "ddp", "reduction": "torch"}, promises="tolerance"),
-    Method(
+    StrategyCase(name="single", options={"strategy": "single"}, least=1, most=1),
+    StrategyCase(name="dp", options={"strategy": "dp", "dp_devices": 2}, least=1, most=1),
+    StrategyCase(name="ddp", options={"strategy": "ddp"}),
+    StrategyCase(name="ddp-allreduce", options={"strategy": "ddp", "reduction": "allreduce"}, guarantee="tolerance"),
+    StrategyCase(name="ddp-stock", options={"strategy": "ddp", "reduction": "ddp"}, guarantee="tolerance"),
+    StrategyCase(
         name="fp16-hook",
         options={"comm_hook": "fp16"},
-        promises="reference",
+        guarantee="reference",
         most=2,
         simulation="paceline.insight.verify.reference:simulated_compression",
     ),
-    Method(
+    StrategyCase(
         name="bf16-hook",
         options={"comm_hook": "bf16"},
-        promises="reference",
+        guarantee="reference",
         most=2,
         simulation="paceline.insight.verify.reference:simulated_compression",
     ),
-    Method(
+    StrategyCase(
         name="local-sgd",
-        options={"sync_every": 2},
-        promises="reference",
+        options={"local_sgd_steps": 2},
+        guarantee="reference",
         simulation="paceline.insight.verify.reference:simulated_model",
     ),
-    Method(
+    StrategyCase(
         name="diloco",
-        options={"sync_every": 2, "outer_optimizer": "nesterov"},
-        promises="reference",
+        options={"local_sgd_steps": 2, "outer_optimizer": "nesterov"},
+        guarantee="reference",
         simulation="paceline.insight.verify.reference:simulated_model",
     ),
-    Method(name="powersgd-hook", options={"comm_hook": "powersgd"}, promises="convergence"),
-    Method(name="zero1", options={"strategy": "zero1"}),
-    Method(name="fsdp", options={"strategy": "fsdp"}),
-    Method(name="dp-fsdp", options={"mesh": "dp=*,fsdp=2"}, least=4),
-    Method(name="fsdp-fast", options={"strategy": "fsdp", "reduction": "fast"}, promises="tolerance"),
-    Method(name="tp", options={"strategy": "tp"}, promises="tolerance"),
-    Method(name="tp-sequence", options={"strategy": "tp", "sequence_parallel": True}, promises="tolerance"),
-    Method(name="dp-tp", options={"mesh": "dp=*,tp=2"}, promises="tolerance", least=4),
-    Method(name="fsdp-tp", options={"mesh": "fsdp=*,tp=2"}, promises="tolerance", least=4),
-    Method(name="mp", options={"strategy": "mp"}),
-    Method(name="pp-gpipe", options={"strategy": "pp", "pp_schedule": "gpipe"}),
-    Method(name="pp-1f1b", options={"strategy": "pp", "pp_schedule": "1f1b"}),
-    Method(name="pp-interleaved", options={"strategy": "pp", "pp_schedule": "interleaved"}),
-    Method(name="pp-zero-bubble", options={"strategy": "pp", "pp_schedule": "zero-bubble"}),
-    Method(
+    StrategyCase(name="powersgd-hook", options={"comm_hook": "powersgd"}, guarantee="convergence"),
+    StrategyCase(name="zero1", options={"strategy": "zero1"}),
+    StrategyCase(name="fsdp", options={"strategy": "fsdp"}),
+    StrategyCase(name="dp-fsdp", options={"mesh": "dp=*,fsdp=2"}, least=4),
+    StrategyCase(name="fsdp-allreduce", options={"strategy": "fsdp", "reduction": "allreduce"}, guarantee="tolerance"),
+    StrategyCase(name="tp", options={"strategy": "tp"}, guarantee="tolerance"),
+    StrategyCase(name="tp-sequence", options={"strategy": "tp", "sequence_parallel": True}, guarantee="tolerance"),
+    StrategyCase(name="dp-tp", options={"mesh": "dp=*,tp=2"}, guarantee="tolerance", least=4),
+    StrategyCase(name="fsdp-tp", options={"mesh": "fsdp=*,tp=2"}, guarantee="tolerance", least=4),
+    StrategyCase(name="pp-sequential", options={"strategy": "pp", "pp_schedule": "sequential"}),
+    StrategyCase(name="pp-gpipe", options={"strategy": "pp", "pp_schedule": "gpipe"}),
+    StrategyCase(name="pp-1f1b", options={"strategy": "pp", "pp_schedule": "1f1b"}),
+    StrategyCase(name="pp-interleaved", options={"strategy": "pp", "pp_schedule": "interleaved"}),
+    StrategyCase(name="pp-zero-bubble", options={"strategy": "pp", "pp_schedule": "zero-bubble"}),
+    StrategyCase(
         name="pipedream",
         options={"strategy": "pp", "pp_schedule": "pipedream", "pp_split": "equal"},
-        promises="reference",
+        guarantee="reference",
         simulation="paceline.insight.verify.reference:simulated_pipedream",
     ),
-    Method(name="pp-dp", options={"mesh": "pp=2,dp=*"}, least=4),
-    Method(name="pp-tp", options={"mesh": "pp=2,tp=*"}, promises="tolerance", least=4, most=4),
-    Method(name="pp-dp-tp", options={"mesh": "pp=2,dp=*,tp=2"}, promises="tolerance", least=8),
-    Method(name="ps", options={"strategy": "ps"}, takes_callbacks=False),
-    Method(
+    StrategyCase(name="pp-dp", options={"mesh": "pp=2,dp=*"}, least=4),
+    StrategyCase(name="pp-tp", options={"mesh": "pp=2,tp=*"}, guarantee="tolerance", least=4, most=4),
+    StrategyCase(name="pp-dp-tp", options={"mesh": "pp=2,dp=*,tp=2"}, guarantee="tolerance", least=8),
+    StrategyCase(name="ps", options={"strategy": "ps"}, takes_callbacks=False),
+    StrategyCase(
         name="ps-async",
         options={"strategy": "ps", "ps_mode": "async"},
-        promises="convergence",
+        guarantee="convergence",
         takes_callbacks=False,
     ),
-    Method(
+    StrategyCase(
         name="ps-ssp",
-        options={"strategy": "ps", "ps_mode": "ssp", "staleness": 2},
-        promises="convergence",
+        options={"strategy": "ps", "ps_mode": "ssp", "ps_staleness": 2},
+        guarantee="convergence",
         takes_callbacks=False,
     ),
-    Method(name="hogwild", options={"strategy": "hogwild"}, promises="convergence", takes_callbacks=False),
+    StrategyCase(name="hogwild", options={"strategy": "hogwild"}, guarantee="convergence", takes_callbacks=False),
     *(
-        Method(
+        StrategyCase(
             name=f"deepspeed-{stage}",
             options={"strategy": "deepspeed", "zero_stage": stage},
-            promises="tolerance",
+            guarantee="tolerance",
             needs="deepspeed",
         )
         for stage in (1, 2, 3)
     ),
-    Method(name="horovod", options={"strategy": "horovod"}, promises="tolerance", needs="horovod"),
+    StrategyCase(name="horovod", options={"strategy": "horovod"}, guarantee="tolerance", needs="horovod"),
 )
 """All methods, in the order of the report."""
 
 
-def chosen(text: str | None) -> tuple[Method, ...]:
+def select_cases(text: str | None) -> tuple[StrategyCase, ...]:
     """The methods that ``--strategies`` names; all where it names none.
 
     Raises:
@@ -217,8 +217,8 @@ FIXED: dict[str, Any] = {
     "recover": "none",
     "eval_every": "never",
     "checkpoint_every": ("never",),
-    "workers": 0,  # they could not import the class that is put around the task
-    "balance": "equal",
+    "num_workers": 0,  # they could not import the class that is put around the task
+    "load_balance": "equal",
     "log_every": 1_000_000,
 }
 """Options of all runs."""
@@ -228,7 +228,7 @@ _NOT_HERE = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class VerificationRequest:
     """What to verify.
 
     Attributes:
@@ -241,7 +241,7 @@ class Request:
 
     task: str
     options: Mapping[str, Any]
-    methods: Sequence[Method]
+    cases: Sequence[StrategyCase]
     worlds: Sequence[int]
     steps: int
 
@@ -260,14 +260,13 @@ class Request:
         for name in _NOT_HERE:
             if name in self.options:
                 raise ConfigError(
-                    f"{flag(name)} does not matter to verify, which trains a few steps on this machine. "
-                    "Leave it out."
+                    f"{flag(name)} does not matter to verify, which trains a few steps on this machine. Leave it out."
                 )
-        shards = self.options.get("shards")
-        if isinstance(shards, int) and shards < max(self.worlds):
+        microbatches = self.options.get("microbatches")
+        if isinstance(microbatches, int) and microbatches < max(self.worlds):
             raise ConfigError(
-                f"--shards {shards} is too few for --worlds {max(self.worlds)}: each process needs one. "
-                f"Use --shards {max(self.worlds)} or more."
+                f"--microbatches {microbatches} is too few for --worlds {max(self.worlds)}: each process needs one. "
+                f"Use --microbatches {max(self.worlds)} or more."
             )
         config_from_mapping(dict(self.options), "the command line")
 
@@ -301,14 +300,14 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class GroupPlan:
     """What one group of processes does.
 
     Attributes:
         task: as ``paceline train`` takes it.
         set: the task's fields.
         root: where each run has its directory.
-        least_shards: S, where neither options nor task ask for more.
+        least_microbatches: S, where neither options nor task ask for more.
         trainings: one after another.
         lint: look at the task's arithmetic first.
     """
@@ -316,7 +315,7 @@ class Plan:
     task: str
     set: tuple[str, ...]
     root: str
-    least_shards: int
+    least_microbatches: int
     trainings: tuple[Training, ...] = field(default=())
     lint: bool = False
 
@@ -325,7 +324,7 @@ class Plan:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: Path) -> GroupPlan:
         """What :meth:`write` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
         trainings = tuple(Training(**training) for training in document.pop("trainings"))
@@ -372,7 +371,7 @@ def is_done(root: Path, training: Training) -> bool:
     return all(done_path(root, training, rank).exists() for rank in range(training.world_size))
 
 
-def failure(root: Path, training: Training) -> Failure | None:
+def failure(root: Path, training: Training) -> FailureRecord | None:
     """The failure that brought a training down; None where there was none."""
     directory = directory_of(root, training)
     found = [read_failure(directory.error_of(rank)) for rank in range(training.world_size)]

@@ -54,7 +54,7 @@ class Divergence:
         what: "learning rate", "loss", "gradient", "weight" or "copies".
         module: the module's name.
         tensor: the tensor's.
-        shard: whose forward differs first.
+        microbatch: whose forward differs first.
         detail: in words.
     """
 
@@ -62,7 +62,7 @@ class Divergence:
     what: str
     module: str | None = None
     tensor: str | None = None
-    shard: int | None = None
+    microbatch: int | None = None
     detail: str = ""
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ class Divergence:
             words.append(f"of {self.tensor}")
         if self.module is not None and self.tensor is None:
             words.append(f"differs in the forward of {self.module or 'the model'}")
-        if self.shard is not None:
-            words.append(f"(shard {self.shard})")
+        if self.microbatch is not None:
+            words.append(f"(micro-batch {self.microbatch})")
         return " ".join(words) + (f": {self.detail}" if self.detail else "")
 
 
@@ -91,7 +91,7 @@ def read_steps(root: Path, training: Training, *, together: bool = True) -> list
     return sorted((_together([line]) for lines in of_ranks for line in lines), key=lambda step: step.number)
 
 
-def recorded_steps(metrics: Path) -> list[Step]:
+def read_recorded_steps(metrics: Path) -> list[Step]:
     """The losses that a run recorded by itself in its ``metrics.jsonl``."""
     lines = [line for line in _lines(metrics) if line["kind"] == "train"]
     return [Step(line["step"], line["loss"], (), {kind: {} for kind in KINDS}, {}) for line in lines]
@@ -106,9 +106,7 @@ def first_difference(steps: Sequence[Step], alone: Sequence[Step]) -> Divergence
             detail = f"{_numbers(step.rates)}, but {_numbers(other.rates)} on one process"
             return Divergence(step=step.number, what="learning rate", detail=detail)
         if step.loss != other.loss and not (math.isnan(step.loss) and math.isnan(other.loss)):
-            return Divergence(
-                step=step.number, what="loss", detail=f"{step.loss!r}, but {other.loss!r} on one process"
-            )
+            return Divergence(step=step.number, what="loss", detail=f"{step.loss!r}, but {other.loss!r} on one process")
         for kind in KINDS:
             mine, theirs = step.tensors[kind], other.tensors[kind]
             wrong = [
@@ -155,7 +153,7 @@ class Margins:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TraceDifference:
     """How far a run is from float64.
 
     Attributes:
@@ -169,7 +167,7 @@ class Measured:
     divergence: Divergence | None
 
 
-def measure(steps: Sequence[Step], margins: Margins) -> Measured:
+def measure(steps: Sequence[Step], margins: Margins) -> TraceDifference:
     """Compare a run with the one in float64, within what one process in float32 makes likely.
 
     Weights of which ranks hold copies must be equal all the same: apart, they only grow farther so.
@@ -181,9 +179,7 @@ def measure(steps: Sequence[Step], margins: Margins) -> Measured:
             first = Divergence(step=step.number, what="learning rate", detail=detail)
         found: list[tuple[float, float, Divergence]] = []
         distance, allowed = _relative(step.loss, exact), margins.of_loss(step.number)
-        found.append(
-            (distance, allowed, Divergence(step=step.number, what="loss", detail=_beyond(distance, allowed)))
-        )
+        found.append((distance, allowed, Divergence(step=step.number, what="loss", detail=_beyond(distance, allowed))))
         for kind in KINDS:
             allowed = margins.of_tensors(step.number, kind)
             for name, (_, of_tensor) in step.tensors[kind].items():
@@ -191,9 +187,7 @@ def measure(steps: Sequence[Step], margins: Margins) -> Measured:
                 # What is zero but for rounding in float64 may be absent there, and the other way round.
                 if of_tensor is None:
                     continue
-                found.append(
-                    (distance, allowed, _of_tensor(step.number, kind, name, _beyond(distance, allowed)))
-                )
+                found.append((distance, allowed, _of_tensor(step.number, kind, name, _beyond(distance, allowed))))
         for distance, allowed, divergence in found:
             if distance / allowed > worst[0] / worst[1]:
                 worst = distance, allowed
@@ -203,11 +197,11 @@ def measure(steps: Sequence[Step], margins: Margins) -> Measured:
             first = _of_tensor(step.number, "weight", step.apart["weight"], _COPIES)
     if first is None and len(steps) < len(margins.steps):
         first = Divergence(step=len(steps) + 1, what="step", detail="it was not done")
-    return Measured(worst[0], worst[1], first)
+    return TraceDifference(worst[0], worst[1], first)
 
 
 @dataclass(frozen=True)
-class Progress:
+class LossDecrease:
     """How far a loss has fallen, beside one process's.
 
     Attributes:
@@ -230,11 +224,9 @@ class Progress:
         return text if self.alone < self.first else f"{text}, so give more --steps"
 
 
-def converges(steps: Sequence[Step], alone: Sequence[Step]) -> Progress:
+def converges(steps: Sequence[Step], alone: Sequence[Step]) -> LossDecrease:
     """Compare the losses of the last fifth of the steps with one process's."""
-    return Progress(
-        _mean(alone[: _fifth(alone)]), _mean(steps[-_fifth(steps) :]), _mean(alone[-_fifth(alone) :])
-    )
+    return LossDecrease(_mean(alone[: _fifth(alone)]), _mean(steps[-_fifth(steps) :]), _mean(alone[-_fifth(alone) :]))
 
 
 def _fifth(steps: Sequence[Step]) -> int:
@@ -270,25 +262,25 @@ def first_forward(
             apart = abs(other["projection"] - call["projection"])
             same = apart <= _DEVIATIONS * tolerance * call["norm"]
         if not same:
-            shard, name, _ = key
+            microbatch, name, _ = key
             return Divergence(
                 step=divergence.step,
                 what=divergence.what,
                 module=name,
-                shard=shard,
+                microbatch=microbatch,
                 detail=f"its output {tuple(call['shape'])}",
             )
     return divergence
 
 
 def _calls(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str, int], Mapping[str, Any]]:
-    """By shard, module, and which of the module's calls it was; in the order of one process."""
+    """By micro-batch, module, and which of the module's calls it was; in the order of one process."""
     calls: dict[tuple[int, str, int], Mapping[str, Any]] = {}
     for line in lines:
         number = 0
-        while (line["shard"], line["module"], number) in calls:
+        while (line["microbatch"], line["module"], number) in calls:
             number += 1
-        calls[line["shard"], line["module"], number] = line
+        calls[line["microbatch"], line["module"], number] = line
     return calls
 
 

@@ -30,15 +30,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Subset
 
 import paceline
-from paceline.core.callback import BatchPlace, Horizon
+from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.config import RunConfig
 from paceline.core.task import Loss, Task
 from paceline.data.order import derive_key
 from paceline.data.samples import seed_everything
 from paceline.insight.verify.verify import Finding
 from paceline.training.evaluation import as_loss
-from paceline.training.reproducibility import seed_model, seed_shard
-from paceline.training.state import built_model
+from paceline.training.reproducibility import seed_microbatch, seed_model
+from paceline.training.state import build_task_model
 
 # --- Where in the user's own code something happens ---
 
@@ -94,7 +94,7 @@ class LastMean(TorchFunctionMode):
 
 
 @contextmanager
-def calls_watched(is_meant: Callable[[FrameType, str, Any], bool]) -> Iterator[list[str]]:
+def watch_calls(is_meant: Callable[[FrameType, str, Any], bool]) -> Iterator[list[str]]:
     """Collect FILE:LINE of the user's code whenever it comes to a call that is meant.
 
     Args:
@@ -124,16 +124,16 @@ _LINT = 97
 """Domain of the keys of what is looked at."""
 
 
-class Subject:
+class LintContext:
     """A task to be looked at.
 
     Attributes:
         task: a copy of its own, which the lints may change.
-        config: of the runs, with shards and batch.
+        config: of the runs, with micro-batches and batch.
 
     Args:
         task: what is looked at.
-        config: with ``shards``, ``global_batch_size`` and ``max_steps``.
+        config: with ``microbatches``, ``global_batch_size`` and ``max_steps``.
     """
 
     def __init__(self, task: Task, config: RunConfig) -> None:
@@ -144,13 +144,13 @@ class Subject:
     def build(self) -> nn.Module:
         """The model, as every rank builds it."""
         seed_model(self.config.seed)
-        return built_model(self.task)
+        return build_task_model(self.task)
 
     @cached_property
     def _module(self) -> nn.Module:
         module, steps = self.build(), self.config.max_steps or 1
         # A task may keep what it builds, and use it in its loss.
-        self.task.build_callback(module, Horizon(total_steps=steps, steps_per_epoch=steps))
+        self.task.build_callback(module, RunSchedule(total_steps=steps, steps_per_epoch=steps))
         for optimizer in self.optimizers(module):
             self.task.build_scheduler(optimizer, steps)
         return module
@@ -200,11 +200,11 @@ class Subject:
         """What the task's methods get of these samples."""
         return self.task.collate(list(samples))
 
-    def loss(self, model: nn.Module, samples: Sequence[Any], *, shard: int = 0) -> Loss:
-        """The loss of a batch of these samples, with the randomness of a shard."""
+    def loss(self, model: nn.Module, samples: Sequence[Any], *, microbatch: int = 0) -> Loss:
+        """The loss of a batch of these samples, with the randomness of a micro-batch."""
         batch = self.batch(samples)
-        seed_shard(self.config.seed, 0, shard)
-        self.task.begin_batch(BatchPlace(split="train", step=0, number=shard, samples=len(samples)))
+        seed_microbatch(self.config.seed, 0, microbatch)
+        self.task.on_batch_begin(BatchInfo(split="train", step=0, number=microbatch, samples=len(samples)))
         return as_loss(self.task, self.task.loss(model, batch), len(samples))
 
 
@@ -230,8 +230,8 @@ _RELATIVE = 1e-4
 
 
 @torch.no_grad()
-def check_loss_mean(subject: Subject) -> Iterator[Finding]:
-    """A mean over what samples have different numbers of is none that shards can be added up to."""
+def check_loss_mean(subject: LintContext) -> Iterator[Finding]:
+    """A mean over what samples have different numbers of is none that micro-batches can be added up to."""
     model = subject.model(training=False)
     for samples in subject.groups:
         with LastMean() as mean:
@@ -251,14 +251,14 @@ def check_loss_mean(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 lint="mean-of-means",
                 message=f"the loss of a batch is {expected:.6g}, but its parts add up to {found:.6g}: {what}"
-                "; or samples depend on each other, and so the loss on the number of shards.",
+                "; or samples depend on each other, and so the loss on the number of micro-batches.",
                 place=mean.place or definition(subject.task.loss),
             )
             return
 
 
 @torch.no_grad()
-def check_metrics(subject: Subject) -> Iterator[Finding]:
+def check_metrics(subject: LintContext) -> Iterator[Finding]:
     """A pair (mean, 1) counts a small block as much as a large one."""
     model = subject.model(training=False)
     whole_names = set(subject.task.build_metrics())
@@ -287,10 +287,10 @@ def _parts(samples: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return samples[:cut], samples[cut:]
 
 
-def _pairs(subject: Subject, model: Any, samples: Sequence[Any]) -> dict[str, Loss]:
+def _pairs(subject: LintContext, model: Any, samples: Sequence[Any]) -> dict[str, Loss]:
     pairs = {}
     batch = subject.batch(samples)
-    subject.task.begin_batch(BatchPlace(split="val", step=0, number=0, samples=len(samples)))
+    subject.task.on_batch_begin(BatchInfo(split="val", step=0, number=0, samples=len(samples)))
     for name, value in subject.task.metrics(model, batch).items():
         if isinstance(value, torch.Tensor) and value.shape == (len(samples),):
             pairs[name] = Loss(value.double().sum(), len(samples))
@@ -315,7 +315,7 @@ def _apart(left: float, right: float) -> bool:
 _PADDED_UP_TO = 16
 
 
-def check_duplicates(subject: Subject) -> Iterator[Finding]:
+def check_duplicates(subject: LintContext) -> Iterator[Finding]:
     """A split that was padded to a multiple of something begins anew at its end."""
     for split in ("val", "test"):
         dataset = subject.split(split)
@@ -329,7 +329,7 @@ def check_duplicates(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _repeated(subject: Subject, dataset: Any) -> int:
+def _repeated(subject: LintContext, dataset: Any) -> int:
     if not hasattr(type(dataset), "__getitem__") or not hasattr(dataset, "__len__"):
         return 0
     inner: Any = dataset
@@ -356,13 +356,13 @@ _LEAST_VALUES = 16
 _NAMED = 3
 
 
-def check_gradients(subject: Subject) -> Iterator[Finding]:
+def check_gradients(subject: LintContext) -> Iterator[Finding]:
     """A parameter without a gradient is not trained; nor is one that no optimizer has."""
     if not subject.groups:
         return
     model = subject.model(training=True)
     for number, samples in enumerate(subject.groups):
-        subject.loss(model, samples, shard=number).sum.backward()  # type: ignore[no-untyped-call]
+        subject.loss(model, samples, microbatch=number).sum.backward()  # type: ignore[no-untyped-call]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unused = [name for name, parameter in trained.items() if parameter.grad is None]
     if unused:
@@ -384,15 +384,15 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def check_batch_norm(subject: Subject) -> Iterator[Finding]:
-    """A shard's statistics are those of its own values only."""
+def check_batch_norm(subject: LintContext) -> Iterator[Finding]:
+    """A micro-batch's statistics are those of its own values only."""
     model = subject.model(training=True)
     norms = {name: child for name, child in model.named_modules() if isinstance(child, _BatchNorm)}
     samples = [sample for group in subject.groups for sample in group]
-    shards, batch = subject.config.shards, subject.config.global_batch_size
-    assert isinstance(shards, int)
+    microbatches, batch = subject.config.microbatches, subject.config.global_batch_size
+    assert isinstance(microbatches, int)
     assert batch is not None
-    size = max(batch // shards, min(batch, subject.task.min_shard))
+    size = max(batch // microbatches, min(batch, subject.task.min_microbatch_size))
     if not norms or not samples:
         return
     few: dict[str, int] = {}
@@ -410,33 +410,33 @@ def check_batch_norm(subject: Subject) -> Iterator[Finding]:
         name, values = min(few.items(), key=lambda item: item[1])
         yield Finding(
             lint="tiny-batch-norm",
-            message=f"batch norm {name!r} takes its mean and variance over {values} values, those of a shard "
-            f"of {size} samples. Use fewer --shards, a greater --global-batch-size, or a norm that does not "
+            message=f"batch norm {name!r} takes its mean and variance over {values} values, those of a micro-batch "
+            f"of {size} samples. Use fewer --microbatches, a greater --global-batch-size, or a norm that does not "
             "depend on the batch (GroupNorm, LayerNorm).",
             place=definition(subject.task.build_model),
         )
 
 
-def check_schedulers(subject: Subject) -> Iterator[Finding]:
-    """Paceline steps a scheduler once a step; a loss is computed once a shard."""
+def check_schedulers(subject: LintContext) -> Iterator[Finding]:
+    """Paceline steps a scheduler once a step; a loss is computed once a micro-batch."""
     task = copy.copy(subject.task)
     model = subject.model(training=True)
     steps = subject.config.max_steps or 1
-    callback = task.build_callback(model, Horizon(total_steps=steps, steps_per_epoch=steps))
+    callback = task.build_callback(model, RunSchedule(total_steps=steps, steps_per_epoch=steps))
     places: list[str | None] = []
-    stepping = Subject(task, subject.config)
+    stepping = LintContext(task, subject.config)
     for optimizer in stepping.optimizers(model):
         scheduler = task.build_scheduler(optimizer, steps)
         if scheduler is not None:
             scheduler.step = _noting(scheduler.step, places)
-    callback.step_begins(0, 0)
+    callback.on_step_begin(0, 0)
     for samples in subject.groups:
         stepping.loss(model, samples)
-    callback.gradients_ready()
+    callback.on_before_optimizer_step()
     if places:
         yield Finding(
             lint="scheduler-steps",
-            message="the task steps its scheduler itself: once a shard, and Paceline once more a step. Leave "
+            message="the task steps its scheduler itself: once a micro-batch, and Paceline once more a step. Leave "
             "that to Paceline, and return the scheduler from build_scheduler.",
             place=next((place for place in places if place), definition(subject.task.build_scheduler)),
         )
@@ -455,48 +455,48 @@ def _listed(names: Sequence[str]) -> str:
     return f"the parameters {', '.join(names[:_NAMED])}{more}"
 
 
-# --- Random numbers that nobody keys, or that every shard gets alike ---
+# --- Random numbers that nobody keys, or that every micro-batch gets alike ---
 
 
-_SEEDED = "Paceline keys torch's, Python's and numpy's global generators by sample or shard: draw from those."
+_SEEDED = "Paceline keys torch's, Python's and numpy's global generators by sample or micro-batch: draw from those."
 
 
 @torch.no_grad()
-def check_loss_randomness(subject: Subject) -> Iterator[Finding]:
-    """The same shard twice gives the same loss; two shards do not draw the same numbers."""
+def check_loss_randomness(subject: LintContext) -> Iterator[Finding]:
+    """The same micro-batch twice gives the same loss; two micro-batches do not draw the same numbers."""
     if not subject.groups:
         return
     samples = subject.groups[0]
-    with calls_watched(_draws) as drawn:
+    with watch_calls(_draws) as drawn:
         first = subject.loss(subject.model(training=True), samples)
     again = subject.loss(subject.model(training=True), samples)
     if not same(first, again):
         yield Finding(
             lint="unkeyed-randomness",
-            message="the loss of one shard of one step comes out differently each time: it draws from a "
-            f"generator of its own, so its value depends on who computes how many shards before. {_SEEDED}",
+            message="the loss of one micro-batch of one step comes out differently each time: it draws from a "
+            f"generator of its own, so its value depends on who computes how many micro-batches before. {_SEEDED}",
             place=drawn[-1] if drawn else definition(subject.task.loss),
         )
-    with calls_watched(_seeds) as seeded:
-        subject.loss(subject.model(training=True), samples, shard=0)
+    with watch_calls(_seeds) as seeded:
+        subject.loss(subject.model(training=True), samples, microbatch=0)
     left = _states()
-    subject.loss(subject.model(training=True), samples, shard=1)
+    subject.loss(subject.model(training=True), samples, microbatch=1)
     for name, state in _states().items():
         if same(state, left[name]):
             yield Finding(
                 lint="shared-randomness",
-                message=f"the loss seeds {name} itself: every shard, on every rank, draws the same numbers "
+                message=f"the loss seeds {name} itself: every micro-batch, on every rank, draws the same numbers "
                 f"(dropout drops the same). Do not seed there. {_SEEDED}",
                 place=seeded[-1] if seeded else definition(subject.task.loss),
             )
 
 
-def check_data(subject: Subject) -> Iterator[Finding]:
+def check_data(subject: LintContext) -> Iterator[Finding]:
     """The same sample of the same epoch is the same, whoever reads it."""
     dataset = subject.dataset
     if not hasattr(type(dataset), "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
         return
-    with calls_watched(_draws) as drawn:
+    with watch_calls(_draws) as drawn:
         first = subject.sample(dataset, 0)
     if not same(first, subject.sample(dataset, 0)):
         yield Finding(
@@ -549,12 +549,12 @@ _IN_WORDS = {
 _STEPS = 3
 
 
-def check_ranks(subject: Subject) -> Iterator[Finding]:
+def check_ranks(subject: LintContext) -> Iterator[Finding]:
     """What the first of one rank builds and computes, the second of two must build and compute as well."""
     alone = _built(subject)
-    with _second_of_two(), calls_watched(_asks) as asked:
+    with _second_of_two(), watch_calls(_asks) as asked:
         # Anew: what is looked at keeps what it has built.
-        second = _built(Subject(subject.task, subject.config))
+        second = _built(LintContext(subject.task, subject.config))
     wrong = [name for name, value in alone.items() if not same(value, second[name])]
     if len(wrong) > 1 and "loss" in wrong:
         wrong.remove("loss")  # it follows from the others
@@ -577,7 +577,7 @@ def _in_words(names: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[:-1] else words)
 
 
-def _built(subject: Subject) -> dict[str, Any]:
+def _built(subject: LintContext) -> dict[str, Any]:
     """What a rank builds, and the loss of one batch."""
     model = subject.build()
     first = {"model": dict(model.state_dict())}
@@ -598,7 +598,7 @@ def _built(subject: Subject) -> dict[str, Any]:
     return {**first, **sizes, "rates": rates, "loss": loss}
 
 
-def _outline(subject: Subject, split: str) -> Any:
+def _outline(subject: LintContext, split: str) -> Any:
     """How many samples a split has, and its first."""
     dataset = subject.split(split)
     if not hasattr(type(dataset), "__getitem__") or not hasattr(dataset, "__len__"):
@@ -650,9 +650,9 @@ def lint(task: Task, config: RunConfig) -> list[Finding]:
 
     Args:
         task: an instance that nothing else uses.
-        config: with ``shards``, ``global_batch_size`` and ``max_steps``.
+        config: with ``microbatches``, ``global_batch_size`` and ``max_steps``.
     """
-    subject = Subject(task, config)
+    subject = LintContext(task, config)
     findings: list[Finding] = []
     for look in LINTS:
         try:

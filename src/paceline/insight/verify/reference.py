@@ -17,35 +17,42 @@ from torch import nn
 from paceline.data.samples import Loader, MicroBatch
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.pipeline.pipedream import (
-    At,
-    Staleness,
+    PipeDreamStaleness,
+    WithWeights,
     assign_buffers,
     begins,
     buffers_of,
     forwards_ahead,
-    gradients_shared,
-    stashed,
+    share_gradients,
+    stash_weights,
 )
-from paceline.parallel.pipeline.stage_split import split_as_told
+from paceline.parallel.pipeline.stage_split import manual_split
 from paceline.parallel.pipeline.stages import Stage, absent_arguments, cut, find_blocks
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.reduction_tree import equal_shares
-from paceline.parallel.strategy import Placement, Rehearsal, ShardWork, Strategy, StrategyOptions, Whole
-from paceline.parallel.world import Mesh, World
-from paceline.training.local_sgd import averaged
-from paceline.training.run_context import Run
-from paceline.training.session import Session
+from paceline.parallel.reduction_tree import equal_work_split
+from paceline.parallel.strategy import (
+    ExampleBatchProvider,
+    MicrobatchWork,
+    ParameterLayout,
+    Replicated,
+    Strategy,
+    StrategyOptions,
+)
+from paceline.parallel.world import ParallelDims, World
+from paceline.training.local_sgd import tensors_to_average
+from paceline.training.run_context import RunContext
+from paceline.training.session import ElasticLoop
 from paceline.training.state import TrainingState
-from paceline.training.state_manager import Replica
-from paceline.training.step import FirstBatch, shard_loss
+from paceline.training.state_manager import StateManager
+from paceline.training.step import ExampleBatch, microbatch_loss
 from paceline.training.trainer import Trainer
 
-# --- What PipeDream computes, in one process: the same weights for the same shards, one after the other ---
+# --- What PipeDream computes, in one process: the same weights for the same micro-batches, one after the other ---
 #
 # It is what a pipeline is checked against, bit for bit.
 
 
-class Reference(ReducerStrategy):
+class PipeDreamReference(ReducerStrategy):
     """PipeDream in one process.
 
     Args:
@@ -58,7 +65,7 @@ class Reference(ReducerStrategy):
     overlaps_steps = True
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, options: StrategyOptions, stages: Sequence[Stage]
+        self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions, stages: Sequence[Stage]
     ) -> None:
         super().__init__(module, mesh, options)
         self._stages = stages
@@ -67,25 +74,25 @@ class Reference(ReducerStrategy):
         self._begun = [0] * len(stages)  # of the step's forwards, by stage, within the step before
         self._following = 0
         self._old: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
-        self._staleness = Staleness()
+        self._staleness = PipeDreamStaleness()
 
     @property
-    def figures(self) -> Mapping[str, Any]:
-        return self._staleness.figures
+    def stats(self) -> Mapping[str, Any]:
+        return self._staleness.stats
 
     def begin_step(self, present: Sequence[int]) -> None:
         super().begin_step(present)
         self._base = buffers_of(self.module)
         self._following = 0
 
-    def go_on(self, following: Sequence[MicroBatch]) -> None:
+    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
         self._following = len(following)
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         for begun in self._begun:
             self._staleness.count(len(microbatches), begun)
         for position, microbatch in enumerate(microbatches):
-            self._begin_shard()
+            self._begin_microbatch()
             stale = [
                 name
                 for stage, begun in zip(self._stages, self._begun, strict=True)
@@ -94,30 +101,30 @@ class Reference(ReducerStrategy):
             ]
             weights, old_buffers = ({n: old[n] for n in stale if n in old} for old in self._old)
             buffers = buffers_of(self.module) | {name: value.clone() for name, value in old_buffers.items()}
-            with gradients_shared(self.module, weights):
-                loss = work.forward(At(self.module, weights | buffers), microbatch)
-                self.backward(work.scaled(loss.sum))
+            with share_gradients(self.module, weights):
+                loss = work.forward(WithWeights(self.module, weights | buffers), microbatch)
+                self.backward(work.scale_loss(loss.sum))
             assign_buffers(self.module, buffers)
-            self.reducer.end_shard(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
-            work.done()
+            self.reducer.end_microbatch(microbatch.num_samples, loss.weight, loss.sum, microbatch.checksum)
+            work.backward_done()
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
+    def reduce(self, row: Sequence[float]) -> StepSums:
         # The next step's first forwards come before this step's update, and before its buffers' mean.
-        self._old = (stashed(self.module, self._names), self._base) if self._following else ({}, {})
+        self._old = (stash_weights(self.module, self._names), self._base) if self._following else ({}, {})
         self._begun = [begins(ahead, self._following) for ahead in self._ahead]
-        return super().finish_step(row)
+        return super().reduce(row)
 
 
 # --- Local SGD, DiLoCo and compressed gradients in one process: what several ranks must come to, bit for
 #     bit
 #
-# It shares with the real thing what a shard computes, what an optimizer's step is and what is averaged; it
+# It shares with the real thing what a micro-batch computes, what an optimizer's step is and what is averaged; it
 # sums by recursion instead of along plans, transports and slots.
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """What one shard's backward leaves: gradients, buffers times samples, changes of counters."""
+class _SimulatedMicrobatch:
+    """What one micro-batch's backward leaves: gradients, buffers times samples, changes of counters."""
 
     gradients: list[torch.Tensor]
     floats: list[torch.Tensor]
@@ -126,31 +133,31 @@ class _Shard:
     samples: int
 
 
-def simulated_model(run: Run, world_size: int) -> dict[str, torch.Tensor]:
+def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]:
     """The model's state after the whole run, as ``world_size`` ranks that train apart would have it.
 
     Evaluations are left out: nothing may follow from them (plateau schedules, early stop).
 
     Args:
-        run: with ``--sync-every``, on data with a length.
+        run: with ``--local-sgd-steps``, on data with a length.
         world_size: how many ranks to simulate.
     """
     order = run.data.order
     assert order is not None
     assert run.data.total_steps is not None
-    states = [Replica(run).state for _ in range(world_size)]
-    shares = equal_shares(run.num_shards, world_size)
+    states = [StateManager(run).state for _ in range(world_size)]
+    shares = equal_work_split(run.num_microbatches, world_size)
     firsts = [sum(shares[:rank]) for rank in range(world_size)]
-    shards = [range(first, first + share) for first, share in zip(firsts, shares, strict=True)]
+    microbatches = [range(first, first + share) for first, share in zip(firsts, shares, strict=True)]
     for state in states:
         state.module.train()
         if state.outer is not None:
             state.outer.begin()
     with closing(run.build_loader(workers=0)) as loader:
         while states[0].progress.step < run.data.total_steps:
-            _step(run, states, shards, loader)
-            if run.rounds.ends(states[0].progress):
-                _come_together(states, shares)
+            _step(run, states, microbatches, loader)
+            if run.sync_schedule.is_sync_step(states[0].progress):
+                _sync_replicas(states, shares)
             for state in states:
                 if state.progress.step_in_epoch == order.steps_per_epoch:
                     state.progress.epoch, state.progress.step_in_epoch = state.progress.epoch + 1, 0
@@ -159,7 +166,7 @@ def simulated_model(run: Run, world_size: int) -> dict[str, torch.Tensor]:
     return dict(states[0].module.state_dict())
 
 
-def simulated_compression(run: Run, world_size: int) -> dict[str, torch.Tensor]:
+def simulated_compression(run: RunContext, world_size: int) -> dict[str, torch.Tensor]:
     """The model's state after the whole run, as two ranks with ``--comm-hook fp16`` or ``bf16`` have it.
 
     Of more ranks nobody promises the order in which an all-reduce adds. Evaluations are left out.
@@ -171,13 +178,13 @@ def simulated_compression(run: Run, world_size: int) -> dict[str, torch.Tensor]:
     assert world_size == 2
     assert run.data.order is not None
     assert run.data.total_steps is not None
-    state = Replica(run).state
+    state = StateManager(run).state
     state.module.train()
-    shares = equal_shares(run.num_shards, world_size)
-    shards = [range(shares[0]), range(shares[0], run.num_shards)]
+    shares = equal_work_split(run.num_microbatches, world_size)
+    microbatches = [range(shares[0]), range(shares[0], run.num_microbatches)]
     with closing(run.build_loader(workers=0)) as loader:
         while state.progress.step < run.data.total_steps:
-            _compressed_step(run, state, shards, loader)
+            _compressed_step(run, state, microbatches, loader)
             state.progress.step += 1
             state.progress.step_in_epoch += 1
             if state.progress.step_in_epoch == run.data.order.steps_per_epoch:
@@ -186,14 +193,14 @@ def simulated_compression(run: Run, world_size: int) -> dict[str, torch.Tensor]:
     return dict(state.module.state_dict())
 
 
-def _compressed_step(run: Run, state: TrainingState, shards: Sequence[range], loader: Loader) -> None:
+def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[range], loader: Loader) -> None:
     parameters = _trained(state.module)
     floats, counters = _buffers(state.module)
-    ranks = len(shards)
+    ranks = len(ranges)
     scale = 0.5 ** (run.global_batch_size // ranks).bit_length()
     dtype = torch.float16 if run.config.comm_hook == "fp16" else torch.bfloat16
     sent, of_ranks, changed = [], [], [False] * len(floats)
-    for own in shards:
+    for own in ranges:
         microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
         computed, by_rank = _compute(run, state, microbatches, scale)
         changed = [was or now for was, now in zip(changed, by_rank, strict=True)]
@@ -202,12 +209,12 @@ def _compressed_step(run: Run, state: TrainingState, shards: Sequence[range], lo
         sent.append([gradient.to(dtype).div_(ranks) for gradient in gradients])
         of_ranks.append(list(computed.values()))
     present = [each for each in of_ranks if each]
-    weight = sum(sum(shard.weight for shard in each) for each in present)
+    weight = sum(sum(microbatch.weight for microbatch in each) for each in present)
     gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(sent), parameters, strict=True)]
     torch._foreach_mul_(gradients, ranks / (weight * scale))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    samples = sum(shard.samples for each in present for shard in each)
+    samples = sum(microbatch.samples for each in present for microbatch in each)
     means = _left_to_right([_left_to_right([s.floats for s in each]) for each in present])
     for buffer, total, there in zip(floats, means, changed, strict=True):
         if there:
@@ -226,14 +233,12 @@ def _left_to_right(terms: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
     return total
 
 
-def _step(run: Run, states: Sequence[TrainingState], shards: Sequence[range], loader: Loader) -> None:
+def _step(run: RunContext, states: Sequence[TrainingState], ranges: Sequence[range], loader: Loader) -> None:
     finite = True
-    for state, own in zip(states, shards, strict=True):
+    for state, own in zip(states, ranges, strict=True):
         microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
         _set_gradients(run, state, microbatches)
-        finite &= all(
-            bool(torch.isfinite(p.grad).all()) for p in _trained(state.module) if p.grad is not None
-        )
+        finite &= all(bool(torch.isfinite(p.grad).all()) for p in _trained(state.module) if p.grad is not None)
     for state in states:
         clip_norm = run.config.clip_norm
         parameters = state.module.parameters()
@@ -245,23 +250,23 @@ def _step(run: Run, states: Sequence[TrainingState], shards: Sequence[range], lo
 
 
 def _compute(
-    run: Run, state: TrainingState, microbatches: Sequence[MicroBatch], scale: float = 1.0
-) -> tuple[dict[int, _Shard], list[bool]]:
-    """What each shard leaves, and which floating-point buffers any of them changed; these are as before."""
+    run: RunContext, state: TrainingState, microbatches: Sequence[MicroBatch], scale: float = 1.0
+) -> tuple[dict[int, _SimulatedMicrobatch], list[bool]]:
+    """What each micro-batch leaves, and which floating-point buffers any of them changed; these are as before."""
     module, parameters = state.module, _trained(state.module)
     floats, counters = _buffers(module)
     base = [buffer.clone() for buffer in (*floats, *counters)]
-    computed: dict[int, _Shard] = {}
+    computed: dict[int, _SimulatedMicrobatch] = {}
     changed = [False] * len(floats)
     for microbatch in microbatches:
         module.zero_grad(set_to_none=True)
-        loss = shard_loss(run, module, state.progress.step, microbatch)
-        (state.scaled(loss.sum) * scale).backward()  # type: ignore[no-untyped-call]
+        loss = microbatch_loss(run, module, state.progress.step, microbatch)
+        (state.scale_loss(loss.sum) * scale).backward()  # type: ignore[no-untyped-call]
         changed = [
             was or not torch.equal(now, before)
             for was, now, before in zip(changed, floats, base[: len(floats)], strict=True)
         ]
-        computed[microbatch.shard] = _Shard(
+        computed[microbatch.index] = _SimulatedMicrobatch(
             [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters],
             [buffer * float(microbatch.num_samples) for buffer in floats],
             [now - before for now, before in zip(counters, base[len(floats) :], strict=True)],
@@ -273,7 +278,7 @@ def _compute(
     return computed, changed
 
 
-def _set_gradients(run: Run, state: TrainingState, microbatches: Sequence[MicroBatch]) -> None:
+def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence[MicroBatch]) -> None:
     """Leave a rank's mean gradient in its parameters, and its buffers as they are after the step."""
     parameters = _trained(state.module)
     floats, counters = _buffers(state.module)
@@ -282,12 +287,12 @@ def _set_gradients(run: Run, state: TrainingState, microbatches: Sequence[MicroB
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         return
-    size = 1 << (run.num_shards - 1).bit_length()
+    size = 1 << (run.num_microbatches - 1).bit_length()
     weight = _tree({k: [torch.tensor(s.weight, dtype=torch.float64)] for k, s in computed.items()}, 0, size)
     gradients = _tree({k: s.gradients for k, s in computed.items()}, 0, size)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient / weight[0].item()
-    samples = sum(shard.samples for shard in computed.values())
+    samples = sum(microbatch.samples for microbatch in computed.values())
     means = _tree({k: s.floats for k, s in computed.items()}, 0, size)
     for buffer, total, there in zip(floats, means, changed, strict=True):
         if there:
@@ -297,11 +302,11 @@ def _set_gradients(run: Run, state: TrainingState, microbatches: Sequence[MicroB
         buffer.add_(change.div(len(computed), rounding_mode="floor"))
 
 
-def _come_together(states: Sequence[TrainingState], shares: Sequence[int]) -> None:
-    """Every rank's tensors become their mean, weighted by shards."""
+def _sync_replicas(states: Sequence[TrainingState], shares: Sequence[int]) -> None:
+    """Every rank's tensors become their mean, weighted by micro-batches."""
     size = 1 << (len(states) - 1).bit_length()
     factors = [share // math.gcd(*shares) for share in shares]
-    of_ranks = [averaged(state) for state in states]
+    of_ranks = [tensors_to_average(state) for state in states]
     means = _tree(
         {rank: [tensor * factors[rank] for tensor in tensors] for rank, tensors in enumerate(of_ranks)},
         0,
@@ -349,7 +354,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 # --- PipeDream in one process: what the ranks of a pipeline that does not wait must come to, bit for bit ---
 
 
-def simulated_pipedream(run: Run, world_size: int) -> dict[str, torch.Tensor]:
+def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Tensor]:
     """The model's state after the whole run, as a pipeline of ``world_size`` stages would have it.
 
     Args:
@@ -369,26 +374,26 @@ def simulated_pipedream(run: Run, world_size: int) -> dict[str, torch.Tensor]:
         one_host=True,
     )
     with Trainer(alone) as trainer:
-        Session(trainer, [], time.perf_counter()).take_part(world)
+        ElasticLoop(trainer, [], time.perf_counter()).run_group(world)
         return dict(trainer.state.module.state_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Alone(Run):
+class _Alone(RunContext):
     """The run, with one rank that computes all stages."""
 
     stages: int
 
-    def build_mesh(self, world: World) -> Mesh:
-        return Mesh(world, {"dp": 1})
+    def build_mesh(self, world: World) -> ParallelDims:
+        return ParallelDims(world, {"dp": 1})
 
-    def build_placement(self, mesh: Mesh, rehearsal: Rehearsal) -> Placement:
-        return Whole()
+    def build_layout(self, mesh: ParallelDims, rehearsal: ExampleBatchProvider) -> ParameterLayout:
+        return Replicated()
 
-    def build_strategy(self, module: nn.Module, mesh: Mesh, shares: tuple[int, ...]) -> Strategy:
-        rehearsal = FirstBatch(self)
+    def build_strategy(self, module: nn.Module, mesh: ParallelDims, shares: tuple[int, ...]) -> Strategy:
+        rehearsal = ExampleBatch(self)
         parts = rehearsal.parts(module)
         absent = absent_arguments(module, rehearsal.loss) if parts is None else frozenset()
         found = find_blocks(module, parts, absent)
-        sizes = split_as_told(found, self.stages, self.config.pp_split)
-        return Reference(module, mesh, self.strategy_options(shares), cut(found, sizes))
+        sizes = manual_split(found, self.stages, self.config.pp_split)
+        return PipeDreamReference(module, mesh, self.strategy_options(shares), cut(found, sizes))

@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
-from paceline.core.process_group import LocalSpec
+from paceline.core.process_group import ProcessGroupSpec
 from paceline.insight.verify.cases import (
     FIXED,
     Class,
-    Method,
-    Plan,
-    Request,
+    GroupPlan,
+    StrategyCase,
     Training,
+    VerificationRequest,
     directory_of,
     done_path,
     failure,
@@ -39,11 +39,11 @@ from paceline.insight.verify.compare import (
     first_difference,
     first_forward,
     measure,
+    read_recorded_steps,
     read_steps,
-    recorded_steps,
 )
 from paceline.launch.local_processes import get_local_launcher
-from paceline.runs.failures import Failure
+from paceline.runs.failures import FailureRecord
 
 # --- What became of each method, and of the task's arithmetic. No torch ---
 
@@ -52,7 +52,7 @@ Verdict = Literal["equal", "within", "diverged", "failed", "not applicable"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CaseResult:
     """One method on one number of processes.
 
     Attributes:
@@ -68,7 +68,7 @@ class Row:
 
     method: str
     world_size: int
-    promises: Class
+    guarantee: Class
     verdict: Verdict
     detail: str = ""
     distance: float | None = None
@@ -100,13 +100,13 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class VerificationReport:
     """What ``paceline verify`` found.
 
     Attributes:
         task: its name.
         steps: of each run.
-        shards: S.
+        microbatches: S.
         global_batch_size: in samples.
         seed: of all runs.
         factor: what a tolerance is, times the float32 run's own distance from float64.
@@ -117,11 +117,11 @@ class Report:
 
     task: str
     steps: int
-    shards: int
+    microbatches: int
     global_batch_size: int
     seed: int
     factor: float
-    rows: Sequence[Row]
+    rows: Sequence[CaseResult]
     warnings: Sequence[Finding]
     no_double: str = ""
 
@@ -149,7 +149,7 @@ TAIL_LINES = 15
 Tell = Callable[[str], None]
 
 
-class Groups:
+class WorkerGroups:
     """Starts the groups of one verification.
 
     Args:
@@ -158,7 +158,7 @@ class Groups:
         tell: called with a line of progress from time to time.
     """
 
-    def __init__(self, request: Request, root: Path, tell: Tell) -> None:
+    def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
         self._request, self._root, self._tell = request, root, tell
         self._groups = 0
 
@@ -184,11 +184,11 @@ class Groups:
 
     def _run_group(self, trainings: Sequence[Training], *, lint: bool) -> None:
         request = self._request
-        plan = Plan(
+        plan = GroupPlan(
             task=request.task,
             set=tuple(request.options.get("set", ())),
             root=str(self._root),
-            least_shards=max(request.worlds),
+            least_microbatches=max(request.worlds),
             trainings=tuple(trainings),
             lint=lint,
         )
@@ -198,7 +198,7 @@ class Groups:
         world_size = trainings[0].world_size
         launcher = get_local_launcher("spawn")
         rendered = launcher.render(
-            LocalSpec(
+            ProcessGroupSpec(
                 command=("-m", "paceline.insight.verify.worker", str(path)),
                 nproc=world_size,
                 threads=trainings[0].options["threads"],
@@ -207,9 +207,7 @@ class Groups:
         logs = [self._root / f"group-{self._groups}-rank-{r}.log" for r in range(world_size)]
         rendered = replace(
             rendered,
-            processes=tuple(
-                replace(process, log=log) for process, log in zip(rendered.processes, logs, strict=True)
-            ),
+            processes=tuple(replace(process, log=log) for process, log in zip(rendered.processes, logs, strict=True)),
         )
         on = f"{world_size} process{'' if world_size == 1 else 'es'}"
         self._tell(f"{on}: {', '.join(training.name for training in trainings)}")
@@ -265,7 +263,7 @@ _PATIENCE = 4
 """Times as many where the machine decides who comes first: such a run is one throw of dice."""
 
 
-def verify(request: Request, tell: Tell) -> Report:
+def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
     """Train, compare, and say what was found.
 
     Args:
@@ -285,22 +283,20 @@ def verify(request: Request, tell: Tell) -> Report:
 class _Verification:
     """One verification, in a directory of its own."""
 
-    def __init__(self, request: Request, root: Path, tell: Tell) -> None:
+    def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
         self._request, self._root = request, root
         self._base = {"device": "cpu", "threads": 1, **request.options, **FIXED, "max_steps": request.steps}
-        self._rows: dict[tuple[int, str], Row] = {}
-        self._groups = Groups(request, root, tell)
+        self._rows: dict[tuple[int, str], CaseResult] = {}
+        self._groups = WorkerGroups(request, root, tell)
 
-    def report(self) -> Report:
+    def report(self) -> VerificationReport:
         trainings = self._planned()
         in_one = [t for t in trainings if t.simulation is not None or t.world_size == 1]
         alone, simulated = self._alone([t for t in in_one if t.name != "single-1"])
         margins = self._margins(alone)
         for world_size in self._request.worlds:
             of_world = [
-                training
-                for training in trainings
-                if training.world_size == world_size and training.simulation is None
+                training for training in trainings if training.world_size == world_size and training.simulation is None
             ]
             if world_size == 1:
                 self._judge_repetition(alone)
@@ -314,13 +310,13 @@ class _Verification:
         rows = [
             self._rows[world_size, method.name]
             for world_size in self._request.worlds
-            for method in self._request.methods
+            for method in self._request.cases
             if (world_size, method.name) in self._rows
         ]
-        return Report(
+        return VerificationReport(
             task=self._request.task,
             steps=len(alone),
-            shards=result["shards"],
+            microbatches=result["microbatches"],
             global_batch_size=result["global_batch_size"],
             seed=result["seed"],
             factor=FACTOR,
@@ -335,7 +331,7 @@ class _Verification:
         """The runs of all methods; those that cannot be get their row at once."""
         planned = []
         for world_size in self._request.worlds:
-            for method in self._request.methods:
+            for method in self._request.cases:
                 options = method.options_on(world_size)
                 if options is None:
                     continue
@@ -347,7 +343,7 @@ class _Verification:
                 training = self._training(name, world_size, options, reference=_DOUBLE)
                 if not method.takes_callbacks:
                     training = replace(training, noted=False)
-                if method.promises == "convergence":
+                if method.guarantee == "convergence":
                     training = _lengthened(training, 1 if training.noted else _PATIENCE)
                 planned.append(training)
                 if method.simulation is not None:
@@ -355,7 +351,7 @@ class _Verification:
                     planned.append(replace(simulated, reference=None))
         return planned
 
-    def _refusal(self, method: Method, options: Mapping[str, Any], world_size: int) -> str:
+    def _refusal(self, method: StrategyCase, options: Mapping[str, Any], world_size: int) -> str:
         """Why a method cannot be used with the options; "" where it can."""
         if method.needs is not None and importlib.util.find_spec(method.needs) is None:
             return f"{method.needs} is not installed"
@@ -369,9 +365,7 @@ class _Verification:
         self, name: str, world_size: int = 1, options: Mapping[str, Any] | None = None, **more: Any
     ) -> Training:
         own = {"strategy": "single"} if options is None else options
-        return Training(
-            name=name, world_size=world_size, options={**self._base, **own, "nproc": world_size}, **more
-        )
+        return Training(name=name, world_size=world_size, options={**self._base, **own, "nproc": world_size}, **more)
 
     # Training.
 
@@ -382,7 +376,7 @@ class _Verification:
         alone = self._training(_ALONE, reference=_DOUBLE)
         again = [self._training(_AGAIN)] if 1 in self._request.worlds else []
         in_one = [replace(other, world_size=1) for other in others]
-        converging = any(method.promises == "convergence" for method in self._request.methods)
+        converging = any(method.guarantee == "convergence" for method in self._request.cases)
         long = [_lengthened(self._training(_LONG))] if converging else []
         self._groups.train([double, alone, *again, *long, *in_one], lint=True)
         failed = failure(self._root, alone)
@@ -397,16 +391,16 @@ class _Verification:
 
     # Judging.
 
-    def _row(self, method: Method, world_size: int, **row: Any) -> None:
-        self._rows[world_size, method.name] = Row(
-            method=method.name, world_size=world_size, promises=method.promises, **row
+    def _row(self, method: StrategyCase, world_size: int, **row: Any) -> None:
+        self._rows[world_size, method.name] = CaseResult(
+            method=method.name, world_size=world_size, guarantee=method.guarantee, **row
         )
 
-    def _method(self, training: Training) -> Method:
-        return next(m for m in self._request.methods if f"{m.name}-{training.world_size}" == training.name)
+    def _method(self, training: Training) -> StrategyCase:
+        return next(m for m in self._request.cases if f"{m.name}-{training.world_size}" == training.name)
 
     def _judge_repetition(self, alone: Sequence[Step]) -> None:
-        single = next((m for m in self._request.methods if m.name == "single"), None)
+        single = next((m for m in self._request.cases if m.name == "single"), None)
         if single is None:
             return
         again = self._training(_AGAIN)
@@ -442,18 +436,18 @@ class _Verification:
             self._row(method, world_size, verdict="failed", detail=detail)
             return
         if training.noted:
-            steps = read_steps(self._root, training, together=method.promises != "convergence")
+            steps = read_steps(self._root, training, together=method.guarantee != "convergence")
         else:
-            steps = recorded_steps(directory_of(self._root, training).metrics)
-        if method.promises == "bits" and not training.noted:
+            steps = read_recorded_steps(directory_of(self._root, training).metrics)
+        if method.guarantee == "bits" and not training.noted:
             self._judge_weights(method, training)
-        elif method.promises == "bits":
+        elif method.guarantee == "bits":
             difference = first_difference(steps, alone)
             verdict = "equal" if difference is None else "diverged"
             self._row(method, world_size, verdict=verdict, divergence=difference)
-        elif method.promises == "reference":
+        elif method.guarantee == "reference":
             self._judge_simulated(method, training, simulated)
-        elif method.promises == "convergence":
+        elif method.guarantee == "convergence":
             progress = converges(steps, read_steps(self._root, self._training(_LONG)))
             verdict = "within" if progress.ok else "diverged"
             self._row(method, world_size, verdict=verdict, detail=str(progress))
@@ -471,7 +465,7 @@ class _Verification:
                 tolerance=measured.tolerance,
             )
 
-    def _judge_weights(self, method: Method, training: Training) -> None:
+    def _judge_weights(self, method: StrategyCase, training: Training) -> None:
         """Compare the last weights only."""
         paths = (outcome_path(self._root, t) for t in (training, self._training(_ALONE)))
         mine, alone = (json.loads(path.read_bytes())["model_sha256"] for path in paths)
@@ -479,7 +473,7 @@ class _Verification:
         verdict = "equal" if mine == alone else "diverged"
         self._row(method, training.world_size, verdict=verdict, detail=detail)
 
-    def _judge_simulated(self, method: Method, training: Training, simulated: Mapping[str, str]) -> None:
+    def _judge_simulated(self, method: StrategyCase, training: Training, simulated: Mapping[str, str]) -> None:
         expected = simulated.get(f"{training.name}-simulated")
         sha256 = json.loads(outcome_path(self._root, training).read_bytes())["model_sha256"]
         if expected is None:
@@ -494,7 +488,7 @@ class _Verification:
 
     def _look_into_forwards(self, trainings: Sequence[Training]) -> None:
         """Train again, as far as the first step whose loss differs, and find the module."""
-        wrong: list[tuple[Training, Row]] = []
+        wrong: list[tuple[Training, CaseResult]] = []
         for training in trainings:
             row = (
                 self._rows.get((training.world_size, self._method(training).name))
@@ -506,7 +500,7 @@ class _Verification:
         if not wrong:
             return
         references: dict[int, Training] = {}
-        again: dict[int, list[tuple[Training, Row]]] = {}
+        again: dict[int, list[tuple[Training, CaseResult]]] = {}
         for training, row in wrong:
             assert row.divergence is not None
             step = row.divergence.step
@@ -546,7 +540,7 @@ def _lengthened(training: Training, times: int = 1) -> Training:
     return replace(training, options=options, reference=None)
 
 
-def _raise(failed: Failure | None) -> None:
+def _raise(failed: FailureRecord | None) -> None:
     if failed is None:
         raise LaunchError("the run on one process ended without a result; see what it printed above.")
     if failed.user_error:

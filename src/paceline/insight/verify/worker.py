@@ -24,17 +24,17 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from paceline.core.callback import BatchPlace, Callback, Group, Horizon
+from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.core.config import RunConfig, config_from_mapping
 from paceline.core.environment import Environment, detect_environment
 from paceline.core.errors import StopRequested
 from paceline.core.files import write_atomically
-from paceline.core.job import Job
+from paceline.core.job import WorkerConfig
 from paceline.core.signals import dump_stacks_on_signal
 from paceline.core.task import Loss, Task
 from paceline.core.task_loading import TaskReference, parse_assignments
 from paceline.insight.verify.cases import (
-    Plan,
+    GroupPlan,
     Training,
     directory_of,
     done_path,
@@ -46,20 +46,20 @@ from paceline.insight.verify.cases import (
     trace_path,
 )
 from paceline.insight.verify.lint import lint
-from paceline.parallel.planning.auto_strategy import memory_of_process
-from paceline.parallel.sharded_state import gathered
+from paceline.parallel.planning.auto_strategy import memory_per_process
+from paceline.parallel.sharded_state import gather_full
 from paceline.runs.checkpoint_state import bytes_of, model_sha256
 from paceline.runs.failures import read_failure, record_failure
 from paceline.training.control import StopSignals
-from paceline.training.reproducibility import configure_numerics, numerics_kept
-from paceline.training.run_context import Run
-from paceline.training.run_setup import Request, prepare
+from paceline.training.reproducibility import configure_numerics, preserve_numerics
+from paceline.training.run_context import RunContext
+from paceline.training.run_setup import RunRequest, setup_run
 from paceline.training.worker import run
 
 # --- The same task in float64: what all other runs are measured against ---
 
 
-def in_double(module: nn.Module) -> nn.Module:
+def to_float64(module: nn.Module) -> nn.Module:
     """The module with float64 parameters and buffers, whose submodules take inputs of less precision too."""
     module.double()
     for child in module.modules():
@@ -67,7 +67,7 @@ def in_double(module: nn.Module) -> nn.Module:
     return module
 
 
-def doubled(value: Any) -> Any:
+def cast_inputs(value: Any) -> Any:
     """The same, nested as it is, with floating-point tensors as float64."""
 
     def of(leaf: Any) -> Any:
@@ -77,7 +77,7 @@ def doubled(value: Any) -> Any:
     return pytree.tree_map(of, value)
 
 
-class DoubleMode(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """What is asked for in float32 is made in float64: ``x.float()``, ``dtype=torch.float32``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ class DoubleMode(TorchFunctionMode):
 
 
 def _doubled_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return doubled(args), doubled(kwargs)
+    return cast_inputs(args), cast_inputs(kwargs)
 
 
 # --- The tensors of a reference run, step by step on disk, and how far others are from them ---
@@ -116,15 +116,12 @@ class ReferenceWriter:
 
     def end_step(self, step: int) -> None:
         """Write what was noted."""
-        rms = {
-            kind: repr(math.sqrt(square / max(1, self._numels[kind])))
-            for kind, square in self._squares.items()
-        }
+        rms = {kind: repr(math.sqrt(square / max(1, self._numels[kind]))) for kind, square in self._squares.items()}
         save_file(self._tensors, self._directory / f"step-{step}.safetensors", metadata=rms)
         self._tensors, self._squares, self._numels = {}, {}, {}
 
 
-class Reference:
+class ReferenceReader:
     """What :class:`ReferenceWriter` wrote."""
 
     def __init__(self, directory: Path) -> None:
@@ -172,7 +169,7 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 @dataclass
-class Watch:
+class Instrumentation:
     """What a rank notes of one run, and where.
 
     Attributes:
@@ -189,14 +186,14 @@ class Watch:
     notes_steps: bool = True
     double: bool = False
     writer: ReferenceWriter | None = None
-    reference: Reference | None = None
+    reference: ReferenceReader | None = None
     forward_step: int | None = None
     forward: IO[str] | None = None
-    place: BatchPlace | None = None
+    place: BatchInfo | None = None
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
-def watched(task: Task, watch: Watch) -> Task:
+def instrument(task: Task, watch: Instrumentation) -> Task:
     """The same task, of a class below its own, that notes what it computes."""
     kind = type(task)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
@@ -209,11 +206,11 @@ def watched(task: Task, watch: Watch) -> Task:
 class _Watched(Task):
     """What comes between the trainer and a task's methods."""
 
-    _watch: Watch
+    _watch: Instrumentation
 
     def build_model(self) -> nn.Module:
         module = super().build_model()
-        return in_double(module) if self._watch.double else module
+        return to_float64(module) if self._watch.double else module
 
     def build_dataset(self, split: str) -> Any:
         # Nothing is evaluated: what is compared is the training.
@@ -224,25 +221,25 @@ class _Watched(Task):
         self._watch.optimizers = [*built.values()] if isinstance(built, Mapping) else [built]
         return built
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
-        own = super().build_callback(model, horizon)
+    def build_callback(self, model: nn.Module, schedule: RunSchedule) -> Callback:
+        own = super().build_callback(model, schedule)
         return Recorder(own, model, self._watch) if self._watch.notes_steps else own
 
-    def begin_batch(self, place: BatchPlace) -> None:
-        self._watch.place = place
-        super().begin_batch(place)
+    def on_batch_begin(self, info: BatchInfo) -> None:
+        self._watch.place = info
+        super().on_batch_begin(info)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
         if not self._watch.double:
             return super().loss(model, batch)
-        with DoubleMode():
-            return super().loss(model, doubled(batch))
+        with Float64Mode():
+            return super().loss(model, cast_inputs(batch))
 
 
 class Recorder(Callback):
     """Notes each step's loss, gradients and weights; what the task's own callback does is done too."""
 
-    def __init__(self, inner: Callback, module: nn.Module, watch: Watch) -> None:
+    def __init__(self, inner: Callback, module: nn.Module, watch: Instrumentation) -> None:
         self._inner, self._module, self._watch = inner, module, watch
         self._step = 0
         self._gradients: dict[str, Any] = {}
@@ -251,18 +248,18 @@ class Recorder(Callback):
             for name, child in module.named_modules():
                 child.register_forward_hook(lambda _, __, output, name=name: self._forward(name, output))
 
-    def step_begins(self, step: int, step_in_epoch: int) -> None:
+    def on_step_begin(self, step: int, step_in_epoch: int) -> None:
         self._step, self._calls = step + 1, 0
-        self._inner.step_begins(step, step_in_epoch)
+        self._inner.on_step_begin(step, step_in_epoch)
 
-    def gradients_ready(self) -> None:
+    def on_before_optimizer_step(self) -> None:
         gradients = {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
         self._gradients = self._noted("gradient", gradients)
-        self._inner.gradients_ready()
+        self._inner.on_before_optimizer_step()
 
-    def step_done(self, step: int, loss: float) -> None:
+    def on_step_end(self, step: int, loss: float) -> None:
         weights = self._noted("weight", self._module.state_dict())
-        self._inner.step_done(step, loss)
+        self._inner.on_step_end(step, loss)
         rates = [group["lr"] for optimizer in self._watch.optimizers for group in optimizer.param_groups]
         line = {
             "step": step,
@@ -283,7 +280,7 @@ class Recorder(Callback):
             # What another stage of a pipeline holds is for that one to note.
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 continue
-            whole = gathered(tensor).detach()
+            whole = gather_full(tensor).detach()
             # No gradient, and one of zeros, are the same.
             if kind == "gradient" and not whole.any():
                 continue
@@ -297,19 +294,14 @@ class Recorder(Callback):
 
     def _forward(self, name: str, output: Any) -> None:
         place, watch = self._watch.place, self._watch
-        if (
-            place is None
-            or place.split != "train"
-            or not place.samples
-            or place.step + 1 != watch.forward_step
-        ):
+        if place is None or place.split != "train" or not place.samples or place.step + 1 != watch.forward_step:
             return
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.is_floating_point():
                 self._calls += 1
-                value = gathered(leaf.detach())
+                value = gather_full(leaf.detach())
                 line = {
-                    "shard": place.number,
+                    "microbatch": place.number,
                     "call": self._calls,
                     "module": name,
                     "shape": list(value.shape),
@@ -326,20 +318,20 @@ class Recorder(Callback):
     def should_stop(self) -> bool:  # type: ignore[override]
         return self._inner.should_stop
 
-    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         self._inner.attach(group, step=step, epoch=epoch)
 
-    def epoch_begins(self, epoch: int) -> None:
-        self._inner.epoch_begins(epoch)
+    def on_epoch_begin(self, epoch: int) -> None:
+        self._inner.on_epoch_begin(epoch)
 
-    def step_reduced(self, *, due: bool) -> Mapping[str, float]:
-        return self._inner.step_reduced(due=due)
+    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
+        return self._inner.on_gradients_reduced(due=due)
 
-    def epoch_ends(self, epoch: int) -> None:
-        self._inner.epoch_ends(epoch)
+    def on_epoch_end(self, epoch: int) -> None:
+        self._inner.on_epoch_end(epoch)
 
-    def fit_ends(self) -> None:
-        self._inner.fit_ends()
+    def on_fit_end(self) -> None:
+        self._inner.on_fit_end()
 
     def close(self) -> None:
         self._inner.close()
@@ -370,7 +362,7 @@ def digest(tensor: torch.Tensor) -> str:
 class Simulation(Protocol):
     """Trains in this process as so many ranks would, one rank's part after the other's."""
 
-    def __call__(self, run: Run, world_size: int) -> Mapping[str, torch.Tensor]:
+    def __call__(self, run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
         """The model's state after the last step, as one process would save it.
 
         Args:
@@ -401,7 +393,7 @@ _log = logging.getLogger(__name__)
 def main(argv: list[str]) -> int:
     """Do what the plan says; return the exit code: 0 whatever becomes of the runs, 130 or 75 when stopped."""
     dump_stacks_on_signal()
-    plan = Plan.read(Path(argv[0]))
+    plan = GroupPlan.read(Path(argv[0]))
     environment = detect_environment()
     root = Path(plan.root)
     reference = TaskReference(plan.task, parse_assignments(plan.set))
@@ -427,44 +419,42 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train(plan: Plan, training: Training, task: Task, environment: Environment) -> None:
+def _train(plan: GroupPlan, training: Training, task: Task, environment: Environment) -> None:
     root, rank = Path(plan.root), environment.rank
     with ExitStack() as stack:
-        watch = Watch(
+        watch = Instrumentation(
             trace=stack.enter_context(trace_path(root, training, rank).open("w")),
             notes_steps=training.noted,
             double=training.double,
             writer=ReferenceWriter(tensors_path(root, training.name)) if training.double else None,
-            reference=None
-            if training.reference is None
-            else Reference(tensors_path(root, training.reference)),
+            reference=None if training.reference is None else ReferenceReader(tensors_path(root, training.reference)),
         )
         if training.forward_step is not None:
             watch.forward_step = training.forward_step
             watch.forward = stack.enter_context(forward_path(root, training, rank).open("w"))
         config = _config(plan, training, task)
-        job = Job(config=config, given=frozenset(training.options), quiet=True, supervised=True)
-        result = run(job, environment, watched(task, watch))
+        job = WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True, supervised=True)
+        result = run(job, environment, instrument(task, watch))
     if rank == 0:
         _write(outcome_path(root, training), result)
 
 
-def _simulate(plan: Plan, training: Training, task: Task) -> None:
+def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
     assert training.simulation is not None
     config = _config(plan, training, task)
     directory = directory_of(Path(plan.root), training)
     world_size = int(training.options["nproc"])
-    request = Request(
+    request = RunRequest(
         config=config,
-        given=frozenset(training.options),
+        explicit_options=frozenset(training.options),
         task=task,
         started=time.time(),
         default_threads=1,
         quiet=True,
     )
     device = torch.device(config.device if config.device != "auto" else "cpu")
-    with numerics_kept():
-        run_of_ranks, _ = prepare(
+    with preserve_numerics():
+        run_of_ranks, _ = setup_run(
             request,
             None,
             directory,
@@ -472,27 +462,27 @@ def _simulate(plan: Plan, training: Training, task: Task) -> None:
             device=device,
             world_size=world_size,
             processes=1,
-            memory=memory_of_process(device, 1),
+            memory=memory_per_process(device, 1),
         )
         weights = load_simulation(training.simulation)(run_of_ranks, world_size)
     _write(outcome_path(Path(plan.root), training), {"model_sha256": model_sha256(dict(weights))})
 
 
-def _config(plan: Plan, training: Training, task: Task) -> RunConfig:
-    """The run's options, the same for all numbers of processes: the shards are part of what is computed."""
+def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
+    """The run's options, the same for all numbers of processes: the micro-batches are part of what is computed."""
     options = dict(training.options)
-    if options.get("shards") in (None, "auto"):
-        options["shards"] = max(task.defaults.shards or 1, plan.least_shards)
+    if options.get("microbatches") in (None, "auto"):
+        options["microbatches"] = max(task.defaults.microbatches or 1, plan.least_microbatches)
     options["global_batch_size"] = (
         options.get("global_batch_size") or task.defaults.global_batch_size or task.recommended_batch_size()
     )
     directory = directory_of(Path(plan.root), training)
-    return config_from_mapping({**options, "task": plan.task, "run": str(directory.path)}, "paceline verify")
+    return config_from_mapping({**options, "task": plan.task, "run_dir": str(directory.path)}, "paceline verify")
 
 
-def _lint(plan: Plan, task: Task) -> None:
+def _lint(plan: GroupPlan, task: Task) -> None:
     config = _config(plan, plan.trainings[0], task)
-    with numerics_kept():
+    with preserve_numerics():
         configure_numerics(config, config.threads or 1)
         findings = lint(task, config)
     _write(lints_path(Path(plan.root)), [asdict(finding) for finding in findings])

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paceline.launch.preflight.probes import Flow, Way
+from paceline.launch.preflight.probes import Connection, Flow
 from paceline.launch.preflight.spec import (
     Check,
-    Findings,
     Pair,
+    PreflightResults,
     Status,
     common_interfaces,
     is_slow,
@@ -27,7 +27,7 @@ _DIRECT = ("NV", "PIX", "PXB")
 _BUSY_MIB = 1024
 
 
-def judge_gpus(findings: Findings) -> Iterable[Check]:
+def judge_gpus(findings: PreflightResults) -> Iterable[Check]:
     """All checks of GPUs; where no machine has one and none was asked for, one that says so."""
     asked = findings.examination.gpus_per_node
     if not asked and not any(f["gpus"]["gpus"] or f["gpus"]["error"] for f in findings.facts.values()):
@@ -43,7 +43,7 @@ def judge_gpus(findings: Findings) -> Iterable[Check]:
     yield from _alike(findings)
 
 
-def _usable(findings: Findings, node: int) -> Check:
+def _usable(findings: PreflightResults, node: int) -> Check:
     name, asked = findings.name(node), findings.examination.gpus_per_node
     facts, torch = findings.facts[node]["gpus"], findings.facts[node]["torch"]
     count, usable = len(facts["gpus"]), int(torch.get("gpus", 0))
@@ -88,9 +88,7 @@ def _usable(findings: Findings, node: int) -> Check:
             found=f"{findings.processes_on(node)} processes for {usable or count} GPUs",
             advice=f"Use --nproc {usable or count}: NCCL takes one process a GPU",
         )
-    return Check(
-        id="gpus", where=name, status="pass", found=f"{count} x {models}{wanted}" if count else "none"
-    )
+    return Check(id="gpus", where=name, status="pass", found=f"{count} x {models}{wanted}" if count else "none")
 
 
 def _health(name: str, facts: dict[str, Any]) -> Check:
@@ -121,9 +119,7 @@ def _health(name: str, facts: dict[str, Any]) -> Check:
             found="; ".join(slow),
             advice="Look at its cooling and power, and for other processes: nvidia-smi",
         )
-    log = (
-        "" if facts["xids"] is not None else "; the kernel's log cannot be read, so Xid errors are not known"
-    )
+    log = "" if facts["xids"] is not None else "; the kernel's log cannot be read, so Xid errors are not known"
     return Check(id="gpu-health", where=name, status="pass", found=f"no errors, no throttling{log}")
 
 
@@ -144,7 +140,7 @@ def _links(name: str, links: dict[str, str]) -> Check:
     return Check(id="gpu-links", where=name, status="pass", found=found)
 
 
-def _alike(findings: Findings) -> Iterable[Check]:
+def _alike(findings: PreflightResults) -> Iterable[Check]:
     kinds: dict[str, list[str]] = {}
     for node, facts in findings.facts.items():
         for text in {f"{gpu['name']}, driver {gpu['driver']}" for gpu in facts["gpus"]["gpus"]}:
@@ -171,14 +167,14 @@ _SHM_LEAST, _SHM_GOOD = 16 * _MIB, 64 * _MIB  # a process
 _RDMA_LOCKS = _GIB
 
 
-def judge_machine(findings: Findings) -> Iterable[Check]:
+def judge_machine(findings: PreflightResults) -> Iterable[Check]:
     """All checks of single machines: one for all where it passes everywhere."""
     yield from _run_directory(findings)
     for judged in (_disk_space, _shared_memory, _open_files, _locked_memory, _cpus):
         yield from _each(findings, judged)
 
 
-def _each(findings: Findings, judged: Callable[[Findings, int], Check | None]) -> Iterable[Check]:
+def _each(findings: PreflightResults, judged: Callable[[PreflightResults, int], Check | None]) -> Iterable[Check]:
     """A check of each machine; equal ones are one."""
     equal: dict[tuple[str, str], list[Check]] = {}
     for node in findings.facts:
@@ -191,7 +187,7 @@ def _each(findings: Findings, judged: Callable[[Findings, int], Check | None]) -
         yield dataclasses.replace(checks[0], where=where)
 
 
-def _run_directory(findings: Findings) -> Iterable[Check]:
+def _run_directory(findings: PreflightResults) -> Iterable[Check]:
     well = True
     marked = [node for node, storage in findings.storage.items() if storage["error"] is None]
     for node, storage in findings.storage.items():
@@ -205,7 +201,7 @@ def _run_directory(findings: Findings) -> Iterable[Check]:
                 where=name,
                 status="fail",
                 found=f"{path} cannot be written: {storage['error']}",
-                advice="Choose another with --run, or mend the disk or its permissions",
+                advice="Choose another with --run-dir, or mend the disk or its permissions",
             )
         if unseen and (node != 0 or len(unseen) == len(others)):
             well = False
@@ -214,7 +210,7 @@ def _run_directory(findings: Findings) -> Iterable[Check]:
                 where=name,
                 status="fail",
                 found=f"{path} is not the directory of {', '.join(map(findings.name, unseen))}",
-                advice="Choose a directory that all machines share (NFS, Lustre) with --run, and mount it on "
+                advice="Choose a directory that all machines share (NFS, Lustre) with --run-dir, and mount it on "
                 "each of them",
             )
         if not storage["hard_links"]:
@@ -224,17 +220,14 @@ def _run_directory(findings: Findings) -> Iterable[Check]:
                 where=name,
                 status="warn",
                 found=f"{path} takes no hard links",
-                advice="Where machines lose each other, exactly half of them cannot go on: the lease is a "
-                "hard link",
+                advice="Where machines lose each other, exactly half of them cannot go on: the lease is a hard link",
             )
     if well and findings.storage:
         shared = "shared and writable" if len(findings.storage) > 1 else "writable"
-        yield Check(
-            id="run-directory", where="all", status="pass", found=f"{findings.storage[0]['path']} is {shared}"
-        )
+        yield Check(id="run-directory", where="all", status="pass", found=f"{findings.storage[0]['path']} is {shared}")
 
 
-def _disk_space(findings: Findings, node: int) -> Check | None:
+def _disk_space(findings: PreflightResults, node: int) -> Check | None:
     storage = findings.storage.get(node)
     if storage is None or storage["free"] is None:
         return None
@@ -243,11 +236,7 @@ def _disk_space(findings: Findings, node: int) -> Check | None:
     # One is written before the oldest is removed; those that are there take no more room.
     there = min(len(storage["checkpoints"]), keep)
     needed = (keep + 1 - there) * size if size is not None else _GIB
-    what = (
-        "a checkpoint's size is not known"
-        if size is None
-        else f"{keep} + 1 checkpoints of {how}{_size(size)}"
-    )
+    what = "a checkpoint's size is not known" if size is None else f"{keep} + 1 checkpoints of {how}{_size(size)}"
     if there:
         what += f", of which {there} {'is' if there == 1 else 'are'} there"
     status: Status = "pass" if free >= needed else "warn" if size is None else "fail"
@@ -258,14 +247,14 @@ def _disk_space(findings: Findings, node: int) -> Check | None:
         found=f"{storage['path']} has {_size(free)} free; {what}",
         advice=""
         if status == "pass"
-        else "Give --checkpoint-size, or a larger disk with --run"
+        else "Give --checkpoint-size, or a larger disk with --run-dir"
         if size is None
         else f"{_size(needed)} are needed: "
-        f"{'make room there' if there else 'choose a larger disk with --run, or fewer with --keep'}",
+        f"{'make room there' if there else 'choose a larger disk with --run-dir, or fewer with --keep-checkpoints'}",
     )
 
 
-def _checkpoint_bytes(findings: Findings) -> tuple[int | None, str]:
+def _checkpoint_bytes(findings: PreflightResults) -> tuple[int | None, str]:
     """The size of a checkpoint, and "about " where it is only estimated."""
     if findings.examination.checkpoint_bytes is not None:
         return findings.examination.checkpoint_bytes, ""
@@ -279,7 +268,7 @@ def _checkpoint_bytes(findings: Findings) -> tuple[int | None, str]:
     return None, ""
 
 
-def _shared_memory(findings: Findings, node: int) -> Check:
+def _shared_memory(findings: PreflightResults, node: int) -> Check:
     free, nproc = findings.facts[node]["shm_free"], findings.processes_on(node)
     name = findings.name(node)
     if free is None or free < nproc * _SHM_GOOD:
@@ -291,12 +280,10 @@ def _shared_memory(findings: Findings, node: int) -> Check:
             found="there is no /dev/shm" if free is None else f"{_size(free)} for {nproc} processes",
             advice="Start the container with --shm-size=8g (in Kubernetes: an emptyDir with medium: Memory)",
         )
-    return Check(
-        id="shared-memory", where=name, status="pass", found=f"at least {_size(nproc * _SHM_GOOD)} free"
-    )
+    return Check(id="shared-memory", where=name, status="pass", found=f"at least {_size(nproc * _SHM_GOOD)} free")
 
 
-def _open_files(findings: Findings, node: int) -> Check:
+def _open_files(findings: PreflightResults, node: int) -> Check:
     facts, name = findings.facts[node], findings.name(node)
     world_size = sum(findings.processes_on(each) for each in range(findings.nodes))
     soft, hard = facts["open_files"], facts["most_open_files"]
@@ -320,7 +307,7 @@ def _open_files(findings: Findings, node: int) -> Check:
     )
 
 
-def _locked_memory(findings: Findings, node: int) -> Check | None:
+def _locked_memory(findings: PreflightResults, node: int) -> Check | None:
     facts, name = findings.facts[node], findings.name(node)
     limit, rdma = facts["locked_memory"], ", ".join(facts["rdma"])
     if not rdma:
@@ -338,7 +325,7 @@ def _locked_memory(findings: Findings, node: int) -> Check | None:
     return Check(id="locked-memory", where=name, status="pass", found=f"{shown}, for {rdma}")
 
 
-def _cpus(findings: Findings, node: int) -> Check:
+def _cpus(findings: PreflightResults, node: int) -> Check:
     facts, name = findings.facts[node], findings.name(node)
     usable = min(facts["usable_cores"], facts["core_quota"] or facts["usable_cores"])
     nproc, threads = findings.processes_on(node), findings.examination.threads or 1
@@ -376,7 +363,7 @@ _NEAR_MS = 0.5
 _CLOCK_WARNS_S, _CLOCK_FAILS_S = 1.0, 10.0
 
 
-def judge_network(findings: Findings) -> Iterable[Check]:
+def judge_network(findings: PreflightResults) -> Iterable[Check]:
     """All checks of what is between the machines; of one alone, of the interface that it is to use."""
     if findings.nodes == 1:
         if findings.examination.interface is not None:
@@ -392,7 +379,7 @@ def judge_network(findings: Findings) -> Iterable[Check]:
     yield from _all_reduce(findings)
 
 
-def _ports(findings: Findings) -> Iterable[Check]:
+def _ports(findings: PreflightResults) -> Iterable[Check]:
     well = True
     if findings.port_problem:
         well = False
@@ -403,7 +390,7 @@ def _ports(findings: Findings) -> Iterable[Check]:
             found=f"it cannot listen on port {findings.port}: {findings.port_problem}",
             advice="End the program that has it, or choose another one with --master-port",
         )
-    kinds: list[tuple[Mapping[Pair, Way], str]] = [
+    kinds: list[tuple[Mapping[Pair, Connection], str]] = [
         (findings.rendezvous, f"port {findings.port}"),
         (findings.data, "ports that the kernel chooses"),
     ]
@@ -438,7 +425,7 @@ def _ports(findings: Findings) -> Iterable[Check]:
         )
 
 
-def _interface(findings: Findings) -> Iterable[Check]:
+def _interface(findings: PreflightResults) -> Iterable[Check]:
     problems = _address_problems(findings)
     yield from problems
     well = not problems
@@ -472,7 +459,7 @@ def _interface(findings: Findings) -> Iterable[Check]:
         yield from _interface_used(findings)
 
 
-def _address_problems(findings: Findings) -> list[Check]:
+def _address_problems(findings: PreflightResults) -> list[Check]:
     """What is wrong with the interface or the address that was asked for."""
     problems = []
     for node, facts in findings.facts.items():
@@ -489,11 +476,11 @@ def _address_problems(findings: Findings) -> list[Check]:
     return problems
 
 
-def _interface_used(findings: Findings) -> list[Check]:
+def _interface_used(findings: PreflightResults) -> list[Check]:
     return [Check(id="interface", where="all", status="pass", found=_used(findings))]
 
 
-def faster_interface(findings: Findings) -> str | None:
+def faster_interface(findings: PreflightResults) -> str | None:
     """The interface over which all machines were seen to reach each other much faster than over their own."""
     best = max(findings.other_flows, key=lambda name: _slowest(findings.other_flows[name]), default=None)
     if best is None or _slowest(findings.other_flows[best]) <= _FASTER * _slowest(findings.flows):
@@ -501,17 +488,17 @@ def faster_interface(findings: Findings) -> str | None:
     return best
 
 
-def chosen_interface(findings: Findings) -> str | None:
+def chosen_interface(findings: PreflightResults) -> str | None:
     """That interface, where the job that follows is going to use it: it names none of its own."""
     named = findings.examination.interface is not None
     return faster_interface(findings) if findings.examination.preflight and not named else None
 
 
-def _used(findings: Findings) -> str:
+def _used(findings: PreflightResults) -> str:
     return ", ".join(sorted({str(facts["interface"]) for facts in findings.facts.values()}))
 
 
-def _bandwidth(findings: Findings) -> Iterable[Check]:
+def _bandwidth(findings: PreflightResults) -> Iterable[Check]:
     chosen = chosen_interface(findings)
     rates = known_rates(findings.flows if chosen is None else findings.other_flows[chosen])
     if not rates:
@@ -538,7 +525,7 @@ def _bandwidth(findings: Findings) -> Iterable[Check]:
         )
 
 
-def _rendezvous(findings: Findings) -> Iterable[Check]:
+def _rendezvous(findings: PreflightResults) -> Iterable[Check]:
     """Machine 0 answers every rank at the start, and at each change; of two machines, either is as near."""
     medians = {}
     for node in findings.facts:
@@ -566,7 +553,7 @@ def _rendezvous(findings: Findings) -> Iterable[Check]:
         )
 
 
-def _host_names(findings: Findings) -> Iterable[Check]:
+def _host_names(findings: PreflightResults) -> Iterable[Check]:
     """Who is told no interface announces the address of its machine's name."""
     told = findings.examination.interface or chosen_interface(findings)
     agents = findings.examination.agents
@@ -598,7 +585,7 @@ def _host_names(findings: Findings) -> Iterable[Check]:
         yield Check(id="host-name", where="all", status="pass", found="resolve to addresses on the network")
 
 
-def _clocks(findings: Findings) -> Iterable[Check]:
+def _clocks(findings: PreflightResults) -> Iterable[Check]:
     well = True
     for node, (ahead_s, error_s) in findings.clock_s.items():
         if abs(ahead_s) - error_s > _CLOCK_WARNS_S:
@@ -616,7 +603,7 @@ def _clocks(findings: Findings) -> Iterable[Check]:
         yield Check(id="clock", where="all", status="pass", found=f"within {worst * 1e3:.1f} ms")
 
 
-def _all_reduce(findings: Findings) -> Iterable[Check]:
+def _all_reduce(findings: PreflightResults) -> Iterable[Check]:
     result = findings.all_reduce
     if result is None:
         status: Status = "pass" if findings.no_all_reduce.startswith("there is one") else "warn"
@@ -661,7 +648,7 @@ def _rate(bytes_per_s: float) -> str:
 # --- From findings to checks: pure functions, one for each kind of thing that can be wrong ---
 
 
-def judge(findings: Findings) -> list[Check]:
+def judge(findings: PreflightResults) -> list[Check]:
     """All checks, passed ones too: one for each machine, or one for all where they are compared."""
     return [
         *_machines(findings),
@@ -672,7 +659,7 @@ def judge(findings: Findings) -> list[Check]:
     ]
 
 
-def _machines(findings: Findings) -> Iterable[Check]:
+def _machines(findings: PreflightResults) -> Iterable[Check]:
     for node, why in findings.absent.items():
         yield Check(
             id="machines",
@@ -687,7 +674,7 @@ def _machines(findings: Findings) -> Iterable[Check]:
         yield Check(id="machines", where="all", status="pass", found=there)
 
 
-def _software(findings: Findings) -> Iterable[Check]:
+def _software(findings: PreflightResults) -> Iterable[Check]:
     facts = findings.facts
     pythons = {node: each["python"] for node, each in facts.items()}
     minor = {node: text.rpartition(".")[0] for node, text in pythons.items()}
@@ -706,7 +693,7 @@ def _software(findings: Findings) -> Iterable[Check]:
         yield from _imports(findings, name)
 
 
-def _libraries(findings: Findings) -> Check:
+def _libraries(findings: PreflightResults) -> Check:
     """What Paceline builds on must be equal; anything else that differs is worth a warning."""
     names = {name for facts in findings.facts.values() for name in facts["libraries"]}
     needed = set(findings.facts[0]["needed"]) | {"paceline"}
@@ -719,11 +706,7 @@ def _libraries(findings: Findings) -> Check:
             differing[name] = _differing(versions, findings.name)
     bad = [name for name in differing if name in needed or name.startswith(speaking)]
     if not differing:
-        found = (
-            f"{len(names)} distributions are equal"
-            if len(findings.facts) > 1
-            else f"{len(names)} distributions"
-        )
+        found = f"{len(names)} distributions are equal" if len(findings.facts) > 1 else f"{len(names)} distributions"
         return Check(id="libraries", where="all", status="pass", found=found)
     shown = [f"{name}: {differing[name]}" for name in [*bad, *(n for n in differing if n not in bad)]]
     more = f"; and {len(shown) - 8} more" if len(shown) > 8 else ""
@@ -737,7 +720,7 @@ def _libraries(findings: Findings) -> Check:
     )
 
 
-def _imports(findings: Findings, name: str) -> Iterable[Check]:
+def _imports(findings: PreflightResults, name: str) -> Iterable[Check]:
     there = {node: facts[name] for node, facts in findings.facts.items() if facts[name] is not None}
     whole: dict[int, str] = {}
     for node, imported in there.items():
@@ -772,7 +755,7 @@ def _imports(findings: Findings, name: str) -> Iterable[Check]:
         yield Check(id=name, where=_where(list(whole), findings), status="pass", found=found)
 
 
-def _where(nodes: list[int], findings: Findings) -> str:
+def _where(nodes: list[int], findings: PreflightResults) -> str:
     return "all" if len(nodes) == len(findings.facts) else ", ".join(map(findings.name, nodes))
 
 

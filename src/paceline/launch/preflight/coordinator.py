@@ -21,15 +21,15 @@ from paceline.core.environment import is_loopback
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.signals import join_all
 from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours
-from paceline.elastic.consensus.transport import Link, LinkError, connect
+from paceline.elastic.consensus.transport import AuthenticatedConnection, PeerConnectionError, connect
 from paceline.launch.preflight import probes
 from paceline.launch.preflight.facts import collect, interfaces, run_python
-from paceline.launch.preflight.probes import ProbeServer, measure_flow, try_way
+from paceline.launch.preflight.probes import ProbeServer, check_connection, measure_flow
 from paceline.launch.preflight.spec import (
-    Examination,
-    Findings,
+    NodePlace,
     Pair,
-    Place,
+    PreflightResults,
+    PreflightSpec,
     common_interfaces,
     is_slow,
     known_rates,
@@ -42,10 +42,10 @@ DEAD_AFTER_S = 20.0
 """Patience with a machine that does not answer: the way to it is loaded on purpose."""
 
 
-class Channel:
+class PreflightChannel:
     """A link, of which messages are taken one by one."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: AuthenticatedConnection) -> None:
         self._link = link
         self._waiting: deque[dict[str, Any]] = deque()
 
@@ -53,7 +53,7 @@ class Channel:
         """Wait until both sides have shown that they hold the token.
 
         Raises:
-            LinkError: it is not one of ours, or does not answer; the message says why.
+            PeerConnectionError: it is not one of ours, or does not answer; the message says why.
         """
         while not self._link.is_open:
             self._wait(max(0.0, self._link.deadline - time.monotonic()))
@@ -68,14 +68,14 @@ class Channel:
         """The next message.
 
         Raises:
-            LinkError: the link has ended, or none came in time.
+            PeerConnectionError: the link has ended, or none came in time.
         """
         deadline = time.monotonic() + within_s
         while not self._waiting:
             self._waiting += self._link.receive()
             left = deadline - time.monotonic()
             if left <= 0:
-                raise LinkError(f"{self._link.peer} did not answer within {within_s:g} s.")
+                raise PeerConnectionError(f"{self._link.peer} did not answer within {within_s:g} s.")
             if not self._waiting:
                 self._wait(left)
         return self._waiting.popleft()
@@ -90,13 +90,13 @@ class Channel:
         waiting.poll(seconds * 1e3)
 
 
-def open_channel(host: str, port: int, token: bytes, hello: Mapping[str, Any], within_s: float) -> Channel:
+def open_channel(host: str, port: int, token: bytes, hello: Mapping[str, Any], within_s: float) -> PreflightChannel:
     """Connect to machine 0.
 
     Raises:
-        LinkError: nobody is there, or not one of ours; the message says why.
+        PeerConnectionError: nobody is there, or not one of ours; the message says why.
     """
-    channel = Channel(connect(host, port, token, hello, within_s=within_s, dead_after_s=DEAD_AFTER_S))
+    channel = PreflightChannel(connect(host, port, token, hello, within_s=within_s, dead_after_s=DEAD_AFTER_S))
     try:
         channel.shake_hands()
     except BaseException:
@@ -112,7 +112,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def together(calls: Mapping[Key, Callable[[], Value]]) -> dict[Key, Value | Exception]:
+def run_parallel(calls: Mapping[Key, Callable[[], Value]]) -> dict[Key, Value | Exception]:
     """Make all calls at once, each in a thread; what each returned or raised."""
     results: dict[Key, Value | Exception] = {}
 
@@ -137,7 +137,7 @@ _CANARY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Address:
+class NodeAddress:
     """Where a machine is reached, and what is wrong with what was asked for.
 
     Attributes:
@@ -151,34 +151,34 @@ class Address:
     problem: str | None = None
 
 
-def choose_address(interface: str | None, place: Place) -> Address:
+def choose_address(interface: str | None, place: NodePlace) -> NodeAddress:
     """The address that a job's processes here would use."""
     problem = None
     if interface is not None:
         try:
-            return Address(interface_address(interface), interface)
+            return NodeAddress(interface_address(interface), interface)
         except ConfigError as error:
             problem = str(error)
     if place.nodes == 1:
-        return Address(LOOPBACK, "lo", problem)
+        return NodeAddress(LOOPBACK, "lo", problem)
     try:
         if place.node_rank == 0 and is_ours(place.master_addr):
             host = socket.gethostbyname(place.master_addr)
         else:
             host = address_towards(place.master_addr, place.master_port)
         if not is_loopback(host) or is_loopback(place.master_addr):
-            return Address(host, interface_of(host), problem)
+            return NodeAddress(host, interface_of(host), problem)
         problem = problem or f"{place.master_addr}, the name of machine 0, is a loopback address here: {host}"
     except ConfigError as error:
         problem = problem or str(error)
     # Any will do to examine the rest.
     for each in interfaces():
-        return Address(each["address"], each["name"], problem)
-    return Address(LOOPBACK, "lo", problem)
+        return NodeAddress(each["address"], each["name"], problem)
+    return NodeAddress(LOOPBACK, "lo", problem)
 
 
 @dataclass
-class Examiner:
+class PreflightAgent:
     """One machine, at work.
 
     Attributes:
@@ -188,9 +188,9 @@ class Examiner:
         token: the examination's secret.
     """
 
-    examination: Examination
-    place: Place
-    address: Address
+    examination: PreflightSpec
+    place: NodePlace
+    address: NodeAddress
     token: bytes
     _servers: list[ProbeServer] = field(default_factory=list)
     _marks: list[str] = field(default_factory=list)
@@ -253,7 +253,7 @@ class Examiner:
         return self._servers[-1].port
 
     def _ways(self, targets: list[tuple[str, int]]) -> list[Any]:
-        return [try_way(host, port, self.token) for host, port in targets]
+        return [check_connection(host, port, self.token) for host, port in targets]
 
     def _flow(self, host: str, port: int) -> Any:
         return measure_flow(host, port, self.token)
@@ -268,9 +268,7 @@ class Examiner:
         own = probes.mark_name(examination, self.place.node_rank)
         return probes.look(self._run, self.examination.run, own, names, error)
 
-    def _all_reduce(
-        self, first_rank: int, local_ranks: int, world_size: int, host: str, port: int
-    ) -> dict[str, Any]:
+    def _all_reduce(self, first_rank: int, local_ranks: int, world_size: int, host: str, port: int) -> dict[str, Any]:
         """Run this machine's ranks; what the first of them found."""
         by_itself = self.place.nodes == 1 and self.address.host == LOOPBACK
         shared = {
@@ -288,7 +286,7 @@ class Examiner:
             for number in range(local_ranks)
         }
         results = []
-        for result in together(ranks).values():
+        for result in run_parallel(ranks).values():
             if isinstance(result, Exception):
                 raise result
             results.append(result)
@@ -318,32 +316,32 @@ _ALL_SHIFTS_UP_TO = 9  # machines
 _REPEATED = 16
 
 
-class Machine(Protocol):
+class PreflightTarget(Protocol):
     """A machine that does what it is asked for."""
 
     def ask(self, operation: str, arguments: Mapping[str, Any], within_s: float = _ANSWER_S) -> Any:
         """The result.
 
         Raises:
-            LinkError: the machine is gone, or does not answer.
+            PeerConnectionError: the machine is gone, or does not answer.
             PacelineError: it could not do it.
         """
 
 
-class Here:
+class LocalTarget:
     """Machine 0 itself."""
 
-    def __init__(self, examiner: Examiner) -> None:
+    def __init__(self, examiner: PreflightAgent) -> None:
         self._examiner = examiner
 
     def ask(self, operation: str, arguments: Mapping[str, Any], within_s: float = _ANSWER_S) -> Any:
         return time.time() if operation == "time" else self._examiner.perform(operation, arguments)
 
 
-class There:
+class RemoteTarget:
     """Another machine."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: PreflightChannel) -> None:
         self._channel = channel
 
     def ask(self, operation: str, arguments: Mapping[str, Any], within_s: float = _ANSWER_S) -> Any:
@@ -354,10 +352,10 @@ class There:
         return answer.get("result")
 
 
-class Conductor:
+class PreflightCoordinator:
     """Leads an examination; what it gathers is in ``findings``."""
 
-    def __init__(self, machines: dict[int, Machine], findings: Findings) -> None:
+    def __init__(self, machines: dict[int, PreflightTarget], findings: PreflightResults) -> None:
         self._machines = machines
         self._key = secrets.token_hex(4)
         self.findings = findings
@@ -377,11 +375,8 @@ class Conductor:
         """Ask the machines at once: those in ``arguments``, by default all; who fails is asked no more."""
         asked = {node: {} for node in self._machines} if arguments is None else dict(arguments)
         asked = {node: each for node, each in asked.items() if node in self._machines}
-        results = together(
-            {
-                node: partial(self._machines[node].ask, operation, each, **common)
-                for node, each in asked.items()
-            }
+        results = run_parallel(
+            {node: partial(self._machines[node].ask, operation, each, **common) for node, each in asked.items()}
         )
         answers = {}
         for node, result in results.items():
@@ -390,7 +385,7 @@ class Conductor:
             elif node == 0 or not isinstance(result, (PacelineError, OSError)):
                 raise result
             else:
-                gone = "was lost in the middle" if isinstance(result, LinkError) else "could not go on"
+                gone = "was lost in the middle" if isinstance(result, PeerConnectionError) else "could not go on"
                 self.findings.absent[node] = f"it {gone} ({operation}): {result}"
                 del self._machines[node]
         return answers
@@ -434,10 +429,7 @@ class Conductor:
             ]
             for node in opened
         }
-        targets = {
-            node: {"targets": [(addresses[to], port) for to, _, port in there]}
-            for node, there in pairs.items()
-        }
+        targets = {node: {"targets": [(addresses[to], port) for to, _, port in there]} for node, there in pairs.items()}
         for node, ways in self._ask_all("ways", targets).items():
             for (to, kind, _), way in zip(pairs[node], ways, strict=True):
                 kept = self.findings.rendezvous if kind == "rendezvous" else self.findings.data

@@ -182,7 +182,7 @@ class Interface(TypedDict):
     mbit_per_s: int
 
 
-class Facts(TypedDict):
+class NodeFacts(TypedDict):
     """All that a machine says about itself; None for "no limit" and "not known".
 
     ``torch`` and ``task`` have an "error" where they cannot be imported; ``task`` is None where there is
@@ -208,11 +208,11 @@ class Facts(TypedDict):
     core_quota: float | None
 
 
-def collect(task: str) -> Facts:
+def collect(task: str) -> NodeFacts:
     """Look at this machine; takes some seconds, for torch."""
     imported = import_torch_and(task)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Facts(
+    return NodeFacts(
         host=socket.gethostname(),
         python=platform.python_version(),
         libraries=_libraries(),
@@ -236,9 +236,7 @@ def collect(task: str) -> Facts:
 def import_torch_and(task: str) -> dict[str, Any]:
     """What :mod:`paceline.launch.preflight.imports` finds; an import may crash its process."""
     try:
-        done = run_python(
-            "paceline.launch.preflight.imports", [task] if task else [], time_limit_s=_IMPORT_LIMIT_S
-        )
+        done = run_python("paceline.launch.preflight.imports", [task] if task else [], time_limit_s=_IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"torch": {"error": f"the import did not end within {_IMPORT_LIMIT_S} s"}}
     found: dict[str, Any] = {}
@@ -253,12 +251,10 @@ def import_torch_and(task: str) -> dict[str, Any]:
     return found
 
 
-def run_python(
-    module: str, arguments: Sequence[str], *, time_limit_s: float
-) -> subprocess.CompletedProcess[str]:
+def run_python(module: str, arguments: Sequence[str], *, time_limit_s: float) -> subprocess.CompletedProcess[str]:
     """Run a module of Paceline's in a process that does not outlive this one."""
     return subprocess.run(
-        parent_death.tethered([sys.executable, "-m", module, *arguments]),
+        parent_death.kill_with_parent_command([sys.executable, "-m", module, *arguments]),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

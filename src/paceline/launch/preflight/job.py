@@ -12,28 +12,28 @@ from typing import Any
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.sockets import LOOPBACK
-from paceline.launch.launcher import Command, JobHandle, JobSpec, Launcher
+from paceline.launch.launcher import Command, JobHandle, Launcher, LaunchSpec
 from paceline.launch.preflight.node import REPORT, lead_alone, stoppable
-from paceline.launch.preflight.spec import Examination, Place, Report
+from paceline.launch.preflight.spec import NodePlace, PreflightReport, PreflightSpec
 from paceline.launch.rank_env import expand_placeholders
 from paceline.launch.submit import finish, submit
 
 _LAST_LINES = 20
 
 
-def examine_here(examination: Examination, port: int | None = None) -> Report:
+def examine_here(examination: PreflightSpec, port: int | None = None) -> PreflightReport:
     """Examine this machine alone, in this process; the examination's directory is not used.
 
     Args:
         examination: what the job needs.
         port: where the job's rank 0 is going to listen; default: any.
     """
-    place = Place(node_rank=0, nodes=1, master_addr=LOOPBACK, master_port=port or 0)
+    place = NodePlace(node_rank=0, nodes=1, master_addr=LOOPBACK, master_port=port or 0)
     with stoppable():
         return lead_alone(examination, place)
 
 
-def examine_by(launcher: Launcher, spec: JobSpec, options: Any, directory: Path) -> Report:
+def examine_by(launcher: Launcher, spec: LaunchSpec, options: Any, directory: Path) -> PreflightReport:
     """Start the program on the job's machines, wait, and read what machine 0 has left.
 
     Args:
@@ -56,7 +56,7 @@ def examine_by(launcher: Launcher, spec: JobSpec, options: Any, directory: Path)
         handle.cancel()
         raise
     try:
-        return Report.from_json(json.loads((directory / REPORT).read_bytes()))
+        return PreflightReport.from_json(json.loads((directory / REPORT).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
             f"the examination ended with exit code {code} and left no report in {directory}."
@@ -65,7 +65,7 @@ def examine_by(launcher: Launcher, spec: JobSpec, options: Any, directory: Path)
         ) from error
 
 
-def preflight_spec(spec: JobSpec, examination: Examination) -> JobSpec:
+def preflight_spec(spec: LaunchSpec, examination: PreflightSpec) -> LaunchSpec:
     """The job, on whose machines the examination runs first.
 
     Raises:
@@ -73,16 +73,14 @@ def preflight_spec(spec: JobSpec, examination: Examination) -> JobSpec:
     """
     if spec.starts_each_rank:
         raise ConfigError(
-            f"--preflight needs a command that is started once on each machine, and --inner {spec.inner} "
-            "starts each rank. Use another --inner, or paceline doctor before the job."
+            f"--preflight needs a command that is started once on each machine, and --rank-launcher "
+            f"{spec.rank_launcher} starts each rank. Use another --rank-launcher, or paceline doctor before the job."
         )
-    examination = dataclasses.replace(examination, agents=spec.inner == "agent", preflight=True)
+    examination = dataclasses.replace(examination, agents=spec.rank_launcher == "agent", preflight=True)
     return dataclasses.replace(spec, preflight=examination.command(spec.python))
 
 
-def preflight_command(
-    examination: Examination, nodes: int, node_rank: int | None, endpoint: str | None
-) -> Command:
+def preflight_command(examination: PreflightSpec, nodes: int, node_rank: int | None, endpoint: str | None) -> Command:
     """What examines, before processes are started here.
 
     Args:

@@ -21,27 +21,27 @@ from paceline import __version__
 from paceline.core.environment import detect_environment
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
-from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, signals_handled
-from paceline.elastic.consensus.transport import LinkError, Listener
+from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
+from paceline.elastic.consensus.transport import Listener, PeerConnectionError
 from paceline.elastic.token import create_token, read_token
 from paceline.launch.preflight.checks import chosen_interface, judge
 from paceline.launch.preflight.coordinator import (
     DEAD_AFTER_S,
-    Address,
-    Channel,
-    Conductor,
-    Examiner,
-    Here,
-    Machine,
-    There,
+    LocalTarget,
+    NodeAddress,
+    PreflightAgent,
+    PreflightChannel,
+    PreflightCoordinator,
+    PreflightTarget,
+    RemoteTarget,
     choose_address,
     open_channel,
 )
 from paceline.launch.preflight.spec import (
-    Examination,
-    Findings,
-    Place,
-    Report,
+    NodePlace,
+    PreflightReport,
+    PreflightResults,
+    PreflightSpec,
     choose_interface,
     make_report,
     parse_command,
@@ -62,7 +62,7 @@ _RETRY_S = 0.2
 
 
 @dataclass
-class Arrivals:
+class JoinedNodes:
     """Who has come to machine 0.
 
     Attributes:
@@ -73,7 +73,7 @@ class Arrivals:
         port_problem: why machine 0 cannot listen on the rendezvous port.
     """
 
-    channels: dict[int, Channel] = field(default_factory=dict)
+    channels: dict[int, PreflightChannel] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     strangers: list[str] = field(default_factory=list)
     problems: dict[int, str] = field(default_factory=dict)
@@ -101,19 +101,15 @@ def remove_traces(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def await_machines(
-    directory: Path, place: Place, address: Address, token: bytes, timeout_s: float
-) -> Arrivals:
+def await_nodes(directory: Path, place: NodePlace, address: NodeAddress, token: bytes, timeout_s: float) -> JoinedNodes:
     """Machine 0: wait for the others, all of them or as many as come in time."""
-    arrivals = Arrivals()
+    arrivals = JoinedNodes()
     listeners = []
     try:
         try:
             listeners.append(_listener(address.host, place.master_port, token))
         except ConfigError as error:
-            arrivals.port_problem = (
-                str(error.__cause__.strerror) if isinstance(error.__cause__, OSError) else ""
-            )
+            arrivals.port_problem = str(error.__cause__.strerror) if isinstance(error.__cause__, OSError) else ""
         listeners.append(_listener(address.host, 0, token))
         where = json.dumps({"address": address.host, "port": listeners[-1].port})
         write_atomically(directory / _MEETING, where.encode())
@@ -136,7 +132,7 @@ def _listener(host: str, port: int, token: bytes) -> Listener:
     return Listener(host, port, token, hello, dead_after_s=DEAD_AFTER_S)
 
 
-def _accept(listeners: list[Listener], arrivals: Arrivals, place: Place) -> None:
+def _accept(listeners: list[Listener], arrivals: JoinedNodes, place: NodePlace) -> None:
     select.select(listeners, [], [], _RETRY_S)
     for listener in listeners:
         links, refused = listener.accept()
@@ -148,17 +144,15 @@ def _accept(listeners: list[Listener], arrivals: Arrivals, place: Place) -> None
                 arrivals.strangers.append(f"{link.peer} says that it is machine {node}")
                 link.close()
             elif hello.get("version") != __version__:
-                arrivals.problems[node] = (
-                    f"it has Paceline {hello.get('version')}, machine 0 has {__version__}"
-                )
+                arrivals.problems[node] = f"it has Paceline {hello.get('version')}, machine 0 has {__version__}"
                 arrivals.strangers.append(f"{link.peer}: {arrivals.problems[node]}")
                 link.close()
             else:
-                arrivals.channels[node] = Channel(link)
+                arrivals.channels[node] = PreflightChannel(link)
                 arrivals.hosts[node] = str(hello.get("host"))
 
 
-def find_machine_0(directory: Path, place: Place, timeout_s: float) -> tuple[Channel, bytes]:
+def find_node_0(directory: Path, place: NodePlace, timeout_s: float) -> tuple[PreflightChannel, bytes]:
     """Any other machine: link with machine 0, by whichever way there is; also the token.
 
     Raises:
@@ -177,7 +171,7 @@ def find_machine_0(directory: Path, place: Place, timeout_s: float) -> tuple[Cha
         for host, port in _addresses(directory, place):
             try:
                 return open_channel(host, port, token, hello, _TRY_S), token
-            except LinkError as error:
+            except PeerConnectionError as error:
                 why = str(error).rpartition(": ")[2].removesuffix(".")
                 problems.append(f"{host}:{port} ({why})")
         problem = f"it does not reach {' nor '.join(problems)}"
@@ -194,7 +188,7 @@ def find_machine_0(directory: Path, place: Place, timeout_s: float) -> tuple[Cha
         time.sleep(_RETRY_S)
 
 
-def _addresses(directory: Path, place: Place) -> Iterator[tuple[str, int]]:
+def _addresses(directory: Path, place: NodePlace) -> Iterator[tuple[str, int]]:
     yield place.master_addr, place.master_port
     with suppress(OSError, ValueError, KeyError, TypeError):
         meeting: dict[str, Any] = json.loads((directory / _MEETING).read_bytes())
@@ -248,40 +242,40 @@ def stoppable() -> Iterator[None]:
         if requests.hear(number) != "again":
             raise KeyboardInterrupt(number)
 
-    with signals_handled(STOP_SIGNALS, interrupt):
+    with handle_signals(STOP_SIGNALS, interrupt):
         yield
 
 
-def lead_alone(examination: Examination, place: Place) -> Report:
+def lead_alone(examination: PreflightSpec, place: NodePlace) -> PreflightReport:
     """Examine the only machine there is; its directory is not used."""
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as directory:
         return lead(dataclasses.replace(examination, directory=Path(directory)), place)
 
 
-def lead(examination: Examination, place: Place) -> Report:
+def lead(examination: PreflightSpec, place: NodePlace) -> PreflightReport:
     """Machine 0: examine all machines, and write the report.
 
     Raises:
         ConfigError: the directory cannot be written.
     """
-    arrivals = Arrivals()
+    arrivals = JoinedNodes()
     with ExitStack() as stack:
         stack.callback(remove_traces, examination.directory)
         token = make_token(examination.directory)
-        findings = Findings(examination=examination, nodes=place.nodes, port=place.master_port)
+        findings = PreflightResults(examination=examination, nodes=place.nodes, port=place.master_port)
         address = choose_address(examination.interface, place)
-        examiner = Examiner(examination, place, address, token)
+        examiner = PreflightAgent(examination, place, address, token)
         stack.callback(examiner.close)
         if place.nodes > 1:
-            arrivals = await_machines(examination.directory, place, address, token, examination.timeout_s)
+            arrivals = await_nodes(examination.directory, place, address, token, examination.timeout_s)
             for channel in arrivals.channels.values():
                 stack.callback(channel.close)
         findings.port_problem = arrivals.port_problem
         findings.hosts = arrivals.hosts
         findings.absent = _absent(arrivals, examination, place)
-        machines: dict[int, Machine] = {0: Here(examiner)}
-        machines |= {node: There(channel) for node, channel in sorted(arrivals.channels.items())}
-        Conductor(machines, findings).examine()
+        machines: dict[int, PreflightTarget] = {0: LocalTarget(examiner)}
+        machines |= {node: RemoteTarget(channel) for node, channel in sorted(arrivals.channels.items())}
+        PreflightCoordinator(machines, findings).examine()
         names = tuple(map(findings.name, range(place.nodes)))
         report = make_report(names, judge(findings), chosen_interface(findings))
         text = json.dumps(report.to_json(), indent=1) + "\n"
@@ -293,7 +287,7 @@ def lead(examination: Examination, place: Place) -> Report:
         return report
 
 
-def _absent(arrivals: Arrivals, examination: Examination, place: Place) -> dict[int, str]:
+def _absent(arrivals: JoinedNodes, examination: PreflightSpec, place: NodePlace) -> dict[int, str]:
     """Why machines are not there, as far as they or those that were refused have said."""
     reasons = {}
     for node in range(1, place.nodes):
@@ -308,11 +302,11 @@ def _absent(arrivals: Arrivals, examination: Examination, place: Place) -> dict[
     return reasons
 
 
-def _follow(examination: Examination, place: Place) -> int:
+def _follow(examination: PreflightSpec, place: NodePlace) -> int:
     """Any other machine: do what machine 0 asks for, until it knows."""
-    channel, token = find_machine_0(examination.directory, place, examination.timeout_s)
+    channel, token = find_node_0(examination.directory, place, examination.timeout_s)
     address = choose_address(examination.interface, place)
-    examiner = Examiner(examination, place, address, token)
+    examiner = PreflightAgent(examination, place, address, token)
     try:
         while True:
             # Machine 0 may still be waiting for others.
@@ -321,14 +315,14 @@ def _follow(examination: Examination, place: Place) -> int:
                 _choose(message["interface"])
                 return 1 if examination.preflight and message["end"] == "fail" else 0
             channel.send(_answer(examiner, message))
-    except LinkError as error:
+    except PeerConnectionError as error:
         raise LaunchError(f"machine 0 ended the examination: {error}") from error
     finally:
         channel.close()
         examiner.close()
 
 
-def _answer(examiner: Examiner, message: dict[str, Any]) -> dict[str, Any]:
+def _answer(examiner: PreflightAgent, message: dict[str, Any]) -> dict[str, Any]:
     if message["ask"] == "time":
         return {"result": time.time()}
     try:
@@ -342,7 +336,7 @@ def _choose(interface: str | None) -> bool:
     return interface is not None and choose_interface(interface)
 
 
-def _say(report: Report) -> None:
+def _say(report: PreflightReport) -> None:
     """Before a job: what is not as it should be, in lines."""
     for check in report.checks:
         if check.status != "pass":

@@ -145,7 +145,7 @@ BANDWIDTH_S = 0.4
 Kind = Literal[b"E", b"D"]  # echo, drain
 
 
-class Way(TypedDict):
+class Connection(TypedDict):
     """How one machine reaches a port of another: the shortest round trip in ms, or why it does not."""
 
     error: str | None
@@ -231,7 +231,7 @@ class ProbeServer:
             pass
 
 
-def try_way(host: str, port: int, token: bytes) -> Way:
+def check_connection(host: str, port: int, token: bytes) -> Connection:
     """Connect, and measure round trips."""
     try:
         with _connected(host, port, token, b"E") as end:
@@ -240,11 +240,11 @@ def try_way(host: str, port: int, token: bytes) -> Way:
                 start = time.perf_counter()
                 end.sendall(b"x")
                 if not _receive(end, 1):
-                    return Way(error="it closed the connection: another program listens there", ms=None)
+                    return Connection(error="it closed the connection: another program listens there", ms=None)
                 times.append(time.perf_counter() - start)
     except OSError as error:
-        return Way(error=_words(error), ms=None)
-    return Way(error=None, ms=min(times) * 1e3)
+        return Connection(error=_words(error), ms=None)
+    return Connection(error=None, ms=min(times) * 1e3)
 
 
 def measure_flow(host: str, port: int, token: bytes) -> Flow:

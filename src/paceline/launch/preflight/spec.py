@@ -19,9 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.core.options import parse_nproc
-from paceline.core.parent_death import tethered
-from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, signals_handled
-from paceline.launch.preflight.probes import Flow, Storage, Way
+from paceline.core.parent_death import kill_with_parent_command
+from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
+from paceline.launch.preflight.probes import Connection, Flow, Storage
 
 # --- What the doctor finds: one :class:`Check` for each thing that it looks at, and a :class:`Report` of
 #     all
@@ -78,7 +78,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PreflightReport:
     """All that was found.
 
     Attributes:
@@ -102,7 +102,7 @@ class Report:
         return {"status": self.status, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Report:
+    def from_json(cls, values: Mapping[str, Any]) -> PreflightReport:
         """The inverse of :meth:`to_json`."""
         return cls(
             machines=tuple(values["machines"]),
@@ -111,12 +111,12 @@ class Report:
         )
 
 
-def make_report(machines: tuple[str, ...], checks: list[Check], interface: str | None = None) -> Report:
+def make_report(machines: tuple[str, ...], checks: list[Check], interface: str | None = None) -> PreflightReport:
     """Sort the checks, those of one kind by how bad they are."""
     order = {name: number for number, name in enumerate(CHECKS)}
     severity = {"fail": 0, "warn": 1, "pass": 2}
     ranked = sorted(checks, key=lambda check: (order[check.id], severity[check.status]))
-    return Report(machines=machines, checks=tuple(ranked), interface=interface)
+    return PreflightReport(machines=machines, checks=tuple(ranked), interface=interface)
 
 
 # --- What to examine: the same on all machines of a job, and how its program is told ---
@@ -126,7 +126,7 @@ MODULE = "paceline.launch.preflight.node"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examination:
+class PreflightSpec:
     """What a job needs of its machines.
 
     Attributes:
@@ -163,8 +163,8 @@ class Examination:
 
     def command(self, python: str) -> tuple[str, ...]:
         """The command for each machine; the launcher replaces its placeholders."""
-        words = [python, "-m", MODULE, "--directory", str(self.directory), "--run", str(self.run)]
-        words += ["--nproc", ",".join(map(str, self.nproc)), "--keep", str(self.keep)]
+        words = [python, "-m", MODULE, "--directory", str(self.directory), "--run-dir", str(self.run)]
+        words += ["--nproc", ",".join(map(str, self.nproc)), "--keep-checkpoints", str(self.keep)]
         words += ["--timeout", f"{self.timeout_s:g}"]
         for name in ("threads", "gpus_per_node", "interface", "checkpoint_bytes"):
             value = getattr(self, name)
@@ -178,7 +178,7 @@ class Examination:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodePlace:
     """Which machine this is.
 
     Attributes:
@@ -194,17 +194,17 @@ class Place:
     master_port: int
 
 
-def parse_command(argv: list[str]) -> tuple[Examination, Place]:
+def parse_command(argv: list[str]) -> tuple[PreflightSpec, NodePlace]:
     """What :meth:`Examination.command` says, once the placeholders are replaced."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--run-dir", dest="run", type=Path, required=True)
     parser.add_argument("--task", default="")
     parser.add_argument("--nproc", type=parse_nproc, default=(1,))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("--interface")
-    parser.add_argument("--keep", type=int, default=3)
+    parser.add_argument("--keep-checkpoints", dest="keep", type=int, default=3)
     parser.add_argument("--checkpoint-bytes", type=int)
     parser.add_argument("--timeout", dest="timeout_s", type=float, default=60.0)
     parser.add_argument("--agents", action="store_true")
@@ -213,8 +213,8 @@ def parse_command(argv: list[str]) -> tuple[Examination, Place]:
     for name, kind in place.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
     values = vars(parser.parse_args(argv))
-    here = Place(**{name: values.pop(name) for name in place})
-    return Examination(**values), here
+    here = NodePlace(**{name: values.pop(name) for name in place})
+    return PreflightSpec(**values), here
 
 
 # --- All that an examination has gathered, from every machine and every pair of them, before it is judged ---
@@ -227,7 +227,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(kw_only=True)
-class Findings:
+class PreflightResults:
     """What was gathered; machines are named by number.
 
     Attributes:
@@ -248,7 +248,7 @@ class Findings:
         all_reduce: what the canary found; None where it was not let out, and ``no_all_reduce`` says why.
     """
 
-    examination: Examination
+    examination: PreflightSpec
     nodes: int
     port: int
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -256,8 +256,8 @@ class Findings:
     hosts: dict[int, str] = field(default_factory=dict)
     port_problem: str | None = None
     clock_s: dict[int, tuple[float, float]] = field(default_factory=dict)
-    rendezvous: dict[Pair, Way] = field(default_factory=dict)
-    data: dict[Pair, Way] = field(default_factory=dict)
+    rendezvous: dict[Pair, Connection] = field(default_factory=dict)
+    data: dict[Pair, Connection] = field(default_factory=dict)
     flows: dict[Pair, Flow] = field(default_factory=dict)
     other_flows: dict[str, dict[Pair, Flow]] = field(default_factory=dict)
     storage: dict[int, Storage] = field(default_factory=dict)
@@ -312,7 +312,7 @@ def is_very_slow(rate: float, best: float) -> bool:
 _STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: PreflightReport, console: Console) -> None:
     """A row for each check; where it did not pass, with what to do."""
     table = Table("check", "", "where", "found", "what to do")
     for check in report.checks:
@@ -328,9 +328,7 @@ def print_report(report: Report, console: Console) -> None:
     machines = f"{len(report.machines)} machine{'s' if len(report.machines) > 1 else ''}"
     parts = [f"{counts['pass']} passed"]
     parts += [
-        f"{counts[status]} {word}"
-        for status, word in (("warn", "to look at"), ("fail", "failed"))
-        if counts[status]
+        f"{counts[status]} {word}" for status, word in (("warn", "to look at"), ("fail", "failed")) if counts[status]
     ]
     console.print(f"{machines}: {', '.join(parts)}.", style=_STYLES[report.status])
 
@@ -358,11 +356,11 @@ def run_before(command: Sequence[str]) -> tuple[int, str | None]:
                 process.kill()
 
     with (
-        signals_handled(STOP_SIGNALS, stop),
+        handle_signals(STOP_SIGNALS, stop),
         tempfile.TemporaryDirectory(prefix="paceline-preflight-") as directory,
     ):
         file = Path(directory) / "interface"
-        process = subprocess.Popen(tethered(command), env={**os.environ, _FILE: str(file)})
+        process = subprocess.Popen(kill_with_parent_command(command), env={**os.environ, _FILE: str(file)})
         if requests.first is not None:
             process.terminate()
         code = process.wait()

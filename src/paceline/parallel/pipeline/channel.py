@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from paceline.core.errors import TaskError
-from paceline.parallel.world import World, lost_peers_reported
+from paceline.parallel.world import World, translate_peer_errors
 
 # --- What a model returns, for the ranks that did not compute it: its tensors, and a description of the
 #     rest
@@ -141,7 +141,7 @@ _DTYPES = (
 FORWARD, BACKWARD, EVALUATION = range(3)
 
 
-class Address(NamedTuple):
+class MessageAddress(NamedTuple):
     """What tells the messages between two ranks apart; those that differ in number only follow each other.
 
     Attributes:
@@ -163,7 +163,7 @@ class Address(NamedTuple):
 _Way = tuple[int, int, int]  # the other rank, the stage and the kind
 
 
-class Link:
+class StageChannel:
     """Messages between the ranks that hold one copy of the model, each by its stage's place in it.
 
     Sending does not wait. On a GPU, tensors go through host memory.
@@ -178,10 +178,10 @@ class Link:
         self._empty: dict[int, list[torch.Tensor]] = {}  # frames to send in again, by their bytes
         self._sent: dict[_Way, int] = {}  # the longest message's bytes
         self._received: dict[_Way, int] = {}
-        self._expected: dict[_Way, deque[Address]] = {}
-        self._posted: dict[tuple[int, Address], tuple[dist.Work, torch.Tensor]] = {}
+        self._expected: dict[_Way, deque[MessageAddress]] = {}
+        self._posted: dict[tuple[int, MessageAddress], tuple[dist.Work, torch.Tensor]] = {}
 
-    def send(self, values: Sequence[Any], to: int, address: Address) -> None:
+    def send(self, values: Sequence[Any], to: int, address: MessageAddress) -> None:
         """Send tensors, numbers, None, or tuples of these.
 
         Raises:
@@ -201,7 +201,7 @@ class Link:
         way = (to, address.stage, address.kind)
         room = self._sent.get(way, 0)
         self._sent[way] = max(room, length)
-        with lost_peers_reported():
+        with translate_peer_errors():
             self._take_frames_back()
         frames = [self._frame(_HEADER_BYTES + room)]
         # Not torch.tensor, which looks at each of the numbers several times.
@@ -214,13 +214,13 @@ class Link:
             first = 0
         for place, tensor in zip(places, tensors, strict=True):
             _view(frames[-1], tensor.dtype, first + place, tensor.shape, tensor.stride()).copy_(tensor)
-        with lost_peers_reported():
+        with translate_peer_errors():
             for frame in frames:
                 work = dist.isend(frame, group=self.world.group, group_dst=to, tag=address.tag)
                 assert work is not None
                 self._on_the_way.append((work, frame))
 
-    def expect(self, messages: Sequence[tuple[int, Address]]) -> None:
+    def post_recv(self, messages: Sequence[tuple[int, MessageAddress]]) -> None:
         """Make room for messages before they are sent: for one of those that go the same way.
 
         Args:
@@ -231,16 +231,16 @@ class Link:
         for way in self._expected:
             self._post_next(way)
 
-    def receive(self, source: int, address: Address) -> list[Any]:
+    def receive(self, source: int, address: MessageAddress) -> list[Any]:
         """Wait for a message; tensors that required a gradient are leaves that do.
 
         Raises:
             PeerLostError: the other rank is gone.
         """
-        activity = self.world.activity
-        activity.enter("pipeline")
+        activity = self.world.progress_tracker
+        activity.begin_collective("pipeline")
         way = (source, address.stage, address.kind)
-        with lost_peers_reported():
+        with translate_peer_errors():
             if (source, address) not in self._posted:
                 self._posted[source, address] = self._post(source, address)
             work, frame = self._posted.pop((source, address))
@@ -253,22 +253,22 @@ class Link:
                 dist.recv(frame, group=self.world.group, group_src=source, tag=address.tag)
             self._post_next(way)
         # The ranks of a pipeline take part in one exchange, of which they go in and out.
-        activity.step_out()
-        return list(self._decode(numbers, next(numbers), _Reader(frame, first)))
+        activity.suspend_collective()
+        return list(self._decode(numbers, next(numbers), _FrameReader(frame, first)))
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until all that was sent has arrived.
 
         Raises:
             PeerLostError: another rank is gone.
         """
-        activity = self.world.activity
-        activity.enter("pipeline")
-        with lost_peers_reported():
+        activity = self.world.progress_tracker
+        activity.begin_collective("pipeline")
+        with translate_peer_errors():
             for work, _ in self._on_the_way:
                 work.wait()
             self._take_frames_back()
-        activity.leave()
+        activity.end_collective()
 
     def _frame(self, nbytes: int) -> torch.Tensor:
         """Room for what is sent, which the kernel has given before if it can be."""
@@ -290,14 +290,14 @@ class Link:
             address = expected.popleft()
             self._posted[way[0], address] = self._post(way[0], address)
 
-    def _post(self, source: int, address: Address) -> tuple[dist.Work, torch.Tensor]:
+    def _post(self, source: int, address: MessageAddress) -> tuple[dist.Work, torch.Tensor]:
         room = self._received.get((source, address.stage, address.kind), 0)
         frame = torch.empty(_HEADER_BYTES + room, dtype=torch.uint8)
         work = dist.irecv(frame, group=self.world.group, group_src=source, tag=address.tag)
         assert work is not None
         return work, frame
 
-    def _decode(self, numbers: Iterator[int], count: int, reader: _Reader) -> Iterator[Any]:
+    def _decode(self, numbers: Iterator[int], count: int, reader: _FrameReader) -> Iterator[Any]:
         for _ in range(count):
             kind = next(numbers)
             if kind == _NONE:
@@ -318,7 +318,7 @@ class Link:
                 yield tensor.requires_grad_(requires_grad)
 
 
-class _Reader:
+class _FrameReader:
     """Gives the tensors of a frame, one after the other."""
 
     def __init__(self, frame: torch.Tensor, first: int) -> None:

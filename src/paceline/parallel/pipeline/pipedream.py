@@ -17,30 +17,30 @@ from torch.func import functional_call
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.pipeline.pipeline import Pipeline
-from paceline.parallel.pipeline.schedules import Action, Timed
+from paceline.parallel.pipeline.schedules import ScheduleAction, TimedAction
 from paceline.parallel.reducer import StepSums
-from paceline.parallel.strategy import ShardWork, StrategyOptions
-from paceline.parallel.world import Mesh, lost_peers_reported
+from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
+from paceline.parallel.world import ParallelDims, translate_peer_errors
 
-# --- The order in which a stage works, and which weights each shard meets: pure functions of counts ---
+# --- The order in which a stage works, and which weights each micro-batch meets: pure functions of counts ---
 #
 # The schedule is PipeDream's 1F1B without a flush: Narayanan et al., "PipeDream: Generalized Pipeline
 # Parallelism for DNN Training", SOSP 2019. A stage runs as many forwards ahead of its backwards as there are
 # stages behind it, also over the end of a step: the next step's first forwards come before this step's last
 # backwards, and so before its update. Their backwards use the weights of these forwards (weight stashing).
 #
-# With one shard a step this is the paper's schedule, with an update after every micro-batch. With S shards
+# With one micro-batch a step this is the paper's schedule, with an update after every micro-batch. With S micro-batches
 # the gradients of a step are added up first, and weights are at most one update old where S is at least the
 # number of stages.
 
 
 @dataclass(frozen=True, slots=True)
 class PipeDreamAction:
-    """Forward or backward of one shard.
+    """Forward or backward of one micro-batch.
 
     Attributes:
         kind: "F" or "B".
-        position: among the shards of the step under way; from their number on, among those of the next.
+        position: among the micro-batches of the step under way; from their number on, among those of the next.
     """
 
     kind: Literal["F", "B"]
@@ -52,19 +52,19 @@ def forwards_ahead(stage: int, num_stages: int) -> int:
     return num_stages - 1 - stage
 
 
-def step_actions(ahead: int, shards: int, begun: int, following: int) -> list[PipeDreamAction]:
-    """What a stage does in a step, up to the backward of its last shard.
+def step_actions(ahead: int, microbatches: int, begun: int, following: int) -> list[PipeDreamAction]:
+    """What a stage does in a step, up to the backward of its last micro-batch.
 
     Args:
         ahead: :func:`forwards_ahead` of the stage.
-        shards: the step's.
+        microbatches: the step's.
         begun: how many of the step's forwards were run within the step before; see :func:`begins`.
-        following: the next step's shards; 0 where all ranks finish this step before the next one.
+        following: the next step's micro-batches; 0 where all ranks finish this step before the next one.
     """
     actions: list[PipeDreamAction] = []
     forwards = begun
-    for backward in range(shards):
-        while forwards <= backward + ahead and forwards < shards + following:
+    for backward in range(microbatches):
+        while forwards <= backward + ahead and forwards < microbatches + following:
             actions.append(PipeDreamAction("F", forwards))
             forwards += 1
         actions.append(PipeDreamAction("B", backward))
@@ -77,7 +77,7 @@ def begins(ahead: int, following: int) -> int:
 
 
 @dataclass
-class Staleness:
+class PipeDreamStaleness:
     """How many updates old the weights of forwards were when their gradients were applied.
 
     Attributes:
@@ -90,10 +90,10 @@ class Staleness:
     forwards: int = 0
     largest: int = 0
 
-    def count(self, shards: int, stale: int) -> None:
-        """Take in a stage's step, of whose ``shards`` forwards ``stale`` met weights one update old."""
+    def count(self, microbatches: int, stale: int) -> None:
+        """Take in a stage's step, of whose ``microbatches`` forwards ``stale`` met weights one update old."""
         self.total += stale
-        self.forwards += shards
+        self.forwards += microbatches
         self.largest = max(self.largest, int(stale > 0))
 
     def add(self, other: Sequence[int]) -> None:
@@ -103,20 +103,20 @@ class Staleness:
         self.largest = max(self.largest, other[2])
 
     @property
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """For the run's result."""
         mean = self.total / self.forwards if self.forwards else 0.0
         return {"staleness_mean": round(mean, 4), "staleness_max": self.largest}
 
 
-# --- Copies of the weights for shards whose backward comes after an update: weight stashing ---
+# --- Copies of the weights for micro-batches whose backward comes after an update: weight stashing ---
 
 
 Version = dict[str, torch.Tensor]
 """A module's parameters as they were, by name: leaves that take gradients of their own."""
 
 
-def stashed(module: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+def stash_weights(module: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
     """A copy of the parameters of these names as they are now."""
     return {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
@@ -137,7 +137,7 @@ def assign_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Non
             buffer.copy_(values[name])
 
 
-class At(nn.Module):
+class WithWeights(nn.Module):
     """A module, called with other parameters and buffers than its own.
 
     Args:
@@ -160,7 +160,7 @@ class At(nn.Module):
 
 
 @contextmanager
-def gradients_shared(module: nn.Module, version: Version) -> Iterator[None]:
+def share_gradients(module: nn.Module, version: Version) -> Iterator[None]:
     """Within, the copies' gradients are added to where the module's own parameters have theirs."""
     own = dict(module.named_parameters())
     for name, tensor in version.items():
@@ -178,7 +178,7 @@ _NUMBERS = 1024  # messages of so many units on their way are told apart, far mo
 
 @dataclass(frozen=True)
 class _Unit:
-    """A shard whose forward is done on this stage, and its backward is not.
+    """A micro-batch whose forward is done on this stage, and its backward is not.
 
     Attributes:
         number: counted from the first step on, modulo :data:`_NUMBERS`.
@@ -204,7 +204,7 @@ class PipeDream(Pipeline):
 
     overlaps_steps = True
 
-    def __init__(self, module: nn.Module, mesh: Mesh, options: StrategyOptions) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         super().__init__(module, mesh, "1f1b", options)
         (self._stage,) = self._forward.own
         (self._reducer,) = self._reducers.values()
@@ -212,51 +212,51 @@ class PipeDream(Pipeline):
         self._ahead = [forwards_ahead(stage, stages) for stage in range(stages)]
         self._in_flight: deque[_Unit] = deque()
         self._forwards = 0
-        self._begun = 0  # of the step's shards, those that the step before could begin
+        self._begun = 0  # of the step's micro-batches, those that the step before could begin
         self._following: Sequence[MicroBatch] | None = None  # it may be none: another copy has them all
-        self._staleness = Staleness()
+        self._staleness = PipeDreamStaleness()
         self._told: tuple[dist.Work, list[torch.Tensor]] | None = None
 
     @property
-    def figures(self) -> Mapping[str, Any]:
-        return self._staleness.figures
+    def stats(self) -> Mapping[str, Any]:
+        return self._staleness.stats
 
     def begin_step(self, present: Sequence[int]) -> None:
         super().begin_step(present)
         self._following = None
 
-    def go_on(self, following: Sequence[MicroBatch]) -> None:
+    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
         self._following = following
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
-        shards, upcoming = len(microbatches), self._following or ()
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
+        present, upcoming = len(microbatches), self._following or ()
         following = len(upcoming)
         for ahead in self._ahead:  # of all stages: it follows from the counts
-            self._staleness.count(shards, begins(ahead, self._begun))
+            self._staleness.count(present, begins(ahead, self._begun))
         own = self._ahead[self._stage.number]
         old: Version = {}
         self.timed = []
-        for action in step_actions(own, shards, begins(own, self._begun), following):
+        for action in step_actions(own, present, begins(own, self._begun), following):
             kind, position = action.kind, action.position
             self._began = time.time()
             if kind == "B":
                 self._one_backward(work)
-            elif position < shards:
+            elif position < present:
                 self._one_forward(microbatches[position], {}, work)
             else:
                 # Its backward comes after this step's update, which it must not see.
-                old = old or stashed(self.module, self._stage.holds)
-                microbatch = upcoming[position - shards]
+                old = old or stash_weights(self.module, self._stage.holds)
+                microbatch = upcoming[position - present]
                 self._one_forward(microbatch, old, _NextStep(work, self.module, old))
-            self.timed.append(Timed(Action(kind, self._stage.number, position), self._began, time.time()))
+            self.timed.append(TimedAction(ScheduleAction(kind, self._stage.number, position), self._began, time.time()))
         self._begun = following
         if self._following is None:
-            self._link.finish()
+            self._link.wait()
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
+    def reduce(self, row: Sequence[float]) -> StepSums:
         rows = self._heard()
         if self._following is None:
-            return super().finish_step(row)
+            return super().reduce(row)
         sums = self._reducer.finish(row)
         self._tell(row)
         return replace(sums, rows=rows)
@@ -265,23 +265,23 @@ class PipeDream(Pipeline):
         # A step has no begin and no end here that all ranks share, and so no picture.
         pass
 
-    def abandon(self) -> None:
-        super().abandon()
+    def rollback(self) -> None:
+        super().rollback()
         self._in_flight.clear()
         self._told = None
 
-    def _one_forward(self, microbatch: MicroBatch, weights: Version, work: ShardWork) -> None:
+    def _one_forward(self, microbatch: MicroBatch, weights: Version, work: MicrobatchWork) -> None:
         number = self._forwards % _NUMBERS
         self._run_forward(self._stage, number, microbatch, work)
         self._in_flight.append(_Unit(number, microbatch, weights))
         self._forwards += 1
 
-    def _one_backward(self, work: ShardWork) -> None:
+    def _one_backward(self, work: MicrobatchWork) -> None:
         unit = self._in_flight.popleft()
         stage, flight = self._stage, self._flights[self._stage.number, unit.number]
         self._begin_backward(stage, unit.number, flight, work)
-        self._reducer.begin_shard()
-        with gradients_shared(self.module, unit.weights):
+        self._reducer.begin_microbatch()
+        with share_gradients(self.module, unit.weights):
             if flight.roots:
                 torch.autograd.backward(flight.roots, flight.gradients)
         self._send_back(stage, unit.number, flight)
@@ -291,7 +291,7 @@ class PipeDream(Pipeline):
         """Send this rank's row to all, without waiting for theirs."""
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self._mesh.world.world_size)]
-        with lost_peers_reported():
+        with translate_peer_errors():
             work = dist.all_gather(rows, mine, group=self._mesh.world.group, async_op=True)
         assert work is not None
         self._told = work, rows
@@ -302,27 +302,27 @@ class PipeDream(Pipeline):
         if told is None:
             return []
         work, rows = told
-        self._mesh.world.activity.enter("all-gather")
-        with lost_peers_reported():
+        self._mesh.world.progress_tracker.begin_collective("all-gather")
+        with translate_peer_errors():
             work.wait()
-        self._mesh.world.activity.leave()
+        self._mesh.world.progress_tracker.end_collective()
         return [row.tolist() for row in rows]
 
 
 class _NextStep:
-    """A shard's work in the step after the one under way, with weights of which the stage keeps a copy."""
+    """A micro-batch's work in the step after the one under way, with weights of which the stage keeps a copy."""
 
-    def __init__(self, work: ShardWork, module: nn.Module, weights: Version) -> None:
-        self._work, self._model = work, At(module, weights)
+    def __init__(self, work: MicrobatchWork, module: nn.Module, weights: Version) -> None:
+        self._work, self._model = work, WithWeights(module, weights)
 
     def forward(self, model: nn.Module, microbatch: MicroBatch, *, ahead: int = 1) -> Loss:
         return self._work.forward(self._model, microbatch, ahead=ahead)
 
     def forward_unseeded(self, model: nn.Module, microbatch: MicroBatch) -> Loss:
-        raise AssertionError("a stage computes one shard at a time")
+        raise AssertionError("a stage computes one micro-batch at a time")
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return self._work.scaled(loss)
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        return self._work.scale_loss(loss)
 
-    def done(self) -> None:
-        self._work.done()
+    def backward_done(self) -> None:
+        self._work.backward_done()

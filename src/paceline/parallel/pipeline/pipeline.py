@@ -25,28 +25,35 @@ from paceline.core.errors import ConfigError, TaskError
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import norms_of_parts
-from paceline.parallel.microbatches import agreed
+from paceline.parallel.microbatches import require_agreement
 from paceline.parallel.pipeline import schedules, stage_split
-from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, Address, Link
-from paceline.parallel.pipeline.schedules import CHUNKS, Action, Name, Timed, most_kept, orders
+from paceline.parallel.pipeline.channel import BACKWARD, FORWARD, MessageAddress, StageChannel
+from paceline.parallel.pipeline.schedules import (
+    CHUNKS,
+    Name,
+    ScheduleAction,
+    TimedAction,
+    build_schedules,
+    max_in_flight,
+)
 from paceline.parallel.pipeline.stages import (
     Blocks,
-    Splitting,
+    LayerSplitting,
     Stage,
-    StagedForward,
-    StageDone,
-    Turn,
+    StageCall,
+    StageExecutor,
+    StopForward,
     absent_arguments,
     closed,
     cut,
     find_blocks,
-    staged,
+    find_stage_executor,
 )
 from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
-from paceline.parallel.sharded_state import local_part, mixing_explained
-from paceline.parallel.strategy import Rehearsal, ShardWork, StrategyOptions
-from paceline.parallel.world import Mesh, World, lost_peers_reported
+from paceline.parallel.sharded_state import explain_dtensor_mixing, local_shard
+from paceline.parallel.strategy import ExampleBatchProvider, MicrobatchWork, StrategyOptions
+from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- A backward in two halves: first the gradients of a stage's input, later those of its weights ---
 
@@ -103,7 +110,7 @@ def _node(tensor: torch.Tensor) -> Any:
 _Path = tuple[str | int, ...]
 
 
-def gathered(state: Any, part: World) -> Any:
+def gather_to_first(state: Any, part: World) -> Any:
     """The whole state on the first rank of ``part``; its own on the others. All of them call it together.
 
     What the first rank lacks (a tensor on the ``meta`` device, or an optimizer's state that is not there) it
@@ -115,13 +122,9 @@ def gathered(state: Any, part: World) -> Any:
     """
     leaves = dict(_leaves(state, ()))
     known = {_text(path) for path, leaf in leaves.items() if not _is_meta(leaf)} if part.rank == 0 else set()
-    known = set(part.broadcast_json(sorted(known)))
-    mine = (
-        {}
-        if part.rank == 0
-        else {p: v for p, v in leaves.items() if not _is_meta(v) and _text(p) not in known}
-    )
-    offers = part.all_gather_json([_offer(path, leaf) for path, leaf in mine.items()])
+    known = set(part.broadcast_object(sorted(known)))
+    mine = {} if part.rank == 0 else {p: v for p, v in leaves.items() if not _is_meta(v) and _text(p) not in known}
+    offers = part.all_gather_object([_offer(path, leaf) for path, leaf in mine.items()])
     taken: dict[_Path, Any] = {}
     for source in range(1, part.world_size):
         for path_list, value, dtype, shape in offers[source]:
@@ -142,7 +145,7 @@ def gathered(state: Any, part: World) -> Any:
 def _exchange(part: World, tensor: torch.Tensor, *, source: int | None) -> None:
     if not tensor.numel():
         return
-    with lost_peers_reported():
+    with translate_peer_errors():
         if source is None:
             dist.send(tensor, group=part.group, group_dst=0)
         else:
@@ -205,16 +208,15 @@ def _text(path: _Path) -> str:
 # --- A model cut into stages: each rank holds its own, and nothing of the others but names and shapes ---
 
 
-AXES = ("pp", "mp")
+_AXES = ("pp",)
 _ROOM = 0.9  # of a device's memory, for what is counted here
 
 
-class Staged:
-    """Lays a model out in stages along a mesh's axis ``pp`` (or ``mp``).
+class PipelineLayout:
+    """Lays a model out in stages along a mesh's axis ``pp``.
 
     Args:
         mesh: the ranks.
-        name: the strategy's, for messages.
         schedule: says how many stages a rank has, and how many micro-batches they keep.
         how: "balanced", "equal" or a number of blocks for each stage.
         microbatches: that a copy of the model computes in a step.
@@ -222,40 +224,37 @@ class Staged:
         splitting: splits the layers of each stage over the mesh's innermost axis, where it has one.
     """
 
-    in_step = True
+    is_collective = True
 
     def __init__(
         self,
-        mesh: Mesh,
-        name: str,
+        mesh: ParallelDims,
         schedule: Name,
         how: str,
         microbatches: int,
-        rehearsal: Rehearsal,
-        splitting: Splitting | None = None,
+        rehearsal: ExampleBatchProvider,
+        splitting: LayerSplitting | None = None,
     ) -> None:
         if mesh.world.world_size == 1:
-            raise ConfigError(
-                f"--strategy {name} cuts a model over processes, but there is one. Use --strategy single."
-            )
+            raise ConfigError("--strategy pp cuts a model over processes, but there is one. Use --strategy single.")
         self._mesh = mesh
-        self._part = mesh.part(AXES)
-        self._name, self._schedule, self._how = name, schedule, how
+        self._part = mesh.submesh(_AXES)
+        self._schedule, self._how = schedule, how
         self._microbatches = microbatches
-        self._rehearsal = rehearsal
+        self._example_batch = rehearsal
         self._splitting = splitting
         ranks = self._part.world_size
-        if name == "pp" and microbatches < ranks:
+        if schedule != "sequential" and microbatches < ranks:
             raise ConfigError(
                 f"--strategy pp: {microbatches} micro-batches for {ranks} stages leave some idle all the "
-                f"time. Use --shards {ranks * mesh.data.world_size} or more, or fewer stages."
+                f"time. Use --microbatches {ranks * mesh.data.world_size} or more, or fewer stages."
             )
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         # A model may be built with randomness that no seed of torch's reaches.
         self._mesh.world.broadcast_module(module)
-        parts = self._rehearsal.parts(module)
-        absent = absent_arguments(module, self._rehearsal.loss) if parts is None else frozenset()
+        parts = self._example_batch.parts(module)
+        absent = absent_arguments(module, self._example_batch.loss) if parts is None else frozenset()
         found = find_blocks(module, parts, absent)
         if self._splitting is not None:
             found = closed(found, self._splitting.decide(module))
@@ -264,7 +263,7 @@ class Staged:
         stage_split.require_blocks(found, count)
         sizes = self._sizes(found, module, device, count)
         stages = cut(found, sizes)
-        forward = StagedForward(found, stages, Link(self._part))
+        forward = StageExecutor(found, stages, StageChannel(self._part))
         held = {name for stage in forward.own for name in stage.holds}
         if self._part.rank == 0:  # and what no block uses
             held |= _names(module) - {name for stage in stages for name in stage.holds}
@@ -275,18 +274,18 @@ class Staged:
         object.__setattr__(module, "forward", forward)
         return module
 
-    def take_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
+    def wrap_optimizers(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Optimizer]:
         return optimizers  # their state follows the parameters
 
-    def twin(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
+    def make_ema_model(self, build: Callable[[], nn.Module], like: nn.Module, device: torch.device) -> nn.Module:
         raise AssertionError("a model in stages has no moving average")
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
+    def full(self, state: Any, *, keep: bool) -> Any:
         # The first copy of the model is enough, and of each stage the first rank.
-        first = self._mesh.is_first_beside(AXES)
+        first = self._mesh.is_first_along(_AXES)
         if self._splitting is not None:
-            state = self._splitting.whole(state, keep=keep or first)
-        return gathered(state, self._part) if first else state
+            state = self._splitting.full(state, keep=keep or first)
+        return gather_to_first(state, self._part) if first else state
 
     def clip_gradients(self, module: nn.Module, max_norm: float) -> None:
         """As one process would: the norm of the norms of all gradients, in the order of the parameters."""
@@ -296,21 +295,21 @@ class Staged:
         for (number, _), norm in zip(own, norms_of_parts([g for _, g in own]), strict=True):
             norms[number] = norm
         # Each norm is on one rank, and zero on the others: their sum is itself.
-        rows = self._part.all_gather_json(norms)
+        rows = self._part.all_gather_object(norms)
         total = torch.linalg.vector_norm(torch.tensor(rows, dtype=torch.float32).sum(dim=0))
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for _, gradient in own:
-            part = local_part(gradient)
+            part = local_shard(gradient)
             part.mul_(factor.to(part.device))
 
     def _sizes(self, found: Blocks, module: nn.Module, device: torch.device, count: int) -> tuple[int, ...]:
         if self._how != "balanced":
-            return stage_split.split_as_told(found, count, self._how)
+            return stage_split.manual_split(found, count, self._how)
         world, sizes, problem = self._mesh.world, None, None
         degree = 1 if self._splitting is None else self._splitting.degree
         if world.rank == 0:
-            costs = stage_split.measure(found, module, device, self._rehearsal.loss)
-            kept = most_kept(orders(self._schedule, self._part.world_size, self._microbatches))
+            costs = stage_split.measure(found, module, device, self._example_batch.loss)
+            kept = max_in_flight(build_schedules(self._schedule, self._part.world_size, self._microbatches))
             try:
                 sizes = stage_split.balanced_split(
                     costs,
@@ -320,7 +319,7 @@ class Staged:
                 )
             except ConfigError as error:
                 problem = str(error)
-        sizes, problem = world.broadcast_json([sizes, problem])
+        sizes, problem = world.broadcast_object([sizes, problem])
         if problem is not None:
             raise ConfigError(problem)
         return tuple(sizes)
@@ -366,7 +365,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Flight:
+class _InFlightMicrobatch:
     """What a stage keeps of a micro-batch between its forward and the end of its backward.
 
     Attributes:
@@ -379,7 +378,7 @@ class _Flight:
             computed by a whole backward.
     """
 
-    turn: Turn
+    turn: StageCall
     loss: Loss | None
     buffers: list[torch.Tensor]
     weight: float = 0.0
@@ -390,12 +389,12 @@ class _Flight:
 
 
 class Pipeline:
-    """A micro-batch is a shard, and its gradients are summed like any other's: the bits are one process's.
+    """A micro-batch is a micro-batch, and its gradients are summed like any other's: the bits are one process's.
 
     Attributes:
         module, model: the model, laid out in stages.
-        plan: who computes which shard.
-        shards: of this rank's copy of the model.
+        plan: who computes which micro-batch.
+        microbatches: of this rank's copy of the model.
         timed: what this rank did in its last step, and when, by ``time.time()``.
 
     Args:
@@ -405,17 +404,17 @@ class Pipeline:
         options: the strategy's.
     """
 
-    spare_rounds = 0
+    num_dummy_steps = 0
     overlaps_steps = False
 
-    def __init__(self, module: nn.Module, mesh: Mesh, schedule: Name, options: StrategyOptions) -> None:
-        self.plan = ReductionPlan(sum(options.shares), mesh.data.world_size, options.kind, options.shares)
+    def __init__(self, module: nn.Module, mesh: ParallelDims, schedule: Name, options: StrategyOptions) -> None:
+        self.plan = ReductionPlan(sum(options.work_split), mesh.data.world_size, options.kind, options.work_split)
         self.module = self.model = module
-        self.shards = self.plan.shards_of(mesh.data.rank)
-        self.timed: list[Timed] = []
+        self.microbatches = self.plan.microbatches_of(mesh.data.rank)
+        self.timed: list[TimedAction] = []
         self._mesh = mesh
         self._schedule = schedule
-        self._forward = staged(module)
+        self._forward = find_stage_executor(module)
         self._link = self._forward.link
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         in_stages = {name for stage in self._forward.stages for name in stage.holds}
@@ -438,52 +437,52 @@ class Pipeline:
                 for name in sorted(stage.holds)
                 if isinstance(tensor := tensors[name], nn.Parameter) and tensor.requires_grad
             ]
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], _InFlightMicrobatch] = {}
         self._began = 0.0
         self._steps = 0
         self._trace = options.directory / schedules.FILE
 
     @property
-    def figures(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Any]:
         return {}
 
-    def go_on(self, following: Sequence[MicroBatch]) -> None:
+    def overlap_next(self, following: Sequence[MicroBatch]) -> None:
         raise AssertionError("steps do not overlap here")
 
     def begin_step(self, present: Sequence[int]) -> None:
-        # A copy without shards sends here what others send in backward: their last stage's gradients first.
+        # A copy without micro-batches sends here what others send in backward: their last stage's gradients first.
         for _, reducer in sorted(self._reducers.items(), reverse=True):
             reducer.begin(present)
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: ShardWork) -> None:
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         world = self._link.world
-        actions: dict[str, Callable[[Stage, int, MicroBatch, ShardWork], None]] = {
+        actions: dict[str, Callable[[Stage, int, MicroBatch, MicrobatchWork], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
             "I": self._run_input_backward,
             "W": self._run_weight_backward,
         }
         self.timed = []
-        order = orders(self._schedule, world.world_size, len(microbatches))[world.rank]
+        order = build_schedules(self._schedule, world.world_size, len(microbatches))[world.rank]
         # A stage whose layers are split waits for the ranks that hold the other parts, too.
-        with lost_peers_reported(), mixing_explained():
-            self._link.expect([message for action in order for message in self._awaited(action)])
+        with translate_peer_errors(), explain_dtensor_mixing():
+            self._link.post_recv([message for action in order for message in self._awaited(action)])
             for action in order:
                 kind, number, k = action
                 self._began = time.time()
                 actions[kind](self._forward.stages[number], k, microbatches[k], work)
-                self.timed.append(Timed(action, self._began, time.time()))
-        self._link.finish()
+                self.timed.append(TimedAction(action, self._began, time.time()))
+        self._link.wait()
 
-    def spare_round(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+    def run_dummy(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
         raise AssertionError("no rank waits for another one's backward here")
 
-    def finish_step(self, row: Sequence[float]) -> StepSums:
+    def reduce(self, row: Sequence[float]) -> StepSums:
         self._record()
         first, *others = self._reducers.values()
         sums = first.finish(row)
         finite = all([sums.finite, *(reducer.finish(()).finite for reducer in others)])
-        return agreed(replace(sums, finite=finite), row, self._mesh)
+        return require_agreement(replace(sums, finite=finite), row, self._mesh)
 
     def _record(self) -> None:
         """Keep what was done in the 2nd, 4th, 8th, ... step for ``paceline runs pipeline``."""
@@ -491,116 +490,116 @@ class Pipeline:
         if self._steps == 1 or self._steps & (self._steps - 1):
             return
         rows = [[*t.action, t.begin, t.end] for t in self.timed]
-        ranks = self._link.world.all_gather_json(rows)
+        ranks = self._link.world.all_gather_object(rows)
         if self._mesh.world.rank == 0:
             try:
                 schedules.write(self._trace, self._schedule, self._steps, ranks)
             except OSError as error:  # a picture is no reason to stop
                 _log.warning("%s cannot be written: %s", self._trace, error.strerror)
 
-    def abandon(self) -> None:
+    def rollback(self) -> None:
         self._flights.clear()
         for reducer in self._reducers.values():
-            reducer.abandon()
+            reducer.rollback()
 
     def close(self) -> None:
         for reducer in self._reducers.values():
             reducer.close()
 
-    def _awaited(self, action: Action) -> list[tuple[int, Address]]:
+    def _awaited(self, action: ScheduleAction) -> list[tuple[int, MessageAddress]]:
         """From whom, and as what, comes what the action begins with, if it does not come from here."""
         kind, stage, k = action
         if kind == "F" and stage > 0:
-            return [(self._forward.rank_of(stage - 1), Address(stage, FORWARD, k))]
+            return [(self._forward.rank_of(stage - 1), MessageAddress(stage, FORWARD, k))]
         if kind in ("B", "I") and stage < len(self._forward.stages) - 1:
-            return [(self._forward.rank_of(stage + 1), Address(stage, BACKWARD, k))]
+            return [(self._forward.rank_of(stage + 1), MessageAddress(stage, BACKWARD, k))]
         return []
 
-    def _run_forward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
-        entered = self._receive(stage.number - 1, Address(stage.number, FORWARD, k)) if stage.number else []
+    def _run_forward(self, stage: Stage, k: int, microbatch: MicroBatch, work: MicrobatchWork) -> None:
+        entered = self._receive(stage.number - 1, MessageAddress(stage.number, FORWARD, k)) if stage.number else []
         buffers = self._reducers[stage.number].buffers
-        turn = Turn(stage, entered)
+        turn = StageCall(stage, entered)
         loss: Loss | None = None
         self._forward.turn = turn
-        buffers.lend()
+        buffers.swap_in()
         try:
             loss = work.forward(self.model, microbatch)
-        except StageDone:
+        except StopForward:
             pass
         finally:
             self._forward.turn = None
-            left_in_buffers = buffers.take_back()
+            left_in_buffers = buffers.swap_out()
         if not turn.called:
             raise TaskError("the loss does not call the model, so a pipeline has nothing to run.")
-        self._flights[stage.number, k] = _Flight(turn, loss, left_in_buffers)
+        self._flights[stage.number, k] = _InFlightMicrobatch(turn, loss, left_in_buffers)
         if not self._forward.is_last(stage):
-            self._send(turn.left, Address(stage.number + 1, FORWARD, k))
+            self._send(turn.left, MessageAddress(stage.number + 1, FORWARD, k))
 
-    def _run_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+    def _run_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: MicrobatchWork) -> None:
         flight = self._flights[stage.number, k]
         self._begin_backward(stage, k, flight, work)
         reducer = self._reducers[stage.number]
-        reducer.begin_shard()
+        reducer.begin_microbatch()
         if flight.roots:
             torch.autograd.backward(flight.roots, flight.gradients)
         self._send_back(stage, k, flight)
         self._end(stage, k, flight, microbatch, work)
 
-    def _run_input_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+    def _run_input_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: MicrobatchWork) -> None:
         flight = self._flights[stage.number, k]
         self._begin_backward(stage, k, flight, work)
         inputs = [tensor for tensor in _tensors(flight.turn.entered) if _wants_gradient(tensor)]
         if inputs and flight.roots:
             weights = self._weights[stage.number]
             # One step shows how the stage is built.
-            flight.groups = backward_of_inputs(
-                flight.roots, flight.gradients, inputs, weights, check=not self._steps
-            )
+            flight.groups = backward_of_inputs(flight.roots, flight.gradients, inputs, weights, check=not self._steps)
         self._send_back(stage, k, flight)
 
-    def _run_weight_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: ShardWork) -> None:
+    def _run_weight_backward(self, stage: Stage, k: int, microbatch: MicroBatch, work: MicrobatchWork) -> None:
         flight = self._flights[stage.number, k]
-        self._reducers[stage.number].begin_shard()
+        self._reducers[stage.number].begin_microbatch()
         if flight.groups is not None:
             backward_of_weights(self._weights[stage.number], flight.groups)
         elif flight.roots:
             torch.autograd.backward(flight.roots, flight.gradients)
         self._end(stage, k, flight, microbatch, work)
 
-    def _begin_backward(self, stage: Stage, k: int, flight: _Flight, work: ShardWork) -> None:
+    def _begin_backward(self, stage: Stage, k: int, flight: _InFlightMicrobatch, work: MicrobatchWork) -> None:
         """Know the loss, and where backward begins with which gradients."""
         if flight.loss is not None:
-            root = work.scaled(flight.loss.sum)
+            root = work.scale_loss(flight.loss.sum)
             flight.weight, flight.loss_sum = float(flight.loss.weight), flight.loss.sum.item()
             flight.roots, flight.gradients = [root], [torch.ones_like(root)]
             flight.loss = None
             return
-        answer = self._receive(stage.number + 1, Address(stage.number, BACKWARD, k))
+        answer = self._receive(stage.number + 1, MessageAddress(stage.number, BACKWARD, k))
         flight.weight, flight.loss_sum, *gradients = answer
         given = [tensor for tensor in _tensors(flight.turn.left) if tensor.requires_grad]
         pairs = [(t, g) for t, g in zip(given, gradients, strict=True) if g is not None]
         flight.roots, flight.gradients = [t for t, _ in pairs], [g for _, g in pairs]
         flight.turn.left = []
 
-    def _send_back(self, stage: Stage, k: int, flight: _Flight) -> None:
+    def _send_back(self, stage: Stage, k: int, flight: _InFlightMicrobatch) -> None:
         if stage.number == 0:
             return
         entered = [tensor for tensor in _tensors(flight.turn.entered) if _wants_gradient(tensor)]
         values = [flight.weight, flight.loss_sum, *(tensor.grad for tensor in entered)]
-        self._send(values, Address(stage.number - 1, BACKWARD, k))
+        self._send(values, MessageAddress(stage.number - 1, BACKWARD, k))
 
-    def _end(self, stage: Stage, k: int, flight: _Flight, microbatch: MicroBatch, work: ShardWork) -> None:
+    def _end(
+        self, stage: Stage, k: int, flight: _InFlightMicrobatch, microbatch: MicroBatch, work: MicrobatchWork
+    ) -> None:
         reducer = self._reducers[stage.number]
-        reducer.buffers.give_back(flight.buffers)
+        reducer.buffers.restore(flight.buffers)
         loss_sum = torch.tensor(flight.loss_sum, dtype=torch.float64)
-        reducer.end_shard(microbatch.num_samples, flight.weight, loss_sum, microbatch.checksum)
+        reducer.end_microbatch(microbatch.num_samples, flight.weight, loss_sum, microbatch.checksum)
         del self._flights[stage.number, k]
-        work.done()
+        work.backward_done()
 
-    def _send(self, values: Sequence[Any], address: Address) -> None:
+    def _send(self, values: Sequence[Any], address: MessageAddress) -> None:
         self._link.send(values, self._forward.rank_of(address.stage), address)
 
-    def _receive(self, stage: int, address: Address) -> list[Any]:
+    def _receive(self, stage: int, address: MessageAddress) -> list[Any]:
         received = self._link.receive(self._forward.rank_of(stage), address)
         self._began = time.time()  # waiting is no work
         return received

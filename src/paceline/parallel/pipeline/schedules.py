@@ -35,7 +35,7 @@ CHUNKS: dict[Name, int] = {
 """How many stages a rank has."""
 
 
-class Action(NamedTuple):
+class ScheduleAction(NamedTuple):
     """One thing that a rank does.
 
     Attributes:
@@ -50,35 +50,35 @@ class Action(NamedTuple):
     microbatch: int
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """An action, with its begin and end in seconds."""
 
-    action: Action
+    action: ScheduleAction
     begin: float
     end: float
 
 
-Orders = tuple[tuple[Action, ...], ...]
+Orders = tuple[tuple[ScheduleAction, ...], ...]
 """Each rank's actions, in order."""
 
 
 @functools.lru_cache(maxsize=256)
-def orders(name: Name, ranks: int, microbatches: int) -> Orders:
+def build_schedules(name: Name, ranks: int, microbatches: int) -> Orders:
     """The schedule for any number of micro-batches; pipedream's is that of 1f1b for a step by itself.
 
     Rank r has the stages r, r + ranks, ... In each stage, backwards are in the order of the micro-batches.
     """
     if name == "sequential":
         return tuple(
-            tuple(Action(kind, rank, k) for k in range(microbatches) for kind in _FB) for rank in range(ranks)
+            tuple(ScheduleAction(kind, rank, k) for k in range(microbatches) for kind in _FB) for rank in range(ranks)
         )
     if name == "gpipe":
         return tuple(
-            tuple(Action(kind, rank, k) for kind in _FB for k in range(microbatches)) for rank in range(ranks)
+            tuple(ScheduleAction(kind, rank, k) for kind in _FB for k in range(microbatches)) for rank in range(ranks)
         )
     if name == "interleaved":
         return _interleaved(ranks, microbatches)
-    return _Filling(ranks, microbatches, splits=name == "zero-bubble").run()
+    return _Simulator(ranks, microbatches, splits=name == "zero-bubble").run()
 
 
 def _interleaved(ranks: int, microbatches: int) -> Orders:
@@ -94,14 +94,14 @@ def _interleaved(ranks: int, microbatches: int) -> Orders:
     raise AssertionError("all forwards before all backwards always run")
 
 
-def _interleaved_rank(rank: int, ranks: int, microbatches: int, more: int) -> tuple[Action, ...]:
+def _interleaved_rank(rank: int, ranks: int, microbatches: int, more: int) -> tuple[ScheduleAction, ...]:
     chunks = CHUNKS["interleaved"]
     stages, numbers = range(rank, ranks * chunks, ranks), range(microbatches)
     # A group of as many micro-batches as there are ranks goes through a rank's stages one after the other.
     ahead = sorted((k // ranks, stage, k) for stage in stages for k in numbers)
     back = sorted((k // ranks, -stage, k) for stage in stages for k in numbers)
-    forwards = [Action("F", stage, k) for _, stage, k in ahead]
-    backwards = [Action("B", -stage, k) for _, stage, k in back]
+    forwards = [ScheduleAction("F", stage, k) for _, stage, k in ahead]
+    backwards = [ScheduleAction("B", -stage, k) for _, stage, k in back]
     first = min(len(forwards), 2 * (ranks - rank - 1) + (chunks - 1) * ranks + more)
     found = forwards[:first]
     for number, forward in enumerate(forwards[first:]):
@@ -116,9 +116,9 @@ _SLOTS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 @dataclass
 class _Rank:
-    forwards: list[Action]
-    backwards: list[Action]
-    weights: list[Action]
+    forwards: list[ScheduleAction]
+    backwards: list[ScheduleAction]
+    weights: list[ScheduleAction]
     open: int  # most forwards whose input gradients are not computed yet
     kept: int  # most forwards whose backward is not done
     free_at: float = 0.0
@@ -127,7 +127,7 @@ class _Rank:
     weighted: int = 0
 
 
-class _Filling:
+class _Simulator:
     """Simulates the ranks: each does what is ready, a backward before a forward before weights."""
 
     def __init__(self, ranks: int, microbatches: int, *, splits: bool) -> None:
@@ -136,18 +136,18 @@ class _Filling:
         numbers = range(microbatches)
         self._ranks = [
             _Rank(
-                [Action("F", rank, k) for k in numbers],
-                [Action(back, rank, k) for k in numbers],
-                [Action("W", rank, k) for k in numbers] if splits else [],
+                [ScheduleAction("F", rank, k) for k in numbers],
+                [ScheduleAction(back, rank, k) for k in numbers],
+                [ScheduleAction("W", rank, k) for k in numbers] if splits else [],
                 open=ranks - rank,
                 kept=ranks if splits else ranks - rank,
             )
             for rank in range(ranks)
         ]
-        self._done: dict[Action, float] = {}
+        self._done: dict[ScheduleAction, float] = {}
 
     def run(self) -> Orders:
-        found: list[list[Action]] = [[] for _ in self._ranks]
+        found: list[list[ScheduleAction]] = [[] for _ in self._ranks]
         left = sum(len(r.forwards) + len(r.backwards) + len(r.weights) for r in self._ranks)
         while left:
             begin, _, rank, action = min(
@@ -164,7 +164,7 @@ class _Filling:
             left -= 1
         return tuple(tuple(actions) for actions in found)
 
-    def _possible(self, state: _Rank) -> Iterable[tuple[int, float, Action]]:
+    def _possible(self, state: _Rank) -> Iterable[tuple[int, float, ScheduleAction]]:
         """What the rank could do next: its preference, when it is ready, and the action."""
         if state.returned < len(state.backwards):
             action = state.backwards[state.returned]
@@ -183,14 +183,14 @@ class _Filling:
         if state.weighted < min(len(state.weights), state.returned):
             yield 2, 0.0, state.weights[state.weighted]
 
-    def _ready(self, action: Action) -> float | None:
+    def _ready(self, action: ScheduleAction) -> float | None:
         before = needs(action, self._last)
         if not all(n in self._done for n in before):
             return None
         return max((self._done[n] for n in before), default=0.0)
 
 
-def needs(action: Action, last: int) -> tuple[Action, ...]:
+def needs(action: ScheduleAction, last: int) -> tuple[ScheduleAction, ...]:
     """What has to be done before an action, on whichever rank.
 
     Args:
@@ -199,13 +199,13 @@ def needs(action: Action, last: int) -> tuple[Action, ...]:
     """
     kind, stage, k = action
     if kind == "F":
-        return (Action("F", stage - 1, k),) if stage else ()
+        return (ScheduleAction("F", stage - 1, k),) if stage else ()
     if kind == "W":
-        return (Action("I", stage, k),)
-    return (Action("F", stage, k), *((Action(kind, stage + 1, k),) if stage < last else ()))
+        return (ScheduleAction("I", stage, k),)
+    return (ScheduleAction("F", stage, k), *((ScheduleAction(kind, stage + 1, k),) if stage < last else ()))
 
 
-def timeline(plan: Orders, seconds: Callable[[Action], float]) -> tuple[tuple[Timed, ...], ...]:
+def timeline(plan: Orders, seconds: Callable[[ScheduleAction], float]) -> tuple[tuple[TimedAction, ...], ...]:
     """When each rank does what, if nothing but its orders and what it waits for holds it up.
 
     Args:
@@ -222,10 +222,10 @@ def _runs(plan: Orders) -> bool:
     return _simulated(plan, lambda action: _SLOTS[action.kind]) is not None
 
 
-def _simulated(plan: Orders, seconds: Callable[[Action], float]) -> tuple[tuple[Timed, ...], ...] | None:
+def _simulated(plan: Orders, seconds: Callable[[ScheduleAction], float]) -> tuple[tuple[TimedAction, ...], ...] | None:
     last = max((action.stage for actions in plan for action in actions), default=0)
-    done: dict[Action, float] = {}
-    found: list[list[Timed]] = [[] for _ in plan]
+    done: dict[ScheduleAction, float] = {}
+    found: list[list[TimedAction]] = [[] for _ in plan]
     while any(len(of_rank) < len(actions) for of_rank, actions in zip(found, plan, strict=True)):
         moved = False
         for of_rank, actions in zip(found, plan, strict=True):
@@ -235,14 +235,14 @@ def _simulated(plan: Orders, seconds: Callable[[Action], float]) -> tuple[tuple[
                     break
                 begin = max([of_rank[-1].end if of_rank else 0.0, *(done[n] for n in before)])
                 done[action] = begin + seconds(action)
-                of_rank.append(Timed(action, begin, done[action]))
+                of_rank.append(TimedAction(action, begin, done[action]))
                 moved = True
         if not moved:
             return None
     return tuple(tuple(of_rank) for of_rank in found)
 
 
-def idle_share(timed: Sequence[Sequence[Timed]]) -> float:
+def bubble_fraction(timed: Sequence[Sequence[TimedAction]]) -> float:
     """The share of the ranks' time in which they do nothing: the bubble."""
     begin = min((t.begin for of_rank in timed for t in of_rank), default=0.0)
     end = max((t.end for of_rank in timed for t in of_rank), default=0.0)
@@ -251,7 +251,7 @@ def idle_share(timed: Sequence[Sequence[Timed]]) -> float:
     return 1.0 - busy / whole if whole > 0 else 0.0
 
 
-def most_kept(plan: Orders) -> dict[int, int]:
+def max_in_flight(plan: Orders) -> dict[int, int]:
     """For each stage, of how many micro-batches it keeps activations at once, at most."""
     kept: dict[int, int] = {}
     most: dict[int, int] = {}
@@ -264,7 +264,7 @@ def most_kept(plan: Orders) -> dict[int, int]:
 
 def predicted(
     name: Name, ranks: int, microbatches: int, stages_s: Sequence[tuple[float, float]]
-) -> tuple[tuple[Timed, ...], ...]:
+) -> tuple[tuple[TimedAction, ...], ...]:
     """The timeline of a step, from each stage's seconds for forward and backward.
 
     Args:
@@ -275,12 +275,12 @@ def predicted(
     """
     shares: dict[Kind, tuple[float, float]] = {"F": (1, 0), "B": (0, 1), "I": (0, 0.5), "W": (0, 0.5)}
 
-    def seconds(action: Action) -> float:
+    def seconds(action: ScheduleAction) -> float:
         forward_s, backward_s = stages_s[action.stage]
         of_forward, of_backward = shares[action.kind]
         return of_forward * forward_s + of_backward * backward_s
 
-    return timeline(orders(name, ranks, microbatches), seconds)
+    return timeline(build_schedules(name, ranks, microbatches), seconds)
 
 
 # --- What the ranks of a pipeline did in a step, and when: written beside the run, read by people. No torch
@@ -291,7 +291,7 @@ FILE = "pipeline.json"
 
 
 @dataclass(frozen=True)
-class Trace:
+class PipelineTrace:
     """One step of one copy of the model.
 
     Attributes:
@@ -302,7 +302,7 @@ class Trace:
 
     schedule: Name
     step: int
-    ranks: tuple[tuple[Timed, ...], ...]
+    ranks: tuple[tuple[TimedAction, ...], ...]
 
     @property
     def microbatches(self) -> int:
@@ -312,7 +312,7 @@ class Trace:
     @property
     def idle(self) -> float:
         """The share of the ranks' time that they waited."""
-        return idle_share(self.ranks)
+        return bubble_fraction(self.ranks)
 
     def stages_s(self) -> list[tuple[float, float]]:
         """Each stage's mean seconds for the forward and the backward of a micro-batch."""
@@ -335,7 +335,7 @@ class Trace:
         for name, chunks in CHUNKS.items():
             if name == "pipedream":  # no step of it stands by itself
                 continue
-            found[name] = idle_share(predicted(name, ranks, self.microbatches, _on(times, ranks, chunks)))
+            found[name] = bubble_fraction(predicted(name, ranks, self.microbatches, _on(times, ranks, chunks)))
         return found
 
 
@@ -356,7 +356,7 @@ def write(path: Path, schedule: Name, step: int, ranks: Sequence[Sequence[Sequen
     path.write_text(json.dumps({"schedule": schedule, "step": step, "ranks": ranks}))
 
 
-def read(path: Path) -> Trace:
+def read(path: Path) -> PipelineTrace:
     """Read a trace.
 
     Raises:
@@ -365,10 +365,10 @@ def read(path: Path) -> Trace:
     try:
         found = json.loads(path.read_text())
         ranks = tuple(
-            tuple(Timed(Action(kind, stage, k), begin, end) for kind, stage, k, begin, end in rows)
+            tuple(TimedAction(ScheduleAction(kind, stage, k), begin, end) for kind, stage, k, begin, end in rows)
             for rows in found["ranks"]
         )
-        return Trace(cast(Name, found["schedule"]), int(found["step"]), ranks)
+        return PipelineTrace(cast(Name, found["schedule"]), int(found["step"]), ranks)
     except FileNotFoundError:
         raise RunDirectoryError(
             f"there is no {path}: the run is no pipeline's, or has not done two steps. Train one: "
@@ -383,7 +383,7 @@ _COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#eeca3b"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 
-def draw(trace: Trace) -> str:
+def draw(trace: PipelineTrace) -> str:
     """The step as SVG: a lane for each rank, a box for each action with its micro-batch's number."""
     begin = min(t.begin for of_rank in trace.ranks for t in of_rank)
     end = max(t.end for of_rank in trace.ranks for t in of_rank)
@@ -413,8 +413,7 @@ def draw(trace: Trace) -> str:
             )
             if wide > 9:
                 parts.append(
-                    f'<text x="{x + wide / 2:.1f}" y="{y + 22}" text-anchor="middle" '
-                    f'font-size="10">{k}</text>'
+                    f'<text x="{x + wide / 2:.1f}" y="{y + 22}" text-anchor="middle" font-size="10">{k}</text>'
                 )
     kinds = sorted({t.action.kind for of_rank in trace.ranks for t in of_rank}, key="FBIW".index)
     for number, kind in enumerate(kinds):

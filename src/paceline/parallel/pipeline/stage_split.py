@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.core.errors import ConfigError
 from paceline.core.task import Loss
-from paceline.parallel.pipeline.stages import Blocks, Values, forward_replaced
+from paceline.parallel.pipeline.stages import Blocks, Values, replace_forward
 
 Trial = Callable[[nn.Module], Loss]
 """The task's loss on a micro-batch of the training data; it calls the model once."""
@@ -27,7 +27,7 @@ STATES = 4
 
 
 @dataclass(frozen=True)
-class Cost:
+class BlockCost:
     """What a block takes for one micro-batch.
 
     Attributes:
@@ -48,7 +48,7 @@ class Cost:
         return self.forward_s + self.backward_s
 
 
-def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial) -> list[Cost]:
+def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial) -> list[BlockCost]:
     """Time each block's forward and backward on a real micro-batch, on this rank.
 
     Parameters, buffers, gradients and torch's random numbers are afterwards what they were.
@@ -59,7 +59,7 @@ def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial
         device: where it is to be trained; each block is taken there only while it is measured.
         trial: calls the model.
     """
-    costs: list[list[Cost]] = []
+    costs: list[list[BlockCost]] = []
     held = _owners(found, module)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
@@ -77,7 +77,7 @@ def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial
         return output
 
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), forward_replaced(module, forward):
+    with torch.random.fork_rng(devices), replace_forward(module, forward):
         started = time.perf_counter()
         while len(costs) < _REPEATS.start or (
             len(costs) < _REPEATS.stop and time.perf_counter() - started < _MEASURE_S
@@ -89,7 +89,7 @@ def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial
         for buffer, before in buffers:
             buffer.copy_(before)
     return [
-        Cost(
+        BlockCost(
             min(c.forward_s for c in of_block),
             min(c.backward_s for c in of_block),
             of_block[0].parameter_bytes,
@@ -99,7 +99,7 @@ def measure(found: Blocks, module: nn.Module, device: torch.device, trial: Trial
     ]
 
 
-def _with_loss(cost: Cost, forward_s: float, loss: Loss, device: torch.device) -> Cost:
+def _with_loss(cost: BlockCost, forward_s: float, loss: Loss, device: torch.device) -> BlockCost:
     """The last block's cost, with the loss's: they are computed together."""
     began = time.perf_counter()
     if loss.sum.requires_grad:
@@ -116,7 +116,7 @@ def _owners(found: Blocks, module: nn.Module) -> list[list[torch.Tensor]]:
 
 def _measure_block(
     found: Blocks, number: int, held: Sequence[torch.Tensor], values: Values, device: torch.device
-) -> Cost:
+) -> BlockCost:
     block = found.blocks[number]
     homes = [tensor.data for tensor in held]
     for tensor in held:
@@ -161,7 +161,7 @@ def _measure_block(
     for name in block.gives:
         values[name] = tree_map_only(torch.Tensor, torch.Tensor.detach, values[name])
     nbytes = sum(t.numel() * t.element_size() for t in held if isinstance(t, nn.Parameter))
-    return Cost(forward_s, backward_s, nbytes, sum(saved.values()))
+    return BlockCost(forward_s, backward_s, nbytes, sum(saved.values()))
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def split_as_told(found: Blocks, stages: int, how: str) -> tuple[int, ...]:
+def manual_split(found: Blocks, stages: int, how: str) -> tuple[int, ...]:
     """How many blocks each stage has, for ``--pp-split equal`` or ``N,N,...``.
 
     Raises:
@@ -201,17 +201,11 @@ def require_blocks(found: Blocks, stages: int) -> None:
     number = len(found.blocks)
     if number >= stages:
         return
-    why = (
-        f" Blocks that share a parameter cannot be parted: {'; '.join(found.shared[:3])}."
-        if found.shared
-        else ""
-    )
+    why = f" Blocks that share a parameter cannot be parted: {'; '.join(found.shared[:3])}." if found.shared else ""
     if found.closed:
         why += f" Layers that tp splits as a pair cannot be parted: {'; '.join(found.closed[:3])}."
     advice = (
-        f"Use {number} stages at most, or a model with more blocks."
-        if number > 1
-        else "Use --strategy ddp or fsdp."
+        f"Use {number} stages at most, or a model with more blocks." if number > 1 else "Use --strategy ddp or fsdp."
     )
     raise ConfigError(f"the model has {number} block(s), too few for {stages} stages.{why} {advice}")
 
@@ -223,7 +217,7 @@ def equal_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced_split(
-    costs: Sequence[Cost],
+    costs: Sequence[BlockCost],
     stages: int,
     *,
     in_flight: Sequence[int] = (),
@@ -270,6 +264,6 @@ def balanced_split(
         raise ConfigError(
             f"no split of the model into {stages} stages fits: the largest stage needs "
             f"{(limit_bytes + too_much) / 2**30:.1f} GiB of {limit_bytes / 2**30:.1f} GiB. Use more stages, "
-            "smaller micro-batches (more --shards), or --pp-split with numbers of your own."
+            "smaller micro-batches (more --microbatches), or --pp-split with numbers of your own."
         )
     return sizes

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from paceline.core.errors import TaskError
-from paceline.parallel.pipeline.channel import EVALUATION, Address, Link, pack, unpack
+from paceline.parallel.pipeline.channel import EVALUATION, MessageAddress, StageChannel, pack, unpack
 
 # --- A model as a sequence of blocks between which it can be cut ---
 
@@ -24,7 +24,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Block:
+class PipelineBlock:
     """A stretch of a model's forward.
 
     Attributes:
@@ -57,7 +57,7 @@ class Blocks:
         closed: blocks that were made of several, as ranks hold different features between them.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PipelineBlock, ...]
     bind: Callable[..., Values]
     result: Callable[[Values], Any]
     result_needs: frozenset[str]
@@ -71,9 +71,7 @@ class Blocks:
         return tuple(name for name in names if name in later)
 
 
-def find_blocks(
-    module: nn.Module, parts: Sequence[Any] | None, absent: frozenset[str] = frozenset()
-) -> Blocks:
+def find_blocks(module: nn.Module, parts: Sequence[Any] | None, absent: frozenset[str] = frozenset()) -> Blocks:
     """The blocks of a model, of which no two share a parameter or a buffer.
 
     Args:
@@ -102,21 +100,21 @@ def _without_shared(found: Blocks) -> Blocks:
         for name in sorted(first)
         if first[name] != last[name]
     )
-    kept: list[Block] = []
-    pending: list[Block] = []
+    kept: list[PipelineBlock] = []
+    pending: list[PipelineBlock] = []
     open_until = -1
     for number, block in enumerate(found.blocks):
         pending.append(block)
         open_until = max([open_until, *(last[name] for name in block.holds)])
         if open_until <= number:
-            kept.append(merged(pending))
+            kept.append(merge_blocks(pending))
             pending = []
     return replace(found, blocks=tuple(kept), shared=shared)
 
 
-def _with_parameters(blocks: Sequence[Block]) -> tuple[Block, ...]:
+def _with_parameters(blocks: Sequence[PipelineBlock]) -> tuple[PipelineBlock, ...]:
     """Each block that has none, merged with the one before it; the first ones with the one after them."""
-    groups: list[list[Block]] = []
+    groups: list[list[PipelineBlock]] = []
     for block in blocks:
         if block.holds and groups and any(earlier.holds for earlier in groups[-1]):
             groups.append([block])
@@ -124,10 +122,10 @@ def _with_parameters(blocks: Sequence[Block]) -> tuple[Block, ...]:
             groups[-1].append(block)
         else:
             groups.append([block])
-    return tuple(merged(group) for group in groups)
+    return tuple(merge_blocks(group) for group in groups)
 
 
-def merged(blocks: Sequence[Block]) -> Block:
+def merge_blocks(blocks: Sequence[PipelineBlock]) -> PipelineBlock:
     """Neighbours as one block."""
     if len(blocks) == 1:
         return blocks[0]
@@ -138,7 +136,7 @@ def merged(blocks: Sequence[Block]) -> Block:
         for each in runs:
             each(values)
 
-    return Block(
+    return PipelineBlock(
         name=f"{blocks[0].name} to {blocks[-1].name}",
         run=run,
         needs=frozenset(n for block in blocks for n in block.needs).difference(gives),
@@ -154,7 +152,7 @@ def merged(blocks: Sequence[Block]) -> Block:
 def _given(module: nn.Module, parts: Sequence[Any]) -> Blocks:
     """A chain: each part is called with what the one before returned, a tuple unpacked."""
     names = _names_of_tensors(module)
-    blocks: list[Block] = []
+    blocks: list[PipelineBlock] = []
     for number, part in enumerate(parts):
         function, modules = part if isinstance(part, tuple) else (part, [part])
         if not callable(function) or not all(isinstance(m, nn.Module | torch.Tensor) for m in modules):
@@ -182,7 +180,7 @@ def _given(module: nn.Module, parts: Sequence[Any]) -> Blocks:
 
 def _link(
     number: int, function: Callable[..., Any], holds: frozenset[str], names: dict[int, str], part: Any
-) -> Block:
+) -> PipelineBlock:
     before, after = str(number), str(number + 1)
 
     def run(values: Values) -> None:
@@ -195,7 +193,7 @@ def _link(
 
     named = part if isinstance(part, nn.Module) else function
     name = getattr(named, "__name__", type(named).__name__)
-    return Block(f"{number} {name}", run, frozenset({before} if number else {"arguments"}), (after,), holds)
+    return PipelineBlock(f"{number} {name}", run, frozenset({before} if number else {"arguments"}), (after,), holds)
 
 
 # --- found by tracing
@@ -243,9 +241,7 @@ def _unsplittable(module: nn.Module, reason: str) -> TaskError:
     )
 
 
-def _blocks_of(
-    module: nn.Module, graph: fx.Graph, signature: inspect.Signature, absent: frozenset[str]
-) -> Blocks:
+def _blocks_of(module: nn.Module, graph: fx.Graph, signature: inspect.Signature, absent: frozenset[str]) -> Blocks:
     names = _names_of_tensors(module)
     groups: list[tuple[str, list[fx.Node], set[str]]] = []
     leading: list[fx.Node] = []
@@ -286,7 +282,7 @@ def _blocks_of(
     return Blocks(blocks, bind, result, frozenset(node.name for node in output.all_input_nodes))
 
 
-def _block(module: nn.Module, name: str, nodes: Sequence[fx.Node], held: set[str]) -> Block:
+def _block(module: nn.Module, name: str, nodes: Sequence[fx.Node], held: set[str]) -> PipelineBlock:
     gives = tuple(node.name for node in nodes)
     needs = frozenset(n.name for node in nodes for n in node.all_input_nodes).difference(gives)
     steps = [(node, _step(module, node)) for node in nodes]
@@ -296,7 +292,7 @@ def _block(module: nn.Module, name: str, nodes: Sequence[fx.Node], held: set[str
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
             values[node.name] = step(*args, **kwargs)
 
-    return Block(name, run, needs, gives, frozenset(held))
+    return PipelineBlock(name, run, needs, gives, frozenset(held))
 
 
 def _step(module: nn.Module, node: fx.Node) -> Callable[..., Any]:
@@ -351,7 +347,7 @@ def absent_arguments(module: nn.Module, trial: Callable[[nn.Module], Any]) -> fr
         found.append(frozenset(name for name, value in bound.arguments.items() if value is None))
         raise _Called
 
-    with torch.random.fork_rng([]), forward_replaced(module, forward):
+    with torch.random.fork_rng([]), replace_forward(module, forward):
         try:
             trial(module)
         except _Called:
@@ -364,7 +360,7 @@ class _Called(BaseException):
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within, calls of the module call ``forward``."""
     object.__setattr__(module, "forward", forward)
     try:
@@ -376,7 +372,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 # --- Stages whose layers are split over ranks once more: what a pipeline asks of whoever splits them ---
 
 
-class Splitting(Protocol):
+class LayerSplitting(Protocol):
     """Splits the layers of a stage over the ranks that hold this stage of one copy of the model.
 
     Attributes:
@@ -401,8 +397,8 @@ class Splitting(Protocol):
     def split(self, module: nn.Module) -> None:
         """Split the layers that are here: those whose parameters are not on the ``meta`` device."""
 
-    def whole(self, state: Any, *, keep: bool) -> Any:
-        """As :meth:`paceline.parallel.strategy.Placement.whole`."""
+    def full(self, state: Any, *, keep: bool) -> Any:
+        """As :meth:`paceline.parallel.strategy.ParameterLayout.full`."""
 
 
 def closed(found: Blocks, splits: Mapping[str, bool]) -> Blocks:
@@ -412,21 +408,19 @@ def closed(found: Blocks, splits: Mapping[str, bool]) -> Blocks:
         found: the model's blocks.
         splits: as :meth:`Splitting.decide` returns it.
     """
-    kept: list[Block] = []
-    pending: list[Block] = []
+    kept: list[PipelineBlock] = []
+    pending: list[PipelineBlock] = []
     for block in found.blocks:
         pending.append(block)
         marks = [opens for name, opens in splits.items() if name in block.holds]
         is_open = marks[-1] if marks else len(pending) > 1
         if not is_open:
-            kept.append(merged(pending))
+            kept.append(merge_blocks(pending))
             pending = []
     if pending:
-        kept.append(merged(pending))
+        kept.append(merge_blocks(pending))
     names = {block.name for block in found.blocks}
-    return replace(
-        found, blocks=tuple(kept), closed=tuple(block.name for block in kept if block.name not in names)
-    )
+    return replace(found, blocks=tuple(kept), closed=tuple(block.name for block in kept if block.name not in names))
 
 
 # --- A model of which this rank holds some stages: what its forward is then ---
@@ -448,7 +442,7 @@ class Stage:
     """
 
     number: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[PipelineBlock, ...]
     enters: tuple[str, ...]
     leaves: tuple[str, ...]
     holds: frozenset[str]
@@ -473,7 +467,7 @@ def cut(found: Blocks, sizes: Sequence[int]) -> list[Stage]:
 
 
 @dataclass
-class Turn:
+class StageCall:
     """One stage's forward of one micro-batch, within the task's loss.
 
     Attributes:
@@ -489,14 +483,14 @@ class Turn:
     called: bool = False
 
 
-class StageDone(BaseException):
+class StopForward(BaseException):
     """Leaves the task's loss after a stage's forward: the rest of it is the last stage's rank's.
 
     Not an ``Exception``, which the task may catch.
     """
 
 
-class StagedForward:
+class StageExecutor:
     """Takes the place of a model's forward.
 
     In a :attr:`turn` it computes one stage; otherwise, in an evaluation, all ranks of the copy call it
@@ -515,11 +509,11 @@ class StagedForward:
         link: to the other ranks; rank r of R holds the stages r, r + R, ...
     """
 
-    def __init__(self, found: Blocks, stages: Sequence[Stage], link: Link) -> None:
+    def __init__(self, found: Blocks, stages: Sequence[Stage], link: StageChannel) -> None:
         self._found = found
         self.stages = stages
         self.link = link
-        self.turn: Turn | None = None
+        self.turn: StageCall | None = None
 
     @property
     def own(self) -> list[Stage]:
@@ -546,7 +540,7 @@ class StagedForward:
         turn.called = True
         result, turn.left = self._run(turn.stage, turn.entered, args, kwargs)
         if not self.is_last(turn.stage):
-            raise StageDone
+            raise StopForward
         return result
 
     def _run(self, stage: Stage, entered: Sequence[Any], args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
@@ -576,14 +570,12 @@ class StagedForward:
             for stage in self.own:
                 entered = []
                 if stage.number:
-                    address = Address(stage.number, EVALUATION)
+                    address = MessageAddress(stage.number, EVALUATION)
                     entered = self.link.receive(self.rank_of(stage.number - 1), address)
                 result, left = self._run(stage, entered, args, kwargs)
                 if stage.number < last:
-                    self.link.send(
-                        left, self.rank_of(stage.number + 1), Address(stage.number + 1, EVALUATION)
-                    )
-            address = Address(last + 1, EVALUATION)
+                    self.link.send(left, self.rank_of(stage.number + 1), MessageAddress(stage.number + 1, EVALUATION))
+            address = MessageAddress(last + 1, EVALUATION)
             if rank == self.rank_of(last):
                 values = pack(result)
                 for other in range(ranks):
@@ -593,14 +585,14 @@ class StagedForward:
             else:
                 messages = (self.link.receive(self.rank_of(last), address) for _ in itertools.count())
                 result = unpack(itertools.chain.from_iterable(messages))
-        self.link.finish()
+        self.link.wait()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
-def staged(module: nn.Module) -> StagedForward:
+def find_stage_executor(module: nn.Module) -> StageExecutor:
     """The forward of a model that was laid out in stages."""
     forward = module.forward
-    assert isinstance(forward, StagedForward)
+    assert isinstance(forward, StageExecutor)
     return forward
 
 

@@ -13,7 +13,7 @@ from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.task import Task
 
-_CLEARLY = 16
+_FITS_FACTOR = 16
 """Bytes for each byte of a parameter that are enough for training under ddp: its gradient's sums, what an
 optimizer holds, and activations as large as all of these."""
 
@@ -21,7 +21,7 @@ _FLOPS_PER_S = {"cpu": 5e10, "cuda": 1e14}
 _BANDWIDTH = {"cpu": 1e9, "cuda": 25e9}
 
 
-def memory_of_process(device: torch.device, processes: int) -> int:
+def memory_per_process(device: torch.device, processes: int) -> int:
     """Bytes that a process may take: a GPU's, or its part of the machine's.
 
     Args:
@@ -33,7 +33,7 @@ def memory_of_process(device: torch.device, processes: int) -> int:
     return psutil.virtual_memory().total // max(1, processes)
 
 
-def settle_strategy(
+def choose_strategy(
     config: RunConfig, task: Task, *, world_size: int, memory: int, device: str
 ) -> tuple[RunConfig, str | None]:
     """Options with the strategy that ``auto`` means for so many processes, and what to say about it.
@@ -47,18 +47,18 @@ def settle_strategy(
         memory: bytes that the process with least of it may take.
         device: "cpu" or "cuda".
     """
-    if config.strategy != "auto" or config.mesh is not None or world_size == 1 or config.reduction == "torch":
+    if config.strategy != "auto" or config.mesh is not None or world_size == 1 or config.reduction == "ddp":
         return config, None
     parameters = _parameter_bytes(task)
-    if parameters is None or _CLEARLY * parameters <= memory:
+    if parameters is None or _FITS_FACTOR * parameters <= memory:
         return config, None
-    from paceline.parallel.planning.recommend import Machines, Row, choose, make_plan
+    from paceline.parallel.planning.recommend import ClusterSpec, PlanRow, choose_plan, make_plan
 
-    assert isinstance(config.shards, int)
+    assert isinstance(config.microbatches, int)
     plan = make_plan(
         task,
         config.task,
-        Machines(
+        ClusterSpec(
             gpus=world_size,
             nodes=1,
             memory=memory,
@@ -68,12 +68,12 @@ def settle_strategy(
         ),
         assignments={},
         global_batch_size=config.global_batch_size,
-        shards=config.shards,
+        microbatches=config.microbatches,
     )
     precision = "fp32" if config.precision == "fp32" else "bf16"  # fp16 takes what bf16 takes
     again = config.checkpoint_activations != "none"
 
-    def possible() -> Iterator[Row]:
+    def possible() -> Iterator[PlanRow]:
         for row in plan.rows:
             alike = (row.reduction, row.precision) == (config.reduction, precision)
             if alike and row.layout.world_size == world_size and row.layout.checkpointing == again:
@@ -81,7 +81,7 @@ def settle_strategy(
 
     of_ddp = next(row for row in possible() if row.layout.family == "ddp")
     rows = [row for row in possible() if row is of_ddp or _with(config, row) is not None]
-    chosen = choose(rows)
+    chosen = choose_plan(rows)
     needs = f"ddp needs {of_ddp.memory.total / 2**30:.3g} GiB a process, and there are {memory / 2**30:.3g}"
     if chosen is None:
         return config, f"strategy: ddp. {needs}; paceline plan finds no other that fits"
@@ -101,7 +101,7 @@ def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
     Raises:
         ConfigError: names the option to give.
     """
-    if config.rigid and not asked.rigid and config.recover != "restart":
+    if config.non_elastic_options and not asked.non_elastic_options and config.recover != "restart":
         option = f"--mesh {config.mesh}" if config.mesh is not None else f"--strategy {config.strategy}"
         raise ConfigError(
             "the model does not fit a process under ddp, and only ddp can replace a lost process in place. "
@@ -111,9 +111,9 @@ def require_replaceable(config: RunConfig, asked: RunConfig) -> None:
 
 def _with(config: RunConfig, row: object) -> RunConfig | None:
     """The options with the row's layout; None where they do not work with it."""
-    from paceline.parallel.planning.recommend import Row
+    from paceline.parallel.planning.recommend import PlanRow
 
-    assert isinstance(row, Row)
+    assert isinstance(row, PlanRow)
     layout = row.layout
     changes: dict[str, Any] = {"mesh": layout.name} if len(layout.axes) > 1 else {"strategy": layout.family}
     try:

@@ -23,19 +23,19 @@ from paceline.core.task import Loss, Task
 from paceline.data.stream import as_stream
 from paceline.parallel.fsdp import AUTO_WRAP
 from paceline.parallel.planning.model_partition import (
-    Anatomy,
-    LiveBytes,
+    MemoryTrace,
+    MemoryTracker,
+    ModelPartition,
     Part,
-    Piece,
     Precision,
-    Trace,
+    Segment,
     Watched,
     activations,
-    find_pieces,
+    find_segments,
     nbytes,
 )
-from paceline.parallel.tp_autoplan import found_plan
-from paceline.parallel.wrap_units import blocks, untied
+from paceline.parallel.tp_autoplan import infer_tp_plan
+from paceline.parallel.wrap_units import exclude_tied, wrap_units
 
 # --- One rank's part of a tensor-parallel model: layers cut in two, as a plan of torch's styles says ---
 
@@ -46,7 +46,7 @@ _DEGREES = (2, 4, 8)
 
 
 @dataclass
-class Splitting:
+class HalvedModel:
     """How a model's layers are split over two ranks.
 
     Attributes:
@@ -97,7 +97,7 @@ class Splitting:
         return hook
 
 
-def splitting(task: Task, module: nn.Module) -> Splitting | None:
+def splitting(task: Task, module: nn.Module) -> HalvedModel | None:
     """How ``--strategy tp`` splits the task's model over two ranks; None where it does not."""
     # Who can be shared by more can be shared by two.
     for degree in reversed(_DEGREES):
@@ -110,7 +110,7 @@ def splitting(task: Task, module: nn.Module) -> Splitting | None:
             if fnmatchcase(name, pattern) and isinstance(style, ColwiseParallel | RowwiseParallel)
         }
         if styles and _is_shared_equally(module, styles, degree):
-            return Splitting(styles, tuple(d for d in _DEGREES if d <= degree))
+            return HalvedModel(styles, tuple(d for d in _DEGREES if d <= degree))
     return None
 
 
@@ -129,7 +129,7 @@ def _plan(task: Task, module: nn.Module, degree: int) -> Mapping[str, ParallelSt
     if given is not None:
         return given
     try:
-        return found_plan(module, degree)
+        return infer_tp_plan(module, degree)
     except ConfigError:  # nothing to split, or not into so many parts
         return {}
 
@@ -177,8 +177,8 @@ class Measurement:
     batch_bytes: int
     modules: Mapping[str, int]
     frozen: bool
-    anatomy: Anatomy
-    halved: Anatomy | None = field(default=None)
+    anatomy: ModelPartition
+    halved: ModelPartition | None = field(default=None)
     degrees: tuple[int, ...] = ()
     built_for_real: str | None = field(default=None)
 
@@ -241,9 +241,7 @@ def _measure(
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
-            raise TaskError(
-                f"{type(task).__name__}.build_model returned a model without a trainable parameter."
-            )
+            raise TaskError(f"{type(task).__name__}.build_model returned a model without a trainable parameter.")
         anatomy = _dissect(task, module, batch, microbatch, device)
         measured = Measurement(
             microbatch=microbatch,
@@ -258,7 +256,7 @@ def _measure(
         if found is None:
             return measured
         # Of the whole: fsdp counts what layers have on all ranks.
-        inner = untied(module, blocks(module, AUTO_WRAP))
+        inner = exclude_tied(module, wrap_units(module, AUTO_WRAP))
         try:
             with found.applied(module):
                 halved = _halved(task, module, batch, microbatch, anatomy, found, inner)
@@ -271,8 +269,7 @@ def _model(task: Task) -> nn.Module:
     module = task.build_model()
     if not isinstance(module, nn.Module):
         raise TaskError(
-            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a "
-            "torch.nn.Module."
+            f"{type(task).__name__}.build_model returned a {type(module).__name__}; it must return a torch.nn.Module."
         )
     return module
 
@@ -283,14 +280,14 @@ def _dissect(
     batch: Any,
     microbatch: int,
     device: Device,
-) -> Anatomy:
+) -> ModelPartition:
     """Run a step of the model as it is."""
     parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    candidates = find_pieces(module)
-    traces: dict[Precision, Trace] = {}
+    candidates = find_segments(module)
+    traces: dict[Precision, MemoryTrace] = {}
     order: list[int] = []
     for precision in PRECISIONS:
         traces[precision], order = _run(task, module, batch, microbatch, precision, candidates)
@@ -299,12 +296,12 @@ def _dissect(
         for group in optimizer.param_groups:
             if device == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's default there
-    live = LiveBytes([*parameters, *(p.grad for p in trained if p.grad is not None)])
+    live = MemoryTracker([*parameters, *(p.grad for p in trained if p.grad is not None)])
     with live:
         for optimizer in optimizers:
             optimizer.step()
     state = [leaf for optimizer in optimizers for leaf in _tensors(optimizer.state)]
-    root, block_bytes = _gathered(module, untied(module, blocks(module, AUTO_WRAP)))
+    root, block_bytes = _gathered(module, exclude_tied(module, wrap_units(module, AUTO_WRAP)))
     whole = Part(
         parameter_bytes=nbytes(parameters),
         gradient_bytes=nbytes(trained),
@@ -318,7 +315,7 @@ def _dissect(
         activations={name: activations(trace, 0, len(candidates)) for name, trace in traces.items()},
     )
     pieces = _pieces(module, [candidates[index] for index in order])
-    return Anatomy(whole=whole, pieces=pieces, traces=traces, steps_at_once=device == "cuda")
+    return ModelPartition(whole=whole, pieces=pieces, traces=traces, steps_at_once=device == "cuda")
 
 
 def _halved(
@@ -326,10 +323,10 @@ def _halved(
     module: nn.Module,
     batch: Any,
     microbatch: int,
-    before: Anatomy,
-    split: Splitting,
+    before: ModelPartition,
+    split: HalvedModel,
     inner: list[nn.Module],
-) -> Anatomy:
+) -> ModelPartition:
     """One rank's part of the model, whose layers have been cut in two.
 
     It is run in fp32 only: a large model's step takes seconds even without data. The optimizer's state goes
@@ -338,7 +335,7 @@ def _halved(
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    candidates = find_pieces(module)
+    candidates = find_segments(module)
     trace, order = _run(task, module, batch, microbatch, "fp32", candidates)
     parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -359,7 +356,7 @@ def _halved(
         activations={"fp32": activations(trace, 0, len(candidates))},
     )
     pieces = _pieces(module, [candidates[index] for index in order])
-    return Anatomy(
+    return ModelPartition(
         whole=whole,
         pieces=pieces,
         traces={"fp32": trace},
@@ -375,10 +372,10 @@ def _run(
     microbatch: int,
     precision: Precision,
     candidates: Sequence[tuple[str, nn.Module]],
-) -> tuple[Trace, list[int]]:
+) -> tuple[MemoryTrace, list[int]]:
     """One forward and backward, and the order in which the candidates were called first."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    live = LiveBytes([*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)])
+    live = MemoryTracker([*module.parameters(), *module.buffers(), *gradients, *_tensors(batch)])
     watched = Watched([child for _, child in candidates], live)
     with live, watched.hooked():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -392,10 +389,8 @@ def _run(
     place = {index: number for number, index in enumerate(order)}
     # What is made before the first piece is called is the first one's.
     first = order[0]
-    events = tuple(
-        (place.get(owner, 0) if owner >= 0 else place[first], delta) for owner, delta in live.events
-    )
-    trace = Trace(
+    events = tuple((place.get(owner, 0) if owner >= 0 else place[first], delta) for owner, delta in live.events)
+    trace = MemoryTrace(
         events=events,
         forward_events=forward_events,
         flops=tuple(live.flops.get(index, 0) for index in order),
@@ -404,7 +399,7 @@ def _run(
     return trace, order
 
 
-def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple[Piece, ...]:
+def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple[Segment, ...]:
     taken: dict[int, int] = {}
     outside = {id(p): p for p in module.parameters()}
     pieces = []
@@ -418,7 +413,7 @@ def _pieces(module: nn.Module, called: Sequence[tuple[str, nn.Module]]) -> tuple
             own += outside.values()  # what no piece holds
         trained = [p for p in own if p.requires_grad]
         pieces.append(
-            Piece(
+            Segment(
                 name=name,
                 parameter_bytes=nbytes(own),
                 gradient_bytes=nbytes(trained),
@@ -434,9 +429,7 @@ def _batch(task: Task, microbatch: int) -> Any:
     """The first samples of the training data; a smaller dataset gives some of them again."""
     data = task.build_dataset("train")
     if data is None:
-        raise DataError(
-            f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to plan.'
-        )
+        raise DataError(f'{type(task).__name__}.build_dataset("train") returned None; there is nothing to plan.')
     stream = as_stream(data)
     if stream is None:
         return task.collate([data[index % len(data)] for index in range(microbatch)])

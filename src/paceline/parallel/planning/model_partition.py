@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 # --- How many bytes of tensors live at once, on fake tensors as on real ones, and whose they are ---
 
 
-class LiveBytes(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """While it is entered, counts the storages that operators make, until nobody holds them.
 
     A storage counts once, however many views it has.
@@ -163,7 +163,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Segment:
     """A module that forward calls between two others.
 
     Attributes:
@@ -182,7 +182,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class MemoryTrace:
     """One forward and backward.
 
     Attributes:
@@ -198,7 +198,7 @@ class Trace:
     output_bytes: tuple[int, ...]
 
 
-def find_pieces(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_segments(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that are no mere containers, and are in none that is not: candidates for pieces."""
     found: list[tuple[str, nn.Module]] = []
 
@@ -221,7 +221,7 @@ class Watched:
         order: indices of the pieces, as forward called them first.
     """
 
-    def __init__(self, pieces: Sequence[nn.Module], live: LiveBytes) -> None:
+    def __init__(self, pieces: Sequence[nn.Module], live: MemoryTracker) -> None:
         self.order: list[int] = []
         self.output_bytes: dict[int, int] = {}
         self._pieces = pieces
@@ -256,7 +256,7 @@ class Watched:
         self._live.owner = index
 
 
-def activations(trace: Trace, first: int, last: int) -> Activations:
+def activations(trace: MemoryTrace, first: int, last: int) -> Activations:
     """Of the pieces from ``first`` up to ``last``, which is not among them."""
     now = saved = peak = again = 0
     within = [0] * (last - first)
@@ -285,7 +285,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Anatomy:
+class ModelPartition:
     """What the model is made of.
 
     Attributes:
@@ -297,8 +297,8 @@ class Anatomy:
     """
 
     whole: Part
-    pieces: tuple[Piece, ...]
-    traces: Mapping[Precision, Trace]
+    pieces: tuple[Segment, ...]
+    traces: Mapping[Precision, MemoryTrace]
     cut_by: tuple[float, ...] = ()
     steps_at_once: bool = True
 
@@ -320,14 +320,14 @@ class Anatomy:
 
 
 @cache
-def _stages(anatomy: Anatomy, number: int) -> tuple[Part, ...]:
+def _stages(anatomy: ModelPartition, number: int) -> tuple[Part, ...]:
     if number == 1:
         return (anatomy.whole,)
     cuts = balanced_cuts(anatomy.costs, number)
     return tuple(_stage(anatomy, first, last) for first, last in pairwise(cuts))
 
 
-def _stage(anatomy: Anatomy, first: int, last: int) -> Part:
+def _stage(anatomy: ModelPartition, first: int, last: int) -> Part:
     whole, trace = anatomy.whole, anatomy.traces["fp32"]
     pieces = anatomy.pieces[first:last]
     trained = sum(piece.gradient_bytes for piece in pieces)
@@ -349,7 +349,7 @@ def _stage(anatomy: Anatomy, first: int, last: int) -> Part:
     )
 
 
-def _handed_on(trace: Trace, border: int) -> int:
+def _handed_on(trace: MemoryTrace, border: int) -> int:
     """Bytes of activations that go over the border before a piece."""
     return trace.output_bytes[border - 1] if 0 < border < len(trace.output_bytes) else 0
 
@@ -373,9 +373,7 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     for stage in range(2, stages + 1):
         now, where = [0.0] * (n + 1), [0] * (n + 1)
         for end in range(stage, n + 1):
-            now[end], where[end] = min(
-                (max(best[k], until[end] - until[k]), k) for k in range(stage - 1, end)
-            )
+            now[end], where[end] = min((max(best[k], until[end] - until[k]), k) for k in range(stage - 1, end))
         best = now
         cut.append(where)
     cuts = [n]
@@ -397,8 +395,7 @@ def split_further(one: Part, half: Part, degree: int) -> Part:
         return max(0, round(2 * b - a + 2 * (a - b) / degree))
 
     activations_of_half = {
-        precision: half.activations.get(precision) or _estimated(one, half, precision)
-        for precision in one.activations
+        precision: half.activations.get(precision) or _estimated(one, half, precision) for precision in one.activations
     }
     half = replace(half, activations=activations_of_half)
     values = {f.name: of(getattr(one, f.name), getattr(half, f.name)) for f in fields(one)}

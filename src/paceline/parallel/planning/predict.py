@@ -22,7 +22,7 @@ AXES = ("pp", "dp", "fsdp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankLayout:
     """A grid of ranks.
 
     Attributes:
@@ -103,7 +103,7 @@ class Layout:
         return len(self.axes) <= 1 or config.axes(self.world_size) == self.axes
 
 
-def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> Iterator[Layout]:
+def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> Iterator[RankLayout]:
     """The grids that so many ranks may form, without activation checkpointing.
 
     Args:
@@ -112,7 +112,7 @@ def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> It
         splits: the numbers of ranks that can share its tensors.
     """
     if world_size == 1:
-        yield Layout()
+        yield RankLayout()
         return
     for pp in _divisors(world_size):
         if pp > most_stages:
@@ -121,15 +121,15 @@ def layouts(world_size: int, *, most_stages: int, splits: Collection[int]) -> It
             if tp > 1 and tp not in splits:
                 continue
             rest = world_size // pp // tp
-            yield Layout(pp=pp, dp=rest, tp=tp)
+            yield RankLayout(pp=pp, dp=rest, tp=tp)
             if pp == tp == 1:
-                yield Layout(dp=rest, zero1=True)
-                yield from (Layout(dp=rest, zero_stage=stage) for stage in (1, 2, 3))
+                yield RankLayout(dp=rest, zero1=True)
+                yield from (RankLayout(dp=rest, zero_stage=stage) for stage in (1, 2, 3))
             if pp == 1:
                 for fsdp in _divisors(rest):
                     # All axes at once is more than anybody has asked for.
                     if fsdp > 1 and (tp == 1 or fsdp == rest):
-                        yield Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp)
+                        yield RankLayout(dp=rest // fsdp, fsdp=fsdp, tp=tp)
 
 
 def _divisors(number: int) -> list[int]:
@@ -139,7 +139,7 @@ def _divisors(number: int) -> list[int]:
 # --- Memory of a rank under each strategy: pure functions of sizes and degrees, in bytes ---
 
 
-Reduction = Literal["exact", "fast"]
+Reduction = Literal["exact", "allreduce"]
 
 DEEPSPEED_BUCKET_BYTES = 200 * 2**20
 """Of fp32 gradients that DeepSpeed sums at a time."""
@@ -180,7 +180,7 @@ def classic_mixed_precision(parameters: int) -> int:
     return parameters * (2 + 2 + 4 + 4 + 4)
 
 
-def parts(m: Measurement, layout: Layout) -> tuple[Part, ...]:
+def parts(m: Measurement, layout: RankLayout) -> tuple[Part, ...]:
     """What the ranks of one copy of the model hold of it: a part for each stage.
 
     The copy is still whole along ``fsdp``.
@@ -195,11 +195,11 @@ def parts(m: Measurement, layout: Layout) -> tuple[Part, ...]:
 
 def predict_memory(
     m: Measurement,
-    layout: Layout,
+    layout: RankLayout,
     reduction: Reduction,
     precision: Precision,
     *,
-    num_shards: int,
+    num_microbatches: int,
     shared_memory: bool,
 ) -> Memory:
     """The memory of the rank that needs most.
@@ -209,7 +209,7 @@ def predict_memory(
         layout: of the ranks.
         reduction: how gradients are summed.
         precision: of the arithmetic.
-        num_shards: S.
+        num_microbatches: S.
         shared_memory: the ranks are CPU processes of one host, and read each other's gradients.
     """
     of_stages = [
@@ -219,8 +219,8 @@ def predict_memory(
             layout,
             reduction,
             precision,
-            num_shards=num_shards,
-            in_flight=in_flight(layout, stage, num_shards),
+            num_microbatches=num_microbatches,
+            in_flight=in_flight(layout, stage, num_microbatches),
             shared_memory=shared_memory,
         )
         for stage, part in enumerate(parts(m, layout))
@@ -228,28 +228,24 @@ def predict_memory(
     return max(of_stages, key=lambda memory: memory.total)
 
 
-def in_flight(layout: Layout, stage: int, num_shards: int) -> int:
+def in_flight(layout: RankLayout, stage: int, num_microbatches: int) -> int:
     """Micro-batches that a stage has forwarded and not yet gone back through, at most.
 
     GPipe forwards all of them first; under 1F1B, as many as there are stages from this one on (Narayanan et
     al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2).
     """
-    micro_batches = -(-num_shards // layout.data_ranks)
-    return (
-        min(micro_batches, layout.pp - stage if layout.schedule == "1f1b" else micro_batches)
-        if layout.pp > 1
-        else 1
-    )
+    micro_batches = -(-num_microbatches // layout.data_ranks)
+    return min(micro_batches, layout.pp - stage if layout.schedule == "1f1b" else micro_batches) if layout.pp > 1 else 1
 
 
 def _of_rank(
     m: Measurement,
     part: Part,
-    layout: Layout,
+    layout: RankLayout,
     reduction: Reduction,
     precision: Precision,
     *,
-    num_shards: int,
+    num_microbatches: int,
     in_flight: int,
     shared_memory: bool,
 ) -> Memory:
@@ -260,13 +256,13 @@ def _of_rank(
     # What came in and what went out stay with each micro-batch until its backward.
     others = (in_flight - 1) * saved + in_flight * part.received_bytes
     if layout.fsdp > 1:
-        return _fsdp(m, part, saved + others, peak + others, layout, reduction, num_shards)
+        return _fsdp(m, part, saved + others, peak + others, layout, reduction, num_microbatches)
     if layout.zero_stage:
         return _deepspeed(m, part, peak, layout)
     ranks = layout.data_ranks
-    plan = ReductionPlan(num_shards, ranks, kind=reduction)
+    plan = ReductionPlan(num_microbatches, ranks, kind=reduction)
     # The others' parts of the chunk that this rank sums, a part for each subtree of theirs.
-    subtrees = sum(map(len, plan.nodes)) - min(map(len, plan.nodes)) if reduction == "exact" else 0
+    subtrees = sum(map(len, plan.subtrees)) - min(map(len, plan.subtrees)) if reduction == "exact" else 0
     # Parts of tensors live in a group of their own, whose ranks send each other messages.
     flat = layout.pp == layout.tp == 1
     received = 0 if shared_memory and flat else subtrees * part.gradient_bytes // ranks
@@ -275,7 +271,7 @@ def _of_rank(
     # The optimizer steps when the activations are gone.
     return Memory(
         parameters=part.parameter_bytes + part.buffer_bytes,
-        gradients=max(plan.slots) * slot,
+        gradients=max(plan.grad_buffers) * slot,
         optimizer=optimizer,
         activations=peak + others + m.batch_bytes,
         temporary=part.buffer_bytes + max(received, part.optimizer_temporary - peak - others),
@@ -287,9 +283,9 @@ def _fsdp(
     part: Part,
     saved: int,
     peak: int,
-    layout: Layout,
+    layout: RankLayout,
     reduction: Reduction,
-    num_shards: int,
+    num_microbatches: int,
 ) -> Memory:
     """Everything is cut into parts; what is gathered comes on top.
 
@@ -299,16 +295,16 @@ def _fsdp(
     """
     ranks = layout.fsdp
     piece = -(-part.parameter_bytes // ranks)
-    plan = ReductionPlan(num_shards, 1)
+    plan = ReductionPlan(num_microbatches, 1)
     # Each of several copies sums a part of its chunk.
-    kept = plan.kept_between_rounds(layout.data_ranks) if reduction == "exact" else 0
+    kept = plan.kept_between_micro_steps(layout.data_ranks) if reduction == "exact" else 0
     open_sums = kept * -(-piece // layout.dp)
     around = (0, *part.block_bytes, 0)
     blocks = max((before + 2 * own + after for before, own, after in _triples(around)), default=0)
     # New gradients are among what was measured; here they are counted with their blocks.
     without_gradients = max(saved, peak - part.largest_gradient)
     # In a step's first backward, gradients come as activations go; before any later one they are all there.
-    overlap = piece if num_shards <= layout.data_ranks else 0
+    overlap = piece if num_microbatches <= layout.data_ranks else 0
     activations = max(0, without_gradients - overlap)
     optimizer_temporary = -(-part.optimizer_temporary // ranks)
     gathered = 2 * part.root_bytes + blocks
@@ -321,7 +317,7 @@ def _fsdp(
     )
 
 
-def _deepspeed(m: Measurement, part: Part, peak: int, layout: Layout) -> Memory:
+def _deepspeed(m: Measurement, part: Part, peak: int, layout: RankLayout) -> Memory:
     """What DeepSpeed 0.19 keeps: beside the parameters, this rank's part of them to be stepped, flat.
 
     Gradients pass through a bucket, in which they are added up over the ranks. From stage 2 on only this
@@ -376,21 +372,21 @@ class Timing:
     limited_by: str
 
 
-def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int) -> int:
+def data_bytes(part: Part, layout: RankLayout, reduction: Reduction, num_microbatches: int) -> int:
     """What the rank that sends most sends in a step to ranks with other data.
 
     ``ddp``, as a ring does: all but its own 1/W of the gradients, and again of the sums; with ``exact``, of
     each subtree that the rank sums by itself. ``zero1`` sends parameters in place of the sums. ``fsdp``, for
     every micro-batch: its part of the parameters to all others for forward and again for backward (the root's
     once), and the gradients: with ``exact`` to the ranks of all copies, which each sum a part and send it to
-    the other copies; with ``fast`` once a step within a copy, and copies then add up their parts.
+    the other copies; with ``allreduce`` once a step within a copy, and copies then add up their parts.
     DeepSpeed's stage 1 is as ``zero1``; stages 2 and 3 scatter every micro-batch's gradients.
     """
     ranks = layout.data_ranks
     if ranks == 1:
         return 0
     if layout.fsdp > 1:
-        rounds = -(-num_shards // ranks)
+        rounds = -(-num_microbatches // ranks)
         blocks = part.parameter_bytes - part.root_bytes
         gathered = rounds * (2 * blocks + part.root_bytes) * (layout.fsdp - 1) // layout.fsdp
         over_copies = (part.gradient_bytes // layout.fsdp) * (layout.dp - 1) // layout.dp
@@ -400,20 +396,20 @@ def data_bytes(part: Part, layout: Layout, reduction: Reduction, num_shards: int
     if layout.zero_stage > 1:
         # Gradients are scattered after every micro-batch, and parameters gathered: once a step, or for
         # every forward and backward.
-        rounds = -(-num_shards // ranks)
+        rounds = -(-num_microbatches // ranks)
         gathers = 2 * rounds if layout.zero_stage == 3 else 1
         return (rounds * part.gradient_bytes + gathers * part.parameter_bytes) * (ranks - 1) // ranks
-    plan = ReductionPlan(num_shards, ranks, kind=reduction)
-    nodes = max(len(of_rank) for of_rank in plan.nodes)
+    plan = ReductionPlan(num_microbatches, ranks, kind=reduction)
+    nodes = max(len(of_rank) for of_rank in plan.subtrees)
     return (nodes + 1) * part.gradient_bytes * (ranks - 1) // ranks
 
 
 def predict_timing(
     m: Measurement,
-    layout: Layout,
+    layout: RankLayout,
     reduction: Reduction,
     *,
-    num_shards: int,
+    num_microbatches: int,
     flops_per_s: float,
     bandwidth: float,
 ) -> Timing:
@@ -423,18 +419,18 @@ def predict_timing(
         m: the task's.
         layout: of the ranks.
         reduction: how gradients are summed.
-        num_shards: S.
+        num_microbatches: S.
         flops_per_s: operations a second that a process really makes.
         bandwidth: bytes a second that a process sends.
     """
-    micro_batches = -(-num_shards // layout.data_ranks)
+    micro_batches = -(-num_microbatches // layout.data_ranks)
     stages = parts(m, layout)
     again = _AGAIN if layout.checkpointing else 1.0
     of_one = [again * part.flops / flops_per_s for part in stages]
     # In a ring, all but its own part, twice.
     within = [2 * part.reduced_bytes * (layout.tp - 1) // layout.tp * micro_batches for part in stages]
     between = [(part.received_bytes + part.sent_bytes) * micro_batches for part in stages]
-    over_data = [data_bytes(part, layout, reduction, num_shards) for part in stages]
+    over_data = [data_bytes(part, layout, reduction, num_microbatches) for part in stages]
     busiest = max(range(len(stages)), key=lambda s: within[s] + between[s] + over_data[s])
     compute_s = micro_batches * max(of_one)
     # The first micro-batch passes all other stages before the last one, and goes back through them.

@@ -14,8 +14,8 @@ from paceline.core.task import Task
 from paceline.parallel.planning.measurement import PRECISIONS, Device, Measurement, measure
 from paceline.parallel.planning.model_partition import Precision
 from paceline.parallel.planning.predict import (
-    Layout,
     Memory,
+    RankLayout,
     Reduction,
     Timing,
     layouts,
@@ -29,14 +29,14 @@ SHARDING_PAYS = 100_000_000
 _HEADROOM = 0.92
 """The part of a GPU's memory that tensors get: the rest is the context's, the libraries' and gaps."""
 
-_REDUCTIONS: tuple[Reduction, ...] = ("exact", "fast")
+_REDUCTIONS: tuple[Reduction, ...] = ("exact", "allreduce")
 
 _AS_FAST = 1.1
 """Steps that take up to so many times the shortest count as equally fast: predictions are no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machines:
+class ClusterSpec:
     """What is there to train on.
 
     Attributes:
@@ -68,7 +68,7 @@ class Machines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """One way to train, and what it takes of the rank that needs most.
 
     Attributes:
@@ -79,7 +79,7 @@ class Row:
         in_paceline: False for what is only predicted.
     """
 
-    layout: Layout
+    layout: RankLayout
     reduction: Reduction
     precision: Precision
     memory: Memory
@@ -110,7 +110,7 @@ class Plan:
         task: its name.
         measurement: of the model and a micro-batch.
         machines: what it was planned for.
-        global_batch_size, shards: of the run.
+        global_batch_size, microbatches: of the run.
         rows: the ways to train, one for each family of layouts, reduction and precision; within a family, the
             one that is preferred is in front.
         chosen: the one that is recommended; None where nothing fits.
@@ -120,11 +120,11 @@ class Plan:
 
     task: str
     measurement: Measurement
-    machines: Machines
+    machines: ClusterSpec
     global_batch_size: int
-    shards: int
-    rows: tuple[Row, ...]
-    chosen: Row | None
+    microbatches: int
+    rows: tuple[PlanRow, ...]
+    chosen: PlanRow | None
     command: str | None
     reasons: tuple[str, ...]
 
@@ -135,7 +135,7 @@ class Plan:
             "measurement": self.measurement.as_json(),
             "machines": dataclasses.asdict(self.machines),
             "global_batch_size": self.global_batch_size,
-            "shards": self.shards,
+            "microbatches": self.microbatches,
             "rows": [row.as_json() for row in self.rows],
             "command": self.command,
             "reasons": list(self.reasons),
@@ -145,11 +145,11 @@ class Plan:
 def make_plan(
     task: Task,
     name: str,
-    machines: Machines,
+    machines: ClusterSpec,
     *,
     assignments: Mapping[str, str],
     global_batch_size: int | None = None,
-    shards: int | None = None,
+    microbatches: int | None = None,
 ) -> Plan:
     """Measure the task, predict every strategy, and choose.
 
@@ -158,39 +158,40 @@ def make_plan(
         name: how the command names it.
         machines: where.
         assignments: the task's fields, as the command is to give them.
-        global_batch_size: samples a step; default: the task's, or one a shard where that is fewer.
-        shards: S; default: the task's where it suffices, else one a process.
+        global_batch_size: samples a step; default: the task's, or one a micro-batch where that is fewer.
+        microbatches: S; default: the task's where it suffices, else one a process.
 
     Raises:
         UserError: the numbers do not fit together, or the task cannot be built.
     """
     world = machines.gpus
-    default = task.defaults.shards or world
-    num_shards = shards or (default if default >= world else world)
-    if num_shards < world:
+    default = task.defaults.microbatches or world
+    num_microbatches = microbatches or (default if default >= world else world)
+    if num_microbatches < world:
         raise ConfigError(
-            f"{world} processes cannot share {num_shards} shards: each needs at least one. "
-            f"Use --shards {world}."
+            f"{world} processes cannot share {num_microbatches} micro-batches: each needs at least one. "
+            f"Use --microbatches {world}."
         )
-    least = num_shards * task.min_shard
+    least = num_microbatches * task.min_microbatch_size
     recommended = task.defaults.global_batch_size or task.recommended_batch_size()
     batch = global_batch_size or max(recommended, least)
     if batch < least:
         raise ConfigError(
-            f"--global-batch-size {batch} is too small for {num_shards} shards of at least {task.min_shard}: "
+            f"--global-batch-size {batch} is too small for {num_microbatches} micro-batches of at least "
+            f"{task.min_microbatch_size}: "
             f"use {least} or more."
         )
-    m = measure(task, -(-batch // num_shards), machines.device)
-    rows = tuple(_rows(m, machines, num_shards))
-    chosen = choose([row for row in rows if row.layout.world_size == world])
-    options = _options(task, machines, chosen, num_shards, batch) if chosen is not None else []
+    m = measure(task, -(-batch // num_microbatches), machines.device)
+    rows = tuple(_rows(m, machines, num_microbatches))
+    chosen = choose_plan([row for row in rows if row.layout.world_size == world])
+    options = _options(task, machines, chosen, num_microbatches, batch) if chosen is not None else []
     sets = [word for field, value in assignments.items() for word in ("--set", f"{field}={value}")]
     return Plan(
         task=name,
         measurement=m,
         machines=machines,
         global_batch_size=batch,
-        shards=num_shards,
+        microbatches=num_microbatches,
         rows=rows,
         chosen=chosen,
         command=None if chosen is None else shlex.join(["paceline", "train", name, *sets, *options]),
@@ -198,17 +199,17 @@ def make_plan(
     )
 
 
-def _rows(m: Measurement, machines: Machines, num_shards: int) -> list[Row]:
+def _rows(m: Measurement, machines: ClusterSpec, num_microbatches: int) -> list[PlanRow]:
     """The best layout of each family, for each reduction and precision, with and without checkpointing."""
     world = machines.gpus
-    most_stages = min(m.anatomy.most_stages, num_shards)
-    found = [Layout()] if world > 1 else []
+    most_stages = min(m.anatomy.most_stages, num_microbatches)
+    found = [RankLayout()] if world > 1 else []
     found += layouts(world, most_stages=most_stages, splits=m.degrees)
-    best: dict[tuple[Any, ...], Row] = {}
+    best: dict[tuple[Any, ...], PlanRow] = {}
     for layout in found:
-        if layout.pp * layout.data_ranks > num_shards:
+        if layout.pp * layout.data_ranks > num_microbatches:
             continue  # a stage would have nothing to do
-        for row in _variants(m, machines, layout, num_shards):
+        for row in _variants(m, machines, layout, num_microbatches):
             key = (row.layout.family, row.reduction, row.precision, row.layout.checkpointing)
             if key not in best or _rank(row) < _rank(best[key]):
                 best[key] = row
@@ -216,37 +217,37 @@ def _rows(m: Measurement, machines: Machines, num_shards: int) -> list[Row]:
     return sorted(best.values(), key=lambda row: (families.index(row.layout.family), _preference(row, m)))
 
 
-def _rank(row: Row) -> tuple[bool, float, int]:
+def _rank(row: PlanRow) -> tuple[bool, float, int]:
     """Of two layouts of a family: what fits, then the faster one; of equally fast ones the smaller."""
     return (not row.fits, float(f"{row.timing.step_s:.2g}") if row.fits else 0.0, row.memory.total)
 
 
-def _preference(row: Row, m: Measurement) -> tuple[bool, bool, bool, int]:
+def _preference(row: PlanRow, m: Measurement) -> tuple[bool, bool, bool, int]:
     """Of the ways of a family: what fits, nothing computed twice, sums in a fixed order, a precision."""
     # Many parameters make the arithmetic the step, and half precision is what GPUs are fast at.
     precisions = PRECISIONS if m.parameters < SHARDING_PAYS else tuple(reversed(PRECISIONS))
-    fast = row.reduction == "fast"
+    fast = row.reduction == "allreduce"
     return (not row.fits, row.layout.checkpointing, fast, precisions.index(row.precision))
 
 
-def _variants(m: Measurement, machines: Machines, layout: Layout, num_shards: int) -> Iterator[Row]:
+def _variants(m: Measurement, machines: ClusterSpec, layout: RankLayout, num_microbatches: int) -> Iterator[PlanRow]:
     shared_memory = machines.device == "cpu" and machines.nodes == 1
     for checkpointing, reduction, precision in itertools.product((False, True), _REDUCTIONS, PRECISIONS):
         if layout.zero_stage and (checkpointing or reduction == "exact"):
             continue  # DeepSpeed sums by itself
         one = dataclasses.replace(layout, checkpointing=checkpointing)
         memory = predict_memory(
-            m, one, reduction, precision, num_shards=num_shards, shared_memory=shared_memory
+            m, one, reduction, precision, num_microbatches=num_microbatches, shared_memory=shared_memory
         )
         timing = predict_timing(
             m,
             one,
             reduction,
-            num_shards=num_shards,
+            num_microbatches=num_microbatches,
             flops_per_s=machines.flops_per_s,
             bandwidth=machines.bandwidth,
         )
-        yield Row(
+        yield PlanRow(
             layout=one,
             reduction=reduction,
             precision=precision,
@@ -257,7 +258,7 @@ def _variants(m: Measurement, machines: Machines, layout: Layout, num_shards: in
         )
 
 
-def choose(rows: Sequence[Row]) -> Row | None:
+def choose_plan(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The row to recommend: ddp where it fits; else of the fastest the one with fewest axes, if any fits."""
     # An optional engine is for who asks for it: fsdp shards as much.
     there = [row for row in rows if row.in_paceline and row.fits and not row.layout.zero_stage]
@@ -273,7 +274,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
     return min(near, key=lambda row: (len(row.layout.axes), "tp" in row.layout.axes, row.memory.total))
 
 
-def _options(task: Task, machines: Machines, row: Row, num_shards: int, batch: int) -> list[str]:
+def _options(task: Task, machines: ClusterSpec, row: PlanRow, num_microbatches: int, batch: int) -> list[str]:
     """The options that the command needs beside the defaults."""
     words: list[str] = []
     if machines.nodes > 1:
@@ -285,8 +286,8 @@ def _options(task: Task, machines: Machines, row: Row, num_shards: int, batch: i
         words += ["--reduction", row.reduction]
     if row.precision != "fp32":
         words += ["--precision", row.precision]
-    if num_shards != task.defaults.shards:
-        words += ["--shards", str(num_shards)]
+    if num_microbatches != task.defaults.microbatches:
+        words += ["--microbatches", str(num_microbatches)]
     if batch != (task.defaults.global_batch_size or task.recommended_batch_size()):
         words += ["--global-batch-size", str(batch)]
     if machines.device == "cpu":
@@ -294,7 +295,7 @@ def _options(task: Task, machines: Machines, row: Row, num_shards: int, batch: i
     return words
 
 
-def _reasons(m: Measurement, machines: Machines, rows: tuple[Row, ...], chosen: Row | None) -> list[str]:
+def _reasons(m: Measurement, machines: ClusterSpec, rows: tuple[PlanRow, ...], chosen: PlanRow | None) -> list[str]:
     said = []
     family = None if chosen is None else chosen.layout.family
     if chosen is None:
@@ -302,14 +303,12 @@ def _reasons(m: Measurement, machines: Machines, rows: tuple[Row, ...], chosen: 
         said.append(
             f"Nothing fits: {least.layout.name} {least.reduction} in {least.precision} needs least, "
             f"{least.memory.total / 2**20:,.0f} MiB. Use more GPUs, larger ones, or a smaller micro-batch "
-            "(more --shards)."
+            "(more --microbatches)."
         )
     elif family == "single":
         said.append("One process: there is nothing to share.")
     elif family == "ddp" and not chosen.layout.checkpointing:
-        said.append(
-            "The whole model fits each GPU: ddp sends least and its survivors go on without a lost one."
-        )
+        said.append("The whole model fits each GPU: ddp sends least and its survivors go on without a lost one.")
         if m.parameters < SHARDING_PAYS:
             said.append(
                 f"fsdp is advised against: below {SHARDING_PAYS // 10**6} million parameters (there are "
@@ -318,22 +317,16 @@ def _reasons(m: Measurement, machines: Machines, rows: tuple[Row, ...], chosen: 
     else:
         said.append("The whole model does not fit a GPU beside its gradients and optimizer.")
         said += _why(m, rows, chosen)
-    if chosen is not None and chosen.reduction == "fast":
-        said.append(
-            "exact sums would not fit beside it: fast keeps one gradient buffer, and gives up equal bits."
-        )
+    if chosen is not None and chosen.reduction == "allreduce":
+        said.append("exact sums would not fit beside it: fast keeps one gradient buffer, and gives up equal bits.")
     if chosen is not None and chosen.precision == "bf16":
-        said.append(
-            "bf16 before fp16: the same memory and speed, its range is fp32's, so no scaler is needed."
-        )
+        said.append("bf16 before fp16: the same memory and speed, its range is fp32's, so no scaler is needed.")
     if machines.gpus > 1 and not m.degrees:
         said.append("tp is left out: nobody says how the model's layers are split.")
     if machines.gpus > 1 and m.anatomy.most_stages == 1:
         said.append("pp is left out: the model cannot be cut, or its pieces share parameters.")
     if m.built_for_real is not None:
-        said.append(
-            f"The task cannot run on fake tensors ({m.built_for_real}); it was built and run for real."
-        )
+        said.append(f"The task cannot run on fake tensors ({m.built_for_real}); it was built and run for real.")
     return said
 
 
@@ -347,7 +340,7 @@ _WHAT_IT_DOES = {
 }
 
 
-def _why(m: Measurement, rows: tuple[Row, ...], chosen: Row) -> list[str]:
+def _why(m: Measurement, rows: tuple[PlanRow, ...], chosen: PlanRow) -> list[str]:
     """Why this one, where the whole model does not fit."""
     layout = chosen.layout
     names = list(layout.axes) if len(layout.axes) > 1 else [layout.family]
@@ -363,21 +356,15 @@ def _why(m: Measurement, rows: tuple[Row, ...], chosen: Row) -> list[str]:
     said[0] += (
         "nothing else fits."
         if not slower
-        else "what else fits: "
-        + ", ".join(f"{row.layout.name} {row.timing.step_s:.3g} s" for row in slower[:4])
-        + "."
+        else "what else fits: " + ", ".join(f"{row.layout.name} {row.timing.step_s:.3g} s" for row in slower[:4]) + "."
     )
     if "tp" in layout.axes:
         said.append("Under tp results are equal within a tolerance, not in their bits.")
     if m.parameters < SHARDING_PAYS:
-        said.append(
-            "So small a model is split only for want of memory: a smaller micro-batch may do for ddp."
-        )
+        said.append("So small a model is split only for want of memory: a smaller micro-batch may do for ddp.")
     same = [row for row in rows if row.layout == layout and row.reduction == chosen.reduction]
     if chosen.precision == "fp32" and not all(row.fits for row in same):
         said.append("bf16 does not fit: autocast keeps a copy of every weight from forward to backward.")
     if layout.checkpointing:
-        said.append(
-            "Activations do not fit, so a block's are computed again in backward: a third more to do."
-        )
+        said.append("Activations do not fit, so a block's are computed again in backward: a third more to do.")
     return said

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.core.callback import Callback, Horizon
+from paceline.core.callback import Callback, RunSchedule
 from paceline.core.errors import TaskError
 from paceline.core.task import Loss, Task
 
@@ -36,7 +36,7 @@ class TransformersTask(Task):
     """A ``PreTrainedModel`` that computes its own loss from ``labels``.
 
     Subclass it as a dataclass; :meth:`build_model` and :meth:`build_dataset` are required, samples being
-    mappings. A step is the mean over all labels that count, whichever shard they are in: by tokens for
+    mappings. A step is the mean over all labels that count, whichever micro-batch they are in: by tokens for
     language models, by samples for classification. It does not depend on how tokens are dealt out, as a mean
     of the ranks' means would.
 
@@ -94,7 +94,7 @@ class TransformersTask(Task):
 
         return LambdaLR(optimizer, factor)
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Callback:
+    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> Callback:
         return _Perplexity(_inside(self, model))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
@@ -135,7 +135,7 @@ class _Perplexity(Callback):
     def __init__(self, model: PreTrainedModel) -> None:
         self._speaks = model.get_output_embeddings() is not None  # a classifier has none
 
-    def evaluated(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         if not self._speaks:
             return metrics
         try:

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError
 from paceline.core.files import fsync_directory
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Defaults, Task
 
 # --- Fashion-MNIST (Xiao, Rasul, Vollgraf 2017, https://arxiv.org/abs/1708.07747): find it, fetch it, read
@@ -257,9 +257,7 @@ def _save(url: str, path: Path, timeout_s: float = 30.0) -> None:
             while chunk := response.read(1 << 16):
                 received += len(chunk)
                 if received > _MAX_DOWNLOAD_BYTES:
-                    raise DataError(
-                        f"it is larger than {_MAX_DOWNLOAD_BYTES} bytes, so not the published file."
-                    )
+                    raise DataError(f"it is larger than {_MAX_DOWNLOAD_BYTES} bytes, so not the published file.")
                 out.write(chunk)
                 advance(len(chunk))
         if total is not None and received < total:
@@ -318,7 +316,7 @@ class FashionMNIST(Task):
     momentum: float = 0.9
     weight_decay: float = 0.0
 
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=128, shards=4, epochs=3, best="accuracy:max")
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=128, microbatches=4, epochs=3, best_metric="accuracy:max")
 
     def build_model(self) -> nn.Module:
         """A ConvNet: images (B, 1, 28, 28) -> logits (B, 10); 29,000 parameters."""
@@ -345,9 +343,7 @@ class FashionMNIST(Task):
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> OneCycleLR:
         """Up to ``lr`` in the first 30 % of the steps, then down to almost nothing."""
-        return OneCycleLR(
-            optimizer, max_lr=self.lr, total_steps=total_steps, pct_start=0.3, cycle_momentum=False
-        )
+        return OneCycleLR(optimizer, max_lr=self.lr, total_steps=total_steps, pct_start=0.3, cycle_momentum=False)
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         """Mean cross-entropy."""
@@ -363,9 +359,9 @@ class FashionMNIST(Task):
             "loss": functional.cross_entropy(logits, labels, reduction="none"),
         }
 
-    def build_inference(self, model: nn.Module) -> Inference:
+    def inference_signature(self, model: nn.Module) -> InferenceSignature:
         """Images as the dataset has them, uint8 (B, 1, 28, 28), -> probabilities (B, 10) and labels (B,)."""
-        return Inference(
+        return InferenceSignature(
             module=Classifier(model),
             inputs={"image": TensorSpec(dtype="uint8", shape=(1, 28, 28))},
             outputs={

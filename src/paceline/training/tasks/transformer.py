@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from paceline.core.errors import DataError, TaskError
-from paceline.core.inference import Inference, TensorSpec
+from paceline.core.inference import InferenceSignature, TensorSpec
 from paceline.core.task import Defaults, Task
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Transformer(Task):
     weight_decay: float = 0.1
     held_out: int = 128
 
-    defaults: ClassVar[Defaults] = Defaults(global_batch_size=16, shards=4, best="bits_per_byte:min")
-    min_shard: ClassVar[int] = 1
+    defaults: ClassVar[Defaults] = Defaults(global_batch_size=16, microbatches=4, best_metric="bits_per_byte:min")
+    min_microbatch_size: ClassVar[int] = 1
     static_graph: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -133,9 +133,7 @@ class Transformer(Task):
                 f"Transformer.heads ({self.heads}) must divide width ({self.width}). The nearest: {nearest}."
             )
         if self.vocabulary < BYTES:
-            raise TaskError(
-                f"Transformer.vocabulary must be at least {BYTES}, one a byte, but is {self.vocabulary}."
-            )
+            raise TaskError(f"Transformer.vocabulary must be at least {BYTES}, one a byte, but is {self.vocabulary}.")
 
     def build_model(self) -> nn.Module:
         """Bytes (B, T) -> logits (B, T, vocabulary)."""
@@ -147,9 +145,7 @@ class Transformer(Task):
             return None
         text = load_stdlib_text(split)
         if len(text) <= self.context:
-            raise TaskError(
-                f"Transformer.context ({self.context}) must be below the {len(text)} bytes of {split!r}."
-            )
+            raise TaskError(f"Transformer.context ({self.context}) must be below the {len(text)} bytes of {split!r}.")
         # A view: the windows take no memory of their own.
         windows = text.unfold(0, self.context + 1, self.context)
         if split != "train" and len(windows) > self.held_out:
@@ -212,9 +208,9 @@ class Transformer(Task):
             "accuracy": (logits.argmax(dim=2) == targets).float().mean(dim=1),
         }
 
-    def build_inference(self, model: nn.Module) -> Inference:
+    def inference_signature(self, model: nn.Module) -> InferenceSignature:
         """Bytes, int64 (B, T) with T at most ``context``, -> the next one's probabilities, (B, V)."""
-        return Inference(
+        return InferenceSignature(
             module=NextByte(model),
             inputs={"bytes": TensorSpec(dtype="int64", shape=(None,))},
             outputs={

@@ -137,7 +137,5 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 def _bytes(word: str, text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", word.strip())
     if match is None or match[2] not in _UNITS:
-        raise ConfigError(
-            f"--sizes must be such as 8B:256MiB or 1MiB (B, KiB, MiB, GiB, KB, MB, GB), but is {text!r}."
-        )
+        raise ConfigError(f"--sizes must be such as 8B:256MiB or 1MiB (B, KiB, MiB, GiB, KB, MB, GB), but is {text!r}.")
     return int(match[1]) * _UNITS[match[2]]

@@ -81,9 +81,7 @@ class GroupEngine(Engine):
         self.title = title
 
     @classmethod
-    def gloo(
-        cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None
-    ) -> GroupEngine:
+    def gloo(cls, store: Store, rank: int, ranks: int, *, one_machine: bool, interface: str | None) -> GroupEngine:
         """A gloo group, on loopback where all ranks are on one machine."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT

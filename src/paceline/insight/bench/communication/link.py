@@ -12,7 +12,7 @@ _NETWORK = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """The limit that a bus bandwidth is compared with.
 
     Attributes:
@@ -28,7 +28,7 @@ class Link:
         return None if self.gbytes_per_s is None else busbw_gbps / self.gbytes_per_s
 
 
-def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | None) -> Link:
+def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | None) -> LinkSpeed:
     """What the user says, else what the kernel says of the network interface between machines.
 
     Args:
@@ -42,14 +42,14 @@ def find_link(link_gbps: float | None, *, one_machine: bool, interface: str | No
     if link_gbps is not None:
         if link_gbps <= 0:
             raise ConfigError(f"--link-gbps must be above 0, but is {link_gbps:g}.")
-        return Link(link_gbps / 8, f"--link-gbps {link_gbps:g}")
+        return LinkSpeed(link_gbps / 8, f"--link-gbps {link_gbps:g}")
     if one_machine:
-        return Link(None, "all ranks are on one machine; say what its memory or NVLink can do: --link-gbps")
+        return LinkSpeed(None, "all ranks are on one machine; say what its memory or NVLink can do: --link-gbps")
     name = interface or os.environ.get("GLOO_SOCKET_IFNAME") or default_interface()
     speed = interface_speed_gbps(name) if name is not None else None
     if speed is None:
-        return Link(None, f"the kernel does not say how fast {name or 'the network'} is; give --link-gbps")
-    return Link(speed / 8, f"{name} at {speed:g} Gbit/s")
+        return LinkSpeed(None, f"the kernel does not say how fast {name or 'the network'} is; give --link-gbps")
+    return LinkSpeed(speed / 8, f"{name} at {speed:g} Gbit/s")
 
 
 def default_interface(routes: Path = Path("/proc/net/route")) -> str | None:

@@ -22,7 +22,7 @@ _ROUND_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Measured:
+class CollectiveTiming:
     """One operation at one size.
 
     Attributes:
@@ -46,7 +46,7 @@ class Measured:
 
 def measure(
     engine: Engine, ops: Sequence[Op], sizes: Sequence[int], *, iterations: int, warmup: int
-) -> Iterator[Measured]:
+) -> Iterator[CollectiveTiming]:
     """Measure all operations at all sizes; every driver calls it alike and gets the same.
 
     Args:
@@ -66,11 +66,11 @@ def measure(
 
 def _measure_one(
     engine: Engine, collective: Collective, elements: int, iterations: int, warmup: int
-) -> Measured:
+) -> CollectiveTiming:
     size = elements * ELEMENT_BYTES
     in_a_row = max(1, min(iterations, _ROUND_BYTES // (2 * size)))
     rounds = -(-iterations // in_a_row)
-    slots = [_Slot(engine, collective, elements) for _ in range(in_a_row)]
+    slots = [_BufferSlot(engine, collective, elements) for _ in range(in_a_row)]
     for repetition in range(warmup):
         slots[0].fill(repetition)
         slots[0].run()
@@ -92,7 +92,7 @@ def _measure_one(
     total_s, total_wrong = engine.sums([seconds / calls, float(wrong)])
     mean_s = total_s / drivers
     algbw = size / mean_s / 1e9
-    return Measured(
+    return CollectiveTiming(
         op=collective.op,
         size=size,
         time_us=mean_s * 1e6,
@@ -103,7 +103,7 @@ def _measure_one(
     )
 
 
-class _Slot:
+class _BufferSlot:
     """The buffers of one repetition, for the ranks of one driver."""
 
     def __init__(self, engine: Engine, collective: Collective, elements: int) -> None:
@@ -133,11 +133,7 @@ class _Slot:
     def wrong(self) -> int:
         """How many elements are not what they must be."""
         return sum(
-            int(
-                (
-                    target != self._collective.expected(self._base(target.device), rank, self._engine.ranks)
-                ).sum()
-            )
+            int((target != self._collective.expected(self._base(target.device), rank, self._engine.ranks)).sum())
             for rank, target in zip(self._engine.local, self._targets, strict=True)
         )
 

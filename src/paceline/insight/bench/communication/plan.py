@@ -43,9 +43,7 @@ class CommunicationPlan:
         if self.warmup < 0:
             raise ConfigError(f"--warmup must be 0 or more, but is {self.warmup}.")
         if self.mode != "process-per-device" and self.backend == "mpi":
-            raise ConfigError(
-                f"--mode {self.mode} does not work with --backend mpi: an MPI rank is a process."
-            )
+            raise ConfigError(f"--mode {self.mode} does not work with --backend mpi: an MPI rank is a process.")
         if self.mode == "one-process" and self.backend != "nccl":
             raise ConfigError(
                 f"--mode one-process drives several GPUs by NCCL, which --backend {self.backend} "

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from paceline.insight.bench.chart import line_chart
 from paceline.insight.bench.communication.collectives import Op
-from paceline.insight.bench.communication.link import Link
-from paceline.insight.bench.communication.measure import Measured
+from paceline.insight.bench.communication.link import LinkSpeed
+from paceline.insight.bench.communication.measure import CollectiveTiming
 from paceline.insight.bench.machine import describe_machine
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -38,8 +38,8 @@ class CommunicationReport:
     mode: str
     ranks: int
     machines: int
-    link: Link
-    results: Sequence[Measured] = field(default_factory=list)
+    link: LinkSpeed
+    results: Sequence[CollectiveTiming] = field(default_factory=list)
 
     @property
     def wrong(self) -> int:
@@ -94,13 +94,10 @@ class CommunicationReport:
         """What the numbers mean, and whether the results were right."""
         checked = sum(result.checked for result in self.results)
         verdict = (
-            f"{self.wrong} of {checked:,} elements are WRONG."
-            if self.wrong
-            else f"All {checked:,} elements are right."
+            f"{self.wrong} of {checked:,} elements are WRONG." if self.wrong else f"All {checked:,} elements are right."
         )
         return [
-            "algbw is size over time, busbw that times the operation's factor as in nccl-tests; GB is 10^9 "
-            "bytes.",
+            "algbw is size over time, busbw that times the operation's factor as in nccl-tests; GB is 10^9 bytes.",
             f"Link: {self.link.title}.",
             verdict,
         ]
@@ -118,8 +115,8 @@ class CommunicationReport:
             x_text=lambda size: size_text(round(size)),
         )
 
-    def _by_op(self) -> dict[Op, list[Measured]]:
-        found: dict[Op, list[Measured]] = {}
+    def _by_op(self) -> dict[Op, list[CollectiveTiming]]:
+        found: dict[Op, list[CollectiveTiming]] = {}
         for result in self.results:
             found.setdefault(result.op, []).append(result)
         return found
@@ -132,7 +129,7 @@ class CommunicationReport:
         link = [] if self.link.gbytes_per_s is None else ["of link"]
         return ["size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", *link, "wrong"]
 
-    def _cells(self, result: Measured) -> list[str]:
+    def _cells(self, result: CollectiveTiming) -> list[str]:
         share = self.link.share(result.busbw_gbps)
         return [
             size_text(result.size),

@@ -16,16 +16,16 @@ from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.signals import join_all
 from paceline.insight.bench.communication.engines import Engine, GroupEngine, MpiEngine, OneThreadEngine
-from paceline.insight.bench.communication.measure import Measured, measure
+from paceline.insight.bench.communication.measure import CollectiveTiming, measure
 from paceline.insight.bench.communication.plan import CommunicationPlan
-from paceline.parallel.rendezvous import met
+from paceline.parallel.rendezvous import rendezvous
 
 _MEETING_TIMEOUT_S = 120.0
 _STORE_TIMEOUT = timedelta(seconds=120)
 
 
 def run_plan(
-    plan: CommunicationPlan, place: Environment, report: Callable[[Measured], None]
+    plan: CommunicationPlan, place: Environment, report: Callable[[CollectiveTiming], None]
 ) -> tuple[str, int]:
     """Measure, as one of the job's processes; return who carried the data, and the number of ranks.
 
@@ -48,7 +48,7 @@ def run_plan(
         return _drive(_group(plan, store, place.rank, place, place.local_rank), plan, report)
 
 
-def _drive(engine: Engine, plan: CommunicationPlan, report: Callable[[Measured], None]) -> tuple[str, int]:
+def _drive(engine: Engine, plan: CommunicationPlan, report: Callable[[CollectiveTiming], None]) -> tuple[str, int]:
     try:
         for measured in measure(engine, plan.ops, plan.sizes, iterations=plan.iterations, warmup=plan.warmup):
             if 0 in engine.local:
@@ -59,7 +59,7 @@ def _drive(engine: Engine, plan: CommunicationPlan, report: Callable[[Measured],
 
 
 def _drive_threads(
-    plan: CommunicationPlan, place: Environment, store: Store, report: Callable[[Measured], None]
+    plan: CommunicationPlan, place: Environment, store: Store, report: Callable[[CollectiveTiming], None]
 ) -> tuple[str, int]:
     """A thread for each of this process's ranks; Ctrl-C ends the process."""
     titles: list[tuple[str, int]] = []
@@ -92,9 +92,7 @@ def _drive_threads(
 def _group(plan: CommunicationPlan, store: Store, rank: int, place: Environment, device: int) -> GroupEngine:
     if plan.backend == "nccl":
         return GroupEngine.nccl(store, rank, place.world_size, torch.device("cuda", device))
-    return GroupEngine.gloo(
-        store, rank, place.world_size, one_machine=place.nodes == 1, interface=plan.interface
-    )
+    return GroupEngine.gloo(store, rank, place.world_size, one_machine=place.nodes == 1, interface=plan.interface)
 
 
 @contextmanager
@@ -105,7 +103,7 @@ def _store(place: Environment, interface: str | None) -> Iterator[Store]:
         store.set_timeout(_STORE_TIMEOUT)
         yield store
         return
-    with met(place, {}, generation=0, interface=interface, timeout_s=_MEETING_TIMEOUT_S) as meeting:
+    with rendezvous(place, {}, generation=0, interface=interface, timeout_s=_MEETING_TIMEOUT_S) as meeting:
         yield PrefixStore("comm", meeting.store)
 
 

@@ -51,7 +51,7 @@ PEERS = {
             package="lightning",
         ),
         Peer(name="paceline-exact", title="Paceline, exact (default)", reduction="exact"),
-        Peer(name="paceline-fast", title="Paceline, fast", reduction="fast"),
-        Peer(name="paceline-torch", title="Paceline, torch", reduction="torch"),
+        Peer(name="paceline-fast", title="Paceline, fast", reduction="allreduce"),
+        Peer(name="paceline-torch", title="Paceline, torch", reduction="ddp"),
     )
 }

@@ -89,9 +89,7 @@ class GivenBatches(BatchSampler):
     """A batch sampler that yields the rows of ``indices`` (batches, batch_size) in order."""
 
     def __init__(self, indices: torch.Tensor) -> None:
-        super().__init__(
-            SequentialSampler(range(indices.numel())), batch_size=indices.shape[1], drop_last=False
-        )
+        super().__init__(SequentialSampler(range(indices.numel())), batch_size=indices.shape[1], drop_last=False)
         self.indices = indices
 
     def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]  # a tensor serves as a list here

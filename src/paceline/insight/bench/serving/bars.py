@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.insight.bench.bars import Verdict
+from paceline.insight.bench.bars import TargetResult
 from paceline.insight.bench.comparison import Spread
 from paceline.insight.bench.rounds import Sample
 
@@ -12,12 +12,12 @@ Samples = Mapping[str, Sequence[Sample]]
 """Contender -> what each round measured."""
 
 
-def verdicts(suite: str, samples: Samples) -> list[Verdict]:
+def verdicts(suite: str, samples: Samples) -> list[TargetResult]:
     """Each bar of a suite."""
     return _OF[suite](samples)
 
 
-def _json(samples: Samples) -> list[Verdict]:
+def _json(samples: Samples) -> list[TargetResult]:
     found = []
     for name, title, bar in (("fastapi", "FastAPI", 1.8), ("litserve", "LitServe", 3.0)):
         rates, tails = (
@@ -25,45 +25,45 @@ def _json(samples: Samples) -> list[Verdict]:
             for key in ("requests_per_s", "p99_ms")
         )
         found += [
-            Verdict("json", f"requests/s against {title}", Spread.of(rates), bar),
-            Verdict("json", f"p99 against {title}", Spread.of(tails), 1.0, at_most=True),
+            TargetResult("json", f"requests/s against {title}", Spread.of(rates), bar),
+            TargetResult("json", f"p99 against {title}", Spread.of(tails), 1.0, at_most=True),
         ]
     return found
 
 
-def _binary(samples: Samples) -> list[Verdict]:
+def _binary(samples: Samples) -> list[TargetResult]:
     pairs = zip(samples["paceline-binary"], samples["in-process"], strict=True)
     ratio = Spread.of([ours["rows_per_s"] / alone["rows_per_s"] for ours, alone in pairs])
-    return [Verdict("binary", "rows/s against the model alone", ratio, 0.9)]
+    return [TargetResult("binary", "rows/s against the model alone", ratio, 0.9)]
 
 
-def _predict(samples: Samples) -> list[Verdict]:
+def _predict(samples: Samples) -> list[TargetResult]:
     pairs = zip(samples["predict-2"], samples["predict-1"], strict=True)
     ratio = Spread.of([two["rows_per_s"] / one["rows_per_s"] for two, one in pairs])
-    return [Verdict("predict", "2 processes against 1", ratio, 1.7)]
+    return [TargetResult("predict", "2 processes against 1", ratio, 1.7)]
 
 
-def _overload(samples: Samples) -> list[Verdict]:
+def _overload(samples: Samples) -> list[TargetResult]:
     rounds = samples["paceline-overload"]
     share = Spread.of([sample["accepted_p99_ms"] / sample["accepted_bound_ms"] for sample in rounds])
     return [
         _most("overload", "p99 of a 429", rounds, "refused_p99_ms", 20, " ms"),
-        Verdict("overload", "p99 of a 200, of its bound", share, 1.0, at_most=True),
+        TargetResult("overload", "p99 of a 200, of its bound", share, 1.0, at_most=True),
         _most("overload", "memory grown", rounds, "growth_mib", 8, " MiB"),
         _most("overload", "neither 200 nor 429", rounds, "broken", 0, ""),
         _most("overload", "not sent by the client", rounds, "not_sent_percent", 1, " %"),
     ]
 
 
-def _swap(samples: Samples) -> list[Verdict]:
+def _swap(samples: Samples) -> list[TargetResult]:
     return [_most("swap", "failed requests", samples["paceline-swap"], "failed", 0, "")]
 
 
-def _drain(samples: Samples) -> list[Verdict]:
+def _drain(samples: Samples) -> list[TargetResult]:
     return [_most("drain", "failed requests", samples["paceline-drain"], "failed", 0, "")]
 
 
-def _kill(samples: Samples) -> list[Verdict]:
+def _kill(samples: Samples) -> list[TargetResult]:
     found = []
     for name, title in (("paceline-kill-1", "of 1"), ("paceline-kill-2", "of 2")):
         found += [
@@ -74,11 +74,11 @@ def _kill(samples: Samples) -> list[Verdict]:
     return found
 
 
-def _most(suite: str, title: str, rounds: Sequence[Sample], key: str, bar: float, unit: str) -> Verdict:
-    return Verdict(suite, title, Spread.of([sample[key] for sample in rounds]), bar, at_most=True, unit=unit)
+def _most(suite: str, title: str, rounds: Sequence[Sample], key: str, bar: float, unit: str) -> TargetResult:
+    return TargetResult(suite, title, Spread.of([sample[key] for sample in rounds]), bar, at_most=True, unit=unit)
 
 
-_OF: Mapping[str, Callable[[Samples], list[Verdict]]] = {
+_OF: Mapping[str, Callable[[Samples], list[TargetResult]]] = {
     "json": _json,
     "binary": _binary,
     "predict": _predict,

@@ -71,7 +71,7 @@ async def drains(request: Request, connections: int, directory: Path, count: int
     """Of two servers, end and start one after the other; clients go where it is ready."""
     write_package(directory / "package")
     ports = [free_port(), free_port()]
-    words = ("--drain-notice", "1s")
+    words = ("--drain-delay", "1s")
     running = [start_paceline(directory / "package", port, words) for port in ports]
     loop = asyncio.get_running_loop()
     took_s = []
@@ -101,9 +101,7 @@ async def drains(request: Request, connections: int, directory: Path, count: int
     return {**_report(load), "faults": count, "slowest_s": max(took_s), "refused": load.refused}
 
 
-async def kills(
-    request: Request, connections: int, directory: Path, replicas: int, count: int = KILLS
-) -> Report:
+async def kills(request: Request, connections: int, directory: Path, replicas: int, count: int = KILLS) -> Report:
     """Kill a replica so often; each time wait until there are as many as before."""
     write_package(directory / "package")
     port = free_port()
@@ -141,9 +139,7 @@ async def kills(
 
 def _replicas(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     [forks] = [
-        child
-        for child in psutil.Process(process.pid).children()
-        if "paceline.serving.fork_server" in child.cmdline()
+        child for child in psutil.Process(process.pid).children() if "paceline.serving.fork_server" in child.cmdline()
     ]
     return forks.children()
 

@@ -15,7 +15,7 @@ from typing import cast
 
 import httptools
 
-Answered = Callable[["Connection", int, float], None]
+Answered = Callable[["LoadConnection", int, float], None]
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Times:
         return 1000 * statistics.quantiles(times, n=100, method="inclusive")[percent - 1]
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One connection, with at most one request on it.
 
     Attributes:
         closed: it takes no other request; its server has asked for that, or we have.
     """
 
-    def __init__(self, request: bytes, on_answer: Answered, on_broken: Callable[[Connection], None]) -> None:
+    def __init__(self, request: bytes, on_answer: Answered, on_broken: Callable[[LoadConnection], None]) -> None:
         self._request = request
         self._on_answer = on_answer
         self._on_broken = on_broken
@@ -105,13 +105,13 @@ async def closed_loop(port: int, request: bytes, connections: int, warmup_s: flo
     counting = False
     running = True
 
-    def on_answer(connection: Connection, status: int, took_s: float) -> None:
+    def on_answer(connection: LoadConnection, status: int, took_s: float) -> None:
         if counting:
             times.by_status[status].append(took_s)
         if running:
             connection.ask()
 
-    def on_broken(connection: Connection) -> None:
+    def on_broken(connection: LoadConnection) -> None:
         times.broken += 1
 
     clients = await _connect(port, request, connections, on_answer, on_broken)
@@ -141,11 +141,11 @@ async def open_loop(
     """
     times = Times()
 
-    def on_answer(connection: Connection, status: int, took_s: float) -> None:
+    def on_answer(connection: LoadConnection, status: int, took_s: float) -> None:
         times.by_status[status].append(took_s)
         free.append(connection)
 
-    def on_broken(connection: Connection) -> None:
+    def on_broken(connection: LoadConnection) -> None:
         times.broken += 1
 
     free = deque(await _connect(port, request, connections, on_answer, on_broken))
@@ -173,13 +173,13 @@ async def _connect(
     request: bytes,
     connections: int,
     on_answer: Answered,
-    on_broken: Callable[[Connection], None],
-) -> list[Connection]:
+    on_broken: Callable[[LoadConnection], None],
+) -> list[LoadConnection]:
     loop = asyncio.get_running_loop()
     clients = []
     for _ in range(connections):
         _, client = await loop.create_connection(
-            lambda: Connection(request, on_answer, on_broken), "127.0.0.1", port
+            lambda: LoadConnection(request, on_answer, on_broken), "127.0.0.1", port
         )
         clients.append(client)
     return clients

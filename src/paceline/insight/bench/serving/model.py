@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.runs.checkpoint_manifest import FileRecord
-from paceline.runs.package_manifest import MANIFEST, Manifest, Provenance
+from paceline.runs.package_manifest import MANIFEST, PackageManifest, Provenance
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,10 +35,10 @@ def write_package(directory: Path, seed: int = 0) -> None:
     from paceline.training.tasks.fashion_mnist import FashionMNIST
 
     _, model = build_classifier(seed)
-    inference = FashionMNIST().build_inference(model)
+    inference = FashionMNIST().inference_signature(model)
     weights = save({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
     sha256 = hashlib.sha256(weights).hexdigest()
-    manifest = Manifest(
+    manifest = PackageManifest(
         name=RECIPE,
         created="2026-01-01T00:00:00+00:00",
         inputs=inference.inputs,

@@ -50,7 +50,7 @@ def server(name: str, directory: Path) -> Iterator[tuple[int, int]]:
 
 def start_paceline(package: Path, port: int, words: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Start a ``paceline serve``; it is not ready yet."""
-    words = words or ("--drain-notice", "1ms")
+    words = words or ("--drain-delay", "1ms")
     return _popen(["paceline", "serve", str(package), "--task", RECIPE, "--port", str(port), *words])
 
 

@@ -93,9 +93,7 @@ def _predict(directory: Path, processes: int, rows: int) -> dict[str, float]:
     argv = [sys.executable, "-m", "paceline", "predict", str(directory / "package"), "--task", RECIPE]
     argv += [str(directory / "rows.npy"), "--output", str(output), "--nproc", str(processes)]
     began = time.perf_counter()
-    done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     seconds = time.perf_counter() - began
     if done.returncode:
         raise LaunchError(f"bench: paceline predict ended with code {done.returncode}; see above.")

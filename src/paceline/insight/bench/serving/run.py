@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.insight.bench.bars import Verdict
-from paceline.insight.bench.comparison import Comparison, Quantity, compare
+from paceline.insight.bench.bars import TargetResult
+from paceline.insight.bench.comparison import BenchComparison, Quantity, compare
 from paceline.insight.bench.machine import describe_machine
-from paceline.insight.bench.rounds import Command, Contender, Sample, alternate
+from paceline.insight.bench.rounds import BenchCommand, Sample, Variant, interleave
 from paceline.insight.bench.serving.bars import verdicts
 from paceline.insight.bench.workload import REPORT
 
@@ -122,8 +122,8 @@ class ServingResult:
     """
 
     settings: dict[str, Any]
-    comparisons: Sequence[Comparison]
-    verdicts: Sequence[Verdict]
+    comparisons: Sequence[BenchComparison]
+    verdicts: Sequence[TargetResult]
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the machine."""
@@ -149,9 +149,7 @@ class ServingResult:
         ]
 
 
-def bench_serve(
-    *, only: Sequence[str], rounds: int, seconds: float, progress: Callable[[str], None]
-) -> ServingResult:
+def bench_serve(*, only: Sequence[str], rounds: int, seconds: float, progress: Callable[[str], None]) -> ServingResult:
     """Measure the suites, in each the contenders by turns.
 
     Raises:
@@ -161,16 +159,16 @@ def bench_serve(
     if rounds < 1 or seconds <= 0:
         raise ConfigError("--rounds must be at least 1, and --seconds more than 0.")
     comparisons = []
-    found: list[Verdict] = []
+    found: list[TargetResult] = []
     for name in only or SUITES:
         suite = _SUITES[name]
         contenders = [_contender(key, title, seconds) for key, title in suite.contenders]
         first = suite.quantities[0]
 
-        def on_sample(number: int, contender: Contender, sample: Sample, q: Quantity = first) -> None:
+        def on_sample(number: int, contender: Variant, sample: Sample, q: Quantity = first) -> None:
             progress(f"round {number}/{rounds}  {contender.title}  {q.text(sample[q.key])} {q.title}")
 
-        samples = alternate(contenders, rounds, on_sample)
+        samples = interleave(contenders, rounds, on_sample)
         if suite.compared:
             comparisons.append(compare(suite.title, suite.quantities, contenders, samples))
         else:
@@ -179,8 +177,8 @@ def bench_serve(
     return ServingResult({"rounds": rounds, "seconds": seconds}, comparisons, found)
 
 
-def _contender(name: str, title: str, seconds: float) -> Contender:
-    def commands(directory: Path) -> list[Command]:
+def _contender(name: str, title: str, seconds: float) -> Variant:
+    def commands(directory: Path) -> list[BenchCommand]:
         argv = [
             sys.executable,
             "-m",
@@ -189,9 +187,9 @@ def _contender(name: str, title: str, seconds: float) -> Contender:
             str(directory),
             str(seconds),
         ]
-        return [Command(argv)]
+        return [BenchCommand(argv)]
 
-    return Contender(name=name, title=title, commands=commands, read=_read)
+    return Variant(name=name, title=title, commands=commands, read=_read)
 
 
 def _read(directory: Path) -> Sample:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from paceline.insight.bench.serving.load import Connection, Times
+from paceline.insight.bench.serving.load import LoadConnection, Times
 
 _RETRY_S = 0.01
 
@@ -32,7 +32,7 @@ class SteadyLoad:
         self._requests = {port: request(port) for port in ports}
         self._count = connections
         self._turn = 0
-        self._open: set[Connection] = set()
+        self._open: set[LoadConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._running = True
 
@@ -80,13 +80,13 @@ class SteadyLoad:
                     return
             await asyncio.sleep(_RETRY_S)
 
-    async def _connect_to(self, port: int) -> Connection:
+    async def _connect_to(self, port: int) -> LoadConnection:
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(self._requests[port], self._on_answer, self._on_broken), "127.0.0.1", port
+            lambda: LoadConnection(self._requests[port], self._on_answer, self._on_broken), "127.0.0.1", port
         )
         return connection
 
-    def _on_answer(self, connection: Connection, status: int, took_s: float) -> None:
+    def _on_answer(self, connection: LoadConnection, status: int, took_s: float) -> None:
         self.times.by_status[status].append(took_s)
         if status == 200:
             self.answered_at.append(asyncio.get_running_loop().time())
@@ -98,7 +98,7 @@ class SteadyLoad:
         if self._running:
             self._connect()
 
-    def _on_broken(self, connection: Connection) -> None:
+    def _on_broken(self, connection: LoadConnection) -> None:
         self.times.broken += 1
         self._open.discard(connection)
         if self._running:

@@ -29,20 +29,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from paceline.core.callback import BatchPlace, Callback, Group, Horizon
+from paceline.core.callback import BatchInfo, Callback, RankInfo, RunSchedule
 from paceline.core.errors import TaskError
-from paceline.runs.rank_log import hushed
-from paceline.training.adapters.lightning.metrics import Entry, MetricTaps, StepLog, checked, named
+from paceline.runs.rank_log import silence_logger_and_warnings
+from paceline.training.adapters.lightning.metrics import LoggedValue, MetricRecorder, StepLog, checked, named
 
 # --- What of Lightning cannot be kept where a step is shared by any number of ranks, and what to use
 #     instead
 
 
 _HOOKS = {
-    "optimizer_step": "Paceline steps the optimizers once the gradients of all shards are summed up",
+    "optimizer_step": "Paceline steps the optimizers once the gradients of all micro-batches are summed up",
     "optimizer_zero_grad": "Paceline keeps the gradients in buffers of its own",
     "backward": "Paceline computes and sums up the gradients. Change the loss in training_step",
-    "on_before_backward": "a step has one backward for each shard. Change the loss in training_step",
+    "on_before_backward": "a step has one backward for each micro-batch. Change the loss in training_step",
     "lr_scheduler_step": "schedulers are stepped as their interval says. Use one of torch's interface",
     "configure_gradient_clipping": "use --clip-norm",
     "transfer_batch_to_device": "Paceline moves the batches. Use on_after_batch_transfer to change them",
@@ -56,7 +56,7 @@ _HOOKS = {
 _CALLBACKS = (
     (
         callbacks.Checkpoint,
-        "Paceline keeps checkpoints: --checkpoint-every, --keep, and --best METRIC:min",
+        "Paceline keeps checkpoints: --checkpoint-every, --keep-checkpoints, and --best-metric METRIC:min",
     ),
     (callbacks.StochasticWeightAveraging, "use --ema DECAY"),
     (callbacks.WeightAveraging, "use --ema DECAY"),
@@ -82,7 +82,7 @@ def refuse_hooks(module: LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise TaskError(
-            f"{name}.automatic_optimization is False. A step's gradients are summed over all shards before "
+            f"{name}.automatic_optimization is False. A step's gradients are summed over all micro-batches before "
             "anything is made of them, so training_step cannot step optimizers. Let it return the loss; "
             "where it cannot, run the script as it is: paceline launch --on torchrun -- script.py"
         )
@@ -108,7 +108,7 @@ def refuse_callbacks(given: list[Any]) -> None:
 # --- What ``configure_optimizers`` returns: one optimizer, and schedulers with their interval and frequency
 
 
-def configured_optimizer(module: pl.LightningModule) -> tuple[Optimizer, list[Any]]:
+def configure_optimizer(module: pl.LightningModule) -> tuple[Optimizer, list[Any]]:
     """The module's optimizer, and the ``LRSchedulerConfig`` of each of its schedulers.
 
     Raises:
@@ -160,7 +160,7 @@ class Schedulers:
             if config.interval == "step" and (self.batch_idx + 1) % config.frequency == 0:
                 config.scheduler.step()
 
-    def epoch_ends(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
         """An epoch is over.
 
         Raises:
@@ -193,7 +193,7 @@ class Schedulers:
 # --- The ``Trainer`` that a module and its callbacks see: it says where the run stands, and trains nothing
 
 
-class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is not installed
+class TrainerProxy(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is not installed
     """A real ``Trainer``, so that callbacks find what they look for; its numbers are those of the run.
 
     Args:
@@ -203,7 +203,7 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
     """
 
     def __init__(self, module: pl.LightningModule, datamodule: Any, given: list[pl.Callback]) -> None:
-        with hushed("lightning.pytorch.utilities.rank_zero"):
+        with silence_logger_and_warnings("lightning.pytorch.utilities.rank_zero"):
             super().__init__(
                 accelerator="cpu",
                 devices=1,
@@ -222,14 +222,14 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
         self.state.fn, self.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         self.state.stage = RunningStage.TRAINING
         self.steps_done = self.epochs_done = 0
-        self.horizon = Horizon(total_steps=None, steps_per_epoch=None)
-        self._group: Group | None = None
+        self.run_schedule = RunSchedule(total_steps=None, steps_per_epoch=None)
+        self._group: RankInfo | None = None
         self._metrics: dict[str, torch.Tensor] = {}
         self._logged: dict[str, torch.Tensor] = {}
 
-    def plan(self, horizon: Horizon) -> None:
+    def plan(self, horizon: RunSchedule) -> None:
         """The run goes on so long, and is evaluated so often."""
-        self.horizon = horizon
+        self.run_schedule = horizon
         steps, epochs = horizon.eval_every.steps, horizon.eval_every.epochs
         if steps is not None:
             self.val_check_interval, self.check_val_every_n_epoch = steps, None
@@ -241,7 +241,7 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
         """Whether each epoch has one evaluation, at its end."""
         return bool(self.val_check_interval == 1.0 and self.check_val_every_n_epoch == 1)
 
-    def take_place(self, group: Group) -> None:
+    def take_place(self, group: RankInfo) -> None:
         """Be a rank of a group; loggers write on rank 0 only."""
         self._group = group
         self.strategy._root_device = group.device
@@ -315,23 +315,23 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
     @property
     def num_training_batches(self) -> int | float:
         """Steps an epoch."""
-        return self.horizon.steps_per_epoch or float("inf")
+        return self.run_schedule.steps_per_epoch or float("inf")
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Steps of the whole run."""
-        return self.horizon.total_steps or float("inf")
+        return self.run_schedule.total_steps or float("inf")
 
     @property
     def max_epochs(self) -> int | None:
         """Epochs of the whole run, the last of which may be cut short."""
-        steps, each = self.horizon.total_steps, self.horizon.steps_per_epoch
+        steps, each = self.run_schedule.total_steps, self.run_schedule.steps_per_epoch
         return -(-steps // each) if steps and each else -1
 
     @property
     def max_steps(self) -> int:
         """Steps of the whole run."""
-        return self.horizon.total_steps or -1
+        return self.run_schedule.total_steps or -1
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
@@ -363,12 +363,12 @@ class RunTrainer(pl.Trainer):  # type: ignore[misc]  # Any where Lightning is no
 #     run
 
 
-_NOWHERE = BatchPlace(split="train", step=0, number=0, samples=0)
+_NOWHERE = BatchInfo(split="train", step=0, number=0, samples=0)
 _STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 _PREFIXES = {"val": "on_validation", "test": "on_test"}
 
 
-class Session(Callback):
+class LightningBridge(Callback):
     """One state's module, from its building on.
 
     Args:
@@ -401,15 +401,15 @@ class Session(Callback):
         # As in Lightning: one of the module takes the place of one of its kind.
         given = [callback for callback in given if type(callback) not in {type(each) for each in own}]
         refuse_callbacks([*given, *own])
-        self.trainer = RunTrainer(module, datamodule, [*given, *own])
+        self.trainer = TrainerProxy(module, datamodule, [*given, *own])
         if datamodule is not None:
             datamodule.trainer = self.trainer
         self.place = _NOWHERE
         self.schedulers = Schedulers([])
         self._log = StepLog()
-        self._group: Group | None = None
+        self._group: RankInfo | None = None
         self._where: str | None = None
-        self._logged: dict[str, Entry] = {}
+        self._logged: dict[str, LoggedValue] = {}
         self._aliases: dict[str, str] = {}
         self._step_values: dict[str, float] = {}
         self._to_loggers: dict[str, float] = {}
@@ -425,22 +425,22 @@ class Session(Callback):
         ]
         self._hook("setup", "fit")
         module.configure_model()
-        self.taps = MetricTaps(module)
+        self.taps = MetricRecorder(module)
 
-    def __deepcopy__(self, memo: Any) -> Session:
+    def __deepcopy__(self, memo: Any) -> LightningBridge:
         return self  # a module's copy logs here too
 
     # --- the parts
 
     def optimizer(self) -> torch.optim.Optimizer:
         """What ``configure_optimizers`` returns, its schedulers apart."""
-        optimizer, configs = configured_optimizer(self.module)
+        optimizer, configs = configure_optimizer(self.module)
         self.schedulers = Schedulers(configs)
         strategy = self.trainer.strategy
         strategy.optimizers, strategy.lr_scheduler_configs = [optimizer], configs
         return optimizer
 
-    def plan(self, horizon: Horizon) -> None:
+    def plan(self, horizon: RunSchedule) -> None:
         """The run goes on so long, and is evaluated so often."""
         self.trainer.plan(horizon)
         for callback in self._undecided:
@@ -448,7 +448,7 @@ class Session(Callback):
 
     # --- batches
 
-    def run_step(self, model: nn.Module, batch: Any) -> tuple[Any, dict[str, Entry], dict[str, Any]]:
+    def run_step(self, model: nn.Module, batch: Any) -> tuple[Any, dict[str, LoggedValue], dict[str, Any]]:
         """Run the step that belongs to the batch's place: what it returns, logs, and gives to metrics.
 
         Args:
@@ -458,15 +458,13 @@ class Session(Callback):
         module = _inside(model)
         name = _STEPS[self.place.split]
         self._logged = {}
-        self.taps.begin_batch()
+        self.taps.on_batch_begin()
         # Hooks of the datamodule come first, as in Lightning.
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
             owner = self._datamodule if _overrides(hook, self._datamodule) else module
             batch = getattr(owner, hook)(batch, 0)
         step = getattr(module, name)
-        number = (
-            self.trainer.fit_loop.epoch_loop.batch_idx if self.place.split == "train" else self.place.number
-        )
+        number = self.trainer.fit_loop.epoch_loop.batch_idx if self.place.split == "train" else self.place.number
         arguments = (batch, number)[: 1 if len(inspect.signature(step).parameters) == 1 else 2]
         with self._in(name):
             try:
@@ -516,7 +514,7 @@ class Session(Callback):
                 return
             value = self.taps.batch_value(path) if in_step else value.compute()
         weight = float(batch_size or self.place.samples or 1)
-        entry = Entry(checked(name, value), weight, on_step, on_epoch, to_logger=logger is not False)
+        entry = LoggedValue(checked(name, value), weight, on_step, on_epoch, to_logger=logger is not False)
         self._logged[name] = entry
         if self._where not in _STEPS.values():
             # In a hook: callbacks may look at it at once.
@@ -524,7 +522,7 @@ class Session(Callback):
 
     # --- points of the run
 
-    def attach(self, group: Group, *, step: int, epoch: int) -> None:
+    def attach(self, group: RankInfo, *, step: int, epoch: int) -> None:
         first = self._group is None
         self._group = group
         self.trainer.take_place(group)
@@ -538,17 +536,17 @@ class Session(Callback):
         self._hook("on_fit_start")
         self._hook("on_train_start")
 
-    def epoch_begins(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int) -> None:
         self.trainer.stand_at(step=self.trainer.steps_done, epoch=epoch)
         self._hook("on_train_epoch_start")
 
-    def step_begins(self, step: int, step_in_epoch: int) -> None:
+    def on_step_begin(self, step: int, step_in_epoch: int) -> None:
         self.trainer.stand_at(step=step, epoch=self.trainer.epochs_done, batches=step_in_epoch + 1)
         self.schedulers.batch_idx = step_in_epoch
         self._of_hooks = self._hook("on_before_zero_grad", *self.trainer.optimizers)
         self._of_hooks |= self._hook("on_train_batch_start", None, step_in_epoch)
 
-    def step_reduced(self, *, due: bool) -> Mapping[str, float]:
+    def on_gradients_reduced(self, *, due: bool) -> Mapping[str, float]:
         assert self._group is not None
         first = self.trainer.steps_done == 0
         self._step_values, self._to_loggers = self._log.reduce(self._group.gather, due=due, first=first)
@@ -556,11 +554,11 @@ class Session(Callback):
             self._step_values, self._to_loggers = {}, {}
         return self._step_values
 
-    def gradients_ready(self) -> None:
+    def on_before_optimizer_step(self) -> None:
         self._of_hooks |= self._hook("on_after_backward")
         self._of_hooks |= self._hook("on_before_optimizer_step", *self.trainer.optimizers)
 
-    def step_done(self, step: int, loss: float) -> None:
+    def on_step_end(self, step: int, loss: float) -> None:
         outputs = {"loss": torch.tensor(loss)}
         number = self.trainer.fit_loop.epoch_loop.batch_idx
         self._of_hooks |= self._hook("on_train_batch_end", outputs, None, number)
@@ -569,17 +567,17 @@ class Session(Callback):
         self.trainer.note(self._step_values, to_loggers=to_loggers, step=step - 1)
         self.trainer.stand_at(step=step, epoch=self.trainer.epochs_done, batches=number + 1)
 
-    def epoch_ends(self, epoch: int) -> None:
+    def on_epoch_end(self, epoch: int) -> None:
         self.trainer.stand_at(step=self.trainer.steps_done, epoch=epoch)
         means, to_loggers = self._log.end_epoch()
         step = self.trainer.steps_done - 1
         self.trainer.note(means, to_loggers=to_loggers, step=step)
         logged = self._agreed(self._hook("on_train_epoch_end"), "on_train_epoch_end")
         self.trainer.note({}, to_loggers=logged, step=step)
-        self.schedulers.epoch_ends(epoch, self.trainer.callback_metrics)
+        self.schedulers.on_epoch_end(epoch, self.trainer.callback_metrics)
         self.trainer.stand_at(step=self.trainer.steps_done, epoch=epoch + 1)
 
-    def evaluation_begins(self, split: str, module: nn.Module) -> None:
+    def on_eval_begin(self, split: str, module: nn.Module) -> None:
         copied = _inside(module)
         if copied is not self.module:
             self._adopt(copied)
@@ -589,12 +587,10 @@ class Session(Callback):
             self._hook(f"{_PREFIXES[split]}_start")
             self._hook(f"{_PREFIXES[split]}_epoch_start")
 
-    def evaluated(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         assert self._group is not None
         # A rank without a block has not seen what is logged.
-        aliases = {
-            name: path for of_rank in self._group.gather(self._aliases) for name, path in of_rank.items()
-        }
+        aliases = {name: path for of_rank in self._group.gather(self._aliases) for name, path in of_rank.items()}
         final = named(metrics, aliases)
         self.trainer.note(final, to_loggers=final, step=self.trainer.steps_done)
         with self.trainer.stage(split):
@@ -604,7 +600,7 @@ class Session(Callback):
             self._agreed(self._hook(f"{_PREFIXES[split]}_end"), f"{_PREFIXES[split]}_end")
         return final | logged
 
-    def fit_ends(self) -> None:
+    def on_fit_end(self) -> None:
         self._hook("on_train_end")
         self._hook("on_fit_end")
 
@@ -687,9 +683,7 @@ class Session(Callback):
             TaskError: they did not: the hook used what each rank has seen by itself.
         """
         assert self._group is not None
-        answers = self._group.gather(
-            [{n: repr(v) for n, v in logged.items()}, bool(self.trainer.should_stop)]
-        )
+        answers = self._group.gather([{n: repr(v) for n, v in logged.items()}, bool(self.trainer.should_stop)])
         self.should_stop = self.trainer.should_stop = any(stop for _, stop in answers)
         for rank, (other, _) in enumerate(answers):
             different = sorted(n for n in {*logged, *other} if other.get(n) != answers[0][0].get(n))

@@ -22,7 +22,7 @@ Pair = tuple[Any, float]
 
 
 @dataclass(frozen=True)
-class Entry:
+class LoggedValue:
     """One call of ``self.log``.
 
     Attributes:
@@ -41,21 +41,21 @@ class Entry:
 
 
 class StepLog:
-    """What ``training_step`` logs: by name and shard, until the step's means are due.
+    """What ``training_step`` logs: by name and micro-batch, until the step's means are due.
 
-    Means over a step or an epoch are sums over samples, each computed for a shard and added without
+    Means over a step or an epoch are sums over samples, each computed for a micro-batch and added without
     rounding, so neither the number of ranks nor their order matters. Ranks talk at due steps only; where
     something is logged ``on_epoch``, at every step.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, int], Entry] = {}
+        self._entries: dict[tuple[str, int], LoggedValue] = {}
         self._epoch: dict[str, list[list[float]]] = {}
         self._to_logger: dict[str, bool] = {}
 
-    def add(self, name: str, shard: int, entry: Entry) -> None:
-        """Take in a value; a shard that is computed again says the same again."""
-        self._entries[name, shard] = entry
+    def add(self, name: str, microbatch: int, entry: LoggedValue) -> None:
+        """Take in a value; a micro-batch that is computed again says the same again."""
+        self._entries[name, microbatch] = entry
 
     def reduce(
         self, gather: Callable[[Any], list[Any]], *, due: bool, first: bool
@@ -82,10 +82,18 @@ class StepLog:
                 "every step, so that the ranks know of it."
             )
         mine = [
-            [name, shard, float(entry.value), entry.weight, entry.on_step, entry.on_epoch, entry.to_logger]
-            for (name, shard), entry in entries.items()
+            [
+                name,
+                microbatch,
+                float(entry.value),
+                entry.weight,
+                entry.on_step,
+                entry.on_epoch,
+                entry.to_logger,
+            ]
+            for (name, microbatch), entry in entries.items()
         ]
-        # By name and shard: one that two ranks have computed counts once.
+        # By name and micro-batch: one that two ranks have computed counts once.
         found = {(row[0], row[1]): row for of_rank in gather(mine) for row in of_rank}
         sums: dict[str, list[list[float]]] = {}
         for name, _, value, weight, on_step, on_epoch, to_logger in (found[key] for key in sorted(found)):
@@ -163,7 +171,7 @@ def checked(name: str, value: Any) -> Any:
 _SUFFIX = " (torchmetrics)"
 
 
-class MetricTaps:
+class MetricRecorder:
     """Stands between a module's metrics and what calls them.
 
     In a step, a metric knows that batch alone: what it computes is the batch's. In an evaluation what it is
@@ -174,7 +182,7 @@ class MetricTaps:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._taps: dict[str, _Tap] = {}
+        self._taps: dict[str, _RecordedMetric] = {}
         for path, child in module.named_modules():
             if isinstance(child, MetricCollection):
                 # Else one of them is told, and others read its state.
@@ -182,7 +190,7 @@ class MetricTaps:
                 if child._groups_checked:
                     raise TaskError(f"the MetricCollection {path!r} needs compute_groups=False here.")
             if isinstance(child, Metric) and not any(path.startswith(f"{outer}.") for outer in self._taps):
-                self._taps[path] = _Tap(child)
+                self._taps[path] = _RecordedMetric(child)
 
     @property
     def paths(self) -> list[str]:
@@ -195,7 +203,7 @@ class MetricTaps:
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, tap.metric)
 
-    def begin_batch(self) -> None:
+    def on_batch_begin(self) -> None:
         """Forget the batch before."""
         for tap in self._taps.values():
             tap.begin()
@@ -217,7 +225,7 @@ class MetricTaps:
         """What a metric computes of the batch alone."""
         return self._taps[path].scratch.compute()
 
-    def replay(self, path: str) -> _Tap:
+    def replay(self, path: str) -> _RecordedMetric:
         """What takes in a whole split."""
         return self._taps[path]
 
@@ -255,7 +263,7 @@ class Replayed:
         return number
 
 
-def replayed_metrics(taps: Any) -> dict[str, Replayed]:
+def replay_metrics(taps: Any) -> dict[str, Replayed]:
     """What the task's ``build_metrics`` returns."""
     return {path + _SUFFIX: Replayed(taps, path) for path in taps().paths}
 
@@ -266,7 +274,7 @@ def named(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str,
     return {name: value for name, value in metrics.items() if not name.endswith(_SUFFIX)} | logged
 
 
-class _Tap:
+class _RecordedMetric:
     """One metric, and a copy of it that sees one batch.
 
     Attributes:
@@ -287,7 +295,7 @@ class _Tap:
         for name in self._own:
             setattr(metric, name, getattr(self, f"_{name}"))
 
-    def __deepcopy__(self, memo: Any) -> _Tap:
+    def __deepcopy__(self, memo: Any) -> _RecordedMetric:
         return self  # a copied module's metrics are shared
 
     def begin(self) -> None:

@@ -21,11 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.core.callback import BatchPlace, Horizon
+from paceline.core.callback import BatchInfo, RunSchedule
 from paceline.core.errors import DataError, TaskError
 from paceline.core.task import Defaults, Loss, Task
-from paceline.training.adapters.lightning.bridge import Session
-from paceline.training.adapters.lightning.metrics import MetricTaps, replayed_metrics
+from paceline.training.adapters.lightning.bridge import LightningBridge
+from paceline.training.adapters.lightning.metrics import MetricRecorder, replay_metrics
 
 # --- What a LightningModule or LightningDataModule loads: the datasets, and how samples become a batch ---
 
@@ -100,9 +100,7 @@ class LoadedData:
 
 def _check(loader: DataLoader[Any], where: str) -> None:
     if loader.batch_size is None and loader.batch_sampler is None:
-        raise DataError(
-            f"{where} has batch_size=None; Paceline makes the batches itself. Return single samples."
-        )
+        raise DataError(f"{where} has batch_size=None; Paceline makes the batches itself. Return single samples.")
     if isinstance(loader.dataset, IterableDataset):
         return
     samplers = (loader.sampler, loader.batch_sampler)
@@ -174,7 +172,7 @@ class LightningTask(Task):
 
     # --- what Paceline calls
 
-    _session: Session | None = field(default=None, init=False, repr=False, compare=False)
+    _session: LightningBridge | None = field(default=None, init=False, repr=False, compare=False)
     _data: LoadedData | None = field(default=None, init=False, repr=False, compare=False)
     _datamodule: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -186,13 +184,13 @@ class LightningTask(Task):
 
     def build_model(self) -> nn.Module:
         self._loaded()  # a module's setup() may look at the data
-        self._session = Session(
+        self._session = LightningBridge(
             _checked(self, self.build_module()), self._datamodule, self.build_callbacks(), self.build_loggers
         )
         module: nn.Module = self._session.module
         return module
 
-    def build_callback(self, model: nn.Module, horizon: Horizon) -> Session:
+    def build_callback(self, model: nn.Module, horizon: RunSchedule) -> LightningBridge:
         self._now().plan(horizon)
         return self._now()
 
@@ -202,14 +200,14 @@ class LightningTask(Task):
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> Any:
         return self._now().schedulers
 
-    def begin_batch(self, place: BatchPlace) -> None:
-        self._now().place = place
+    def on_batch_begin(self, info: BatchInfo) -> None:
+        self._now().place = info
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor | Loss:
         session = self._now()
         if session.place.split != "train":
             # validation_step does not say what the loss is.
-            session.place = BatchPlace(**{**vars(session.place), "split": "train", "samples": 0})
+            session.place = BatchInfo(**{**vars(session.place), "split": "train", "samples": 0})
         output = session.train_batch(model, batch)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
@@ -236,12 +234,12 @@ class LightningTask(Task):
         return values | calls
 
     def build_metrics(self) -> Mapping[str, Any]:
-        return replayed_metrics(self._taps)
+        return replay_metrics(self._taps)
 
-    def _taps(self) -> MetricTaps:
+    def _taps(self) -> MetricRecorder:
         return self._now().taps
 
-    def _now(self) -> Session:
+    def _now(self) -> LightningBridge:
         assert self._session is not None, "the model is built first"
         return self._session
 

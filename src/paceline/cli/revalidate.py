@@ -1,4 +1,4 @@
-"""``paceline check RUN|PACKAGE``."""
+"""``paceline revalidate RUN|PACKAGE``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.package_manifest import MANIFEST
 
 if TYPE_CHECKING:
-    from paceline.insight.revalidate import Program, Recheck
+    from paceline.insight.revalidate import Program, Revalidation
 
 _WORDS = {
     "same": "the same, to the last bit",
@@ -27,7 +27,7 @@ _WORDS = {
 _STYLES = {"differs": "bold red", "tolerated": "yellow"}
 
 
-def check(
+def revalidate(
     subject: Path,
     *,
     task: str | None = None,
@@ -63,9 +63,9 @@ def check(
     if is_run:
         if task is not None or trust:
             raise ConfigError(f"--task and --trust are for packages, but {subject} is a run.")
-        found = _check_run(directory, tolerance, quiet=json)
+        found = _revalidate_run(directory, tolerance, quiet=json)
     else:
-        found = _check_package(str(subject), task, tolerance, trust=trust, quiet=json)
+        found = _revalidate_package(str(subject), task, tolerance, trust=trust, quiet=json)
     if json:
         print(json_module.dumps(found.as_json()))
     else:
@@ -73,26 +73,26 @@ def check(
     return 0 if found.holds else 1
 
 
-def _check_run(directory: RunDirectory, tolerance: float, *, quiet: bool) -> Recheck:
+def _revalidate_run(directory: RunDirectory, tolerance: float, *, quiet: bool) -> Revalidation:
     directory.read_complete_manifest()
     # Only here, so that --help need not wait for torch.
-    from paceline.insight.revalidate import recheck
+    from paceline.insight.revalidate import revalidate
 
     with _progress(quiet) as on_progress:
-        return recheck(directory, tolerance=tolerance, on_progress=on_progress)
+        return revalidate(directory, tolerance=tolerance, on_progress=on_progress)
 
 
-def _check_package(place: str, task: str | None, tolerance: float, *, trust: bool, quiet: bool) -> Recheck:
+def _revalidate_package(place: str, task: str | None, tolerance: float, *, trust: bool, quiet: bool) -> Revalidation:
     from paceline.runs.package import open_package
     from paceline.runs.package import trust as trust_digest
 
     package = open_package(place)
     if trust:
         trust_digest(package.digest)
-    from paceline.insight.revalidate import recheck_package
+    from paceline.insight.revalidate import revalidate_package
 
     with _progress(quiet) as on_progress:
-        return recheck_package(package, task, tolerance=tolerance, on_progress=on_progress)
+        return revalidate_package(package, task, tolerance=tolerance, on_progress=on_progress)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
-def _print(found: Recheck, subject: Path) -> None:
+def _print(found: Revalidation, subject: Path) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -140,12 +140,10 @@ def _print(found: Recheck, subject: Path) -> None:
         console.print(f"The model's weights {weights} those that were recorded.", style=style)
     for program in found.programs:
         console.print(Text(_of_program(program)), style="bold red" if program.problem else "", soft_wrap=True)
-    changed = [
-        f"{n}: {found.then[n]} then, {v} now" for n, v in found.now.items() if found.then.get(n, v) != v
-    ]
+    changed = [f"{n}: {found.then[n]} then, {v} now" for n, v in found.now.items() if found.then.get(n, v) != v]
     same = ", ".join(f"{name} {value}" for name, value in found.now.items())
     console.print(Text("; ".join(changed) or f"Versions then and now: {same}."), soft_wrap=True)
-    for pin in found.changed_pins:
+    for pin in found.changed_numerics:
         console.print(Text(pin.replace("in the checkpoint", "then")), soft_wrap=True)
     wrong = sum(number.finding == "differs" for number in found.numbers)
     if found.holds:

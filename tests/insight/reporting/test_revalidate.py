@@ -1,4 +1,4 @@
-"""``paceline check``: do the numbers still hold?"""
+"""``paceline revalidate``: do the numbers still hold?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.check import check
+from paceline.cli.revalidate import revalidate
 from paceline.core.errors import ConfigError, RunDirectoryError
 
 
@@ -29,7 +29,7 @@ def changed(run: Path, **values: float | None) -> None:
 
 
 def test_numbers_that_hold(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(run, json=True) == 0
+    assert revalidate(run, json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] is True
     assert found["weights_hold"] is True
@@ -37,27 +37,27 @@ def test_numbers_that_hold(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (split, name, "same") for split in ("val", "test") for name in ("accuracy", "loss")
     }
     assert found["versions"]["then"] == found["versions"]["now"]
-    assert check(run) == 0
+    assert revalidate(run) == 0
     assert "holds: 4 numbers, of the model after step 10." in capsys.readouterr().out
 
 
 def test_a_number_that_does_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     true = json.loads((run / "result.json").read_text())["metrics"]["test"]
     changed(run, accuracy=true["accuracy"] + 0.01, loss=true["loss"] * (1 + 1e-8))
-    assert check(run, json=True) == 1
+    assert revalidate(run, json=True) == 1
     numbers: dict[str, Any] = {
         n["name"]: n for n in json.loads(capsys.readouterr().out)["numbers"] if n["split"] == "test"
     }
     assert numbers["accuracy"]["finding"] == "differs"
     assert numbers["accuracy"]["difference"] == pytest.approx(-0.01)
     assert numbers["loss"]["finding"] == "rounding"
-    assert check(run, tolerance=0.02) == 0
+    assert revalidate(run, tolerance=0.02) == 0
     assert "within --tolerance" in capsys.readouterr().out
 
 
 def test_a_metric_that_the_task_no_longer_has(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed(run, recall=0.5)
-    assert check(run) == 1
+    assert revalidate(run) == 1
     text = capsys.readouterr().out
     assert "test.recall" in text
     assert "does not hold: 1 of 5 numbers differ." in text
@@ -66,7 +66,7 @@ def test_a_metric_that_the_task_no_longer_has(run: Path, capsys: pytest.CaptureF
 def test_other_weights_than_the_recorded_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "model_sha256": "0" * 64}))
-    assert check(run) == 1
+    assert revalidate(run) == 1
     assert "weights are not those that were recorded" in capsys.readouterr().out
 
 
@@ -74,13 +74,13 @@ def test_other_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str])
     text = (run / "run.toml").read_text()
     version = next(line for line in text.splitlines() if line.startswith("torch ="))
     (run / "run.toml").write_text(text.replace(version, 'torch = "2.0.0"', 1))
-    assert check(run) == 0
+    assert revalidate(run) == 0
     assert "torch: 2.0.0 then, " in capsys.readouterr().out
 
 
 def test_what_cannot_be_checked(run: Path) -> None:
     with pytest.raises(ConfigError, match="--tolerance must be at least 0, but is -1"):
-        check(run, tolerance=-1)
+        revalidate(run, tolerance=-1)
     (run / "result.json").unlink()
     with pytest.raises(RunDirectoryError, match="has recorded no numbers to check"):
-        check(run)
+        revalidate(run)

@@ -1,0 +1,44 @@
+"""``paceline deploy URL PACKAGE``: exchange the package of a running server, without losing a request."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+_LOADING_TIMEOUT_S = 600.0
+
+
+def deploy(
+    url: str,
+    package: str,
+    *,
+    model: str | None = None,
+    token_file: Path | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Have the server at URL serve PACKAGE instead of the package that it has; no request fails.
+
+    Parameters
+    ----------
+    url
+        Address of the server, such as http://127.0.0.1:8000.
+    package
+        A directory, or a reference such as fashion-mnist@prod; the server must be able to read it.
+    model
+        The model's name on the server. Default: the package's.
+    token_file
+        File with the server's token; readable only by you.
+    json
+        Print the server's answer as one line of JSON.
+    """
+    from paceline.serving.client import Client
+
+    place = str(Path(package).absolute()) if Path(package).is_dir() else package
+    # The answer comes when the package's replicas have loaded it.
+    with Client(url, token_file=token_file, timeout_s=_LOADING_TIMEOUT_S) as client:
+        answer = client.swap(place, model)
+    print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")
+    return 0
