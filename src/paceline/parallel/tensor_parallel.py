@@ -231,7 +231,7 @@ class TP(ReducerStrategy):
     What a rank holds of the gradients is summed over the copies, by the reducer.
     """
 
-    def compute(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
+    def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
         activity = self._mesh.world.progress_tracker
         # Somewhere in each layer, forward and backward.
         activity.begin_collective("all-reduce")
