@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from paceline.cli.options import group, options_class
 from paceline.core.config import RunConfig
+from paceline.core.plugins import plugin_names
 from paceline.launch import registry
 from paceline.launch.registry import option_types
 
@@ -51,10 +52,13 @@ def in_question(argv: Sequence[str]) -> Sequence[str]:
     """The launchers whose options a command line may hold: importing all of them takes a command's time.
 
     Where it names its launcher, that one; else those that start processes on this machine.
-    What is no command line of ours, such as the documentation, sees all.
+    What is no command line of ours, such as the documentation, sees all of ours.
     """
-    if Path(argv[0]).name not in _COMMAND or "--config" in argv:
+    if Path(argv[0]).name not in _COMMAND:
         return registry.LAUNCHER_NAMES
     words = [word for word in argv[1:] if word.startswith("--on=")]
     named = words[0].removeprefix("--on=") if words else dict(pairwise(argv)).get("--on")
-    return (named,) if named in registry.LAUNCHER_NAMES else _HERE
+    ours = tuple(name for name in registry.LAUNCHER_NAMES if name == named or "--config" in argv)  # which may name any
+    is_named = named is not None and named not in registry.LAUNCHER_NAMES
+    plugins = tuple(name for name in plugin_names("paceline.launchers") if name == named) if is_named else ()
+    return (*ours, *plugins) or _HERE

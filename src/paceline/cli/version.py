@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 import platform
 from importlib.metadata import PackageNotFoundError
@@ -11,10 +12,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from paceline import __version__
+from paceline.core.plugins import find_plugins
 
 
 def version(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Print the versions of Paceline and of what it builds on.
+    """Print the versions of Paceline and of what it builds on, and the plug-ins that are installed.
 
     Parameters
     ----------
@@ -27,8 +29,11 @@ def version(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
             versions[package] = version_of(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    plugins = find_plugins()
     if json:
-        print(json_module.dumps(versions))
-    else:
-        print("\n".join(f"{name} {number}" for name, number in versions.items()))
+        print(json_module.dumps({**versions, "plugins": [dataclasses.asdict(plugin) for plugin in plugins]}))
+        return 0
+    print("\n".join(f"{name} {number}" for name, number in versions.items()))
+    for plugin in plugins:
+        print(f"plug-in: {plugin}" + (", not used: Paceline's own has the name" if plugin.is_hidden else ""))
     return 0

@@ -26,6 +26,7 @@ from paceline.core.options import (
     parse_shuffle,
 )
 from paceline.core.parallel_config import ParallelOptions
+from paceline.core.plugins import BUILT_IN, all_names, plugin_names
 
 # --- Fine-tuning: where a run's weights come from, and which of them it changes how fast ---
 
@@ -454,9 +455,10 @@ class RunConfig(FineTuningOptions):
         if self.best_metric is not None:
             parse_best(self.best_metric)
         for name in self.log_to:
-            if name not in ("mlflow", "wandb"):
+            if name not in BUILT_IN["paceline.trackers"] and name not in plugin_names("paceline.trackers"):
                 raise ConfigError(
-                    f"--log-to must be mlflow or wandb, but is {name!r}. TensorBoard's files are written in any case."
+                    f"--log-to must be {' or '.join(all_names('paceline.trackers'))}, but is {name!r}. TensorBoard's "
+                    "files are written in any case."
                 )
 
     def _check_replaced(self) -> None:

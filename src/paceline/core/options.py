@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import GROUP_OF_TYPE, plugin_names
 
 # --- What an option of a run is: a field with a help text, and how its value is checked ---
 
@@ -210,6 +211,9 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         if typing.get_origin(option) is Literal:
             if value in typing.get_args(option):
                 return
+        elif option in GROUP_OF_TYPE:
+            if value in plugin_names(GROUP_OF_TYPE[option]):
+                return
         elif typing.get_origin(option) is tuple:
             if isinstance(value, tuple) and all(isinstance(v, str) for v in value):
                 return
@@ -222,6 +226,8 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     for option in options:
         if typing.get_origin(option) is Literal:
             wanted += [str(choice) for choice in typing.get_args(option)]
+        elif option in GROUP_OF_TYPE:
+            wanted += plugin_names(GROUP_OF_TYPE[option])
         elif option is not type(None):
             wanted.append(_IN_WORDS.get(option, str(option)))
     choices = " or ".join([", ".join(wanted[:-1]), wanted[-1]] if wanted[:-1] else wanted)

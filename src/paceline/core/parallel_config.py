@@ -10,8 +10,10 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.core import plugins
 from paceline.core.errors import ConfigError
 from paceline.core.options import Capability, Classification, Requirement, flag, option, parse_mesh
+from paceline.core.plugins import StrategyPlugin
 from paceline.core.process_config import RecoveryOptions
 
 # --- How much data-parallel ranks tell each other: compressed gradients, or parameters now and then ---
@@ -370,7 +372,7 @@ class Traits:
     Attributes:
         reductions: the values of ``--reduction`` that it takes.
         own_reduction: what the strategy does with gradients in place of ``--reduction``, where it does.
-        flexible: ranks may come and go while others go on, and their shares of the work may differ.
+        elastic: ranks may come and go while others go on, and their shares of the work may differ.
         shards_state: a rank holds a part of the state only: what is saved has to be gathered.
         supports: what options may need of it.
     """
@@ -400,7 +402,26 @@ STRATEGIES = {
     "hogwild": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
     "ps": Traits(reductions=("exact",), supports=frozenset({"compile", "recompute"})),
 }
-"""What works with each strategy, by its name."""
+"""What works with each strategy of ours, by its name."""
+
+
+def find_traits(name: str) -> Traits:
+    """What works with a strategy: of ours as the table says, of a plug-in as its class does.
+
+    Raises:
+        ConfigError: the plug-in cannot be imported, or its class does not say.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    requirement = "a class whose attribute `traits` is a paceline.core.parallel_config.Traits"
+    strategy = plugins.load("paceline.strategies", name, requirement, _has_traits)
+    traits: Traits = strategy.traits
+    return traits
+
+
+def _has_traits(found: object) -> bool:
+    return isinstance(found, type) and isinstance(getattr(found, "traits", None), Traits)
+
 
 AXIS_TO_STRATEGY = {"pp": "pp", "dp": "ddp", "fsdp": "fsdp", "tp": "tp"}
 """The strategy of each axis of a mesh, outermost axis first."""
@@ -417,7 +438,7 @@ StrategyName = Literal[
 class ParallelOptions(ServerOptions):
     """How work is split."""
 
-    strategy: StrategyName = option(
+    strategy: StrategyName | StrategyPlugin = option(
         "auto",
         "How to divide the work over the processes. auto: single for one process, else ddp if the model "
         "fits, else what paceline plan recommends.",
@@ -578,7 +599,7 @@ class ParallelOptions(ServerOptions):
                 )
 
     def _check_reduction(self, name: str) -> None:
-        traits = STRATEGIES[name]
+        traits = find_traits(name)
         if self.reduction in traits.reductions:
             return
         if traits.own_reduction is not None:
@@ -614,7 +635,7 @@ class ParallelOptions(ServerOptions):
             option_name: f"does not work with --strategy {name}. Use --strategy ddp."
             for name in self.strategies
             for option_name, its in classified.items()
-            if its.needs is not None and its.needs not in STRATEGIES[name].supports
+            if its.needs is not None and its.needs not in find_traits(name).supports
         }
         for option_name, its in classified.items():
             of = its.strategies
@@ -627,12 +648,12 @@ class ParallelOptions(ServerOptions):
     @property
     def shards_state(self) -> bool:
         """Whether a rank holds a part of the state only."""
-        return any(STRATEGIES[name].shards_state for name in self.strategies)
+        return any(find_traits(name).shards_state for name in self.strategies)
 
     @property
     def reducer(self) -> str:
         """What sums the gradients: ``reduction``, unless the strategy does."""
-        itself = [traits.own_reduction for name in self.strategies if (traits := STRATEGIES[name]).own_reduction]
+        itself = [traits.own_reduction for name in self.strategies if (traits := find_traits(name)).own_reduction]
         if self.comm_hook != "none":
             return "ddp"
         return itself[0] if itself else self.reduction
@@ -640,7 +661,7 @@ class ParallelOptions(ServerOptions):
     @property
     def non_elastic_options(self) -> tuple[str, ...]:
         """The options under which no rank can come or go while others go on, as they are given."""
-        strategies = [f"--strategy {name}" for name in self.strategies if not STRATEGIES[name].elastic]
+        strategies = [f"--strategy {name}" for name in self.strategies if not find_traits(name).elastic]
         return (*strategies, *self.non_elastic_communication)
 
     def data_ranks(self, world_size: int) -> int:

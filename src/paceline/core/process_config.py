@@ -7,12 +7,32 @@ from typing import Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import option, parse_duration_s, parse_hang_timeout, parse_nodes, parse_nproc
+from paceline.core.plugins import LauncherPlugin
 
 # --- Which task is trained, and by which processes on which machines ---
 
 
 EnvStyle = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
 """Which variables tell a process its place; see :mod:`paceline.launch.rank_env`."""
+
+
+LauncherName = Literal[
+    "auto",
+    "inprocess",
+    "spawn",
+    "torchrun",
+    "slurm",
+    "submitit",
+    "ray",
+    "mpi",
+    "horovod",
+    "ssh",
+    "kubernetes",
+    "sagemaker",
+    "azureml",
+    "google",
+]
+"""Where ``--on`` starts processes, unless it names a plug-in."""
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
@@ -39,22 +59,7 @@ class ProcessOptions:
         summary=True,
     )
 
-    on: Literal[
-        "auto",
-        "inprocess",
-        "spawn",
-        "torchrun",
-        "slurm",
-        "submitit",
-        "ray",
-        "mpi",
-        "horovod",
-        "ssh",
-        "kubernetes",
-        "sagemaker",
-        "azureml",
-        "google",
-    ] = option(
+    on: LauncherName | LauncherPlugin = option(
         "auto",
         "The launcher. auto: inprocess for one process, spawn for several.",
         group="Processes",

@@ -13,19 +13,13 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.errors import TaskError
-
-if TYPE_CHECKING:
-    pass
+from paceline.core.plugins import BUILT_IN, Plugin, all_names, find_plugin, load
 from paceline.core.task import Task
 
-BUILT_IN_TASKS = {
-    "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
-    "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
-    "transformer": "paceline.training.tasks.transformer:Transformer",
-}
+BUILT_IN_TASKS = BUILT_IN["paceline.tasks"]
 """Built-in recipes: name -> module:class."""
 
 
@@ -70,11 +64,13 @@ def split_spec(spec: str) -> tuple[str, str]:
     """
     if not spec:
         raise TaskError("no task was given. Write paceline train TASK, where TASK is file.py:Name or a recipe.")
-    place, separator, name = BUILT_IN_TASKS.get(spec, spec).rpartition(":")
+    plugin = _find_plugin(spec)
+    place, separator, name = (BUILT_IN_TASKS.get(spec, spec) if plugin is None else plugin.place).rpartition(":")
     if not separator or not place or not name:
         raise TaskError(
             f"task {spec!r} is not a recipe and names no class.\n"
-            f"  Write file.py:Name or package.module:Name, or one of the recipes: {', '.join(BUILT_IN_TASKS)}."
+            f"  Write file.py:Name or package.module:Name, or one of the recipes: "
+            f"{', '.join(all_names('paceline.tasks'))}."
         )
     return place, name
 
@@ -84,8 +80,12 @@ def load_task_class(spec: str) -> type[Task]:
 
     Raises:
         TaskError: with what was looked for and what there is instead.
+        ConfigError: it is a plug-in that cannot be imported, or is no task.
     """
     place, name = check_spec(spec)
+    if _find_plugin(spec) is not None:
+        requirement = "a dataclass that extends paceline.Task"
+        return typing.cast(type[Task], load("paceline.tasks", spec, requirement, _is_task_class))
     module = _import_file(Path(place), spec) if place.endswith(".py") else _import_module(place, spec)
     found = getattr(module, name, None)
     if found is None:
@@ -99,6 +99,10 @@ def load_task_class(spec: str) -> type[Task]:
     if not _is_task_class(found):
         raise TaskError(f"{spec}: {name} is not a task; it must be a dataclass that extends paceline.Task.")
     return typing.cast(type[Task], found)
+
+
+def _find_plugin(spec: str) -> Plugin | None:
+    return None if ":" in spec or spec in BUILT_IN_TASKS else find_plugin("paceline.tasks", spec)
 
 
 def _is_task_class(value: Any) -> bool:

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
-from paceline.launch.registry import LAUNCHERS, options_type
 from paceline.launch.registry import EnvStyle as EnvStyle
 from paceline.launch.registry import RankLauncher as RankLauncher
+from paceline.launch.registry import load_launcher
 from paceline.launch.registry import option as option
 
 # --- Lists of machines as people and MPI write them: ``a:2,b:2``, or a file ---
@@ -350,6 +350,8 @@ class Launcher(ABC):
         default_run: a task's run directory there, where the system has a place for it.
         preallocated: the machines are the user's own: there is nobody to ask for GPUs or CPUs.
         extra: the extra of Paceline that submitting needs, such as "ray".
+        options_type: of a plug-in, a frozen dataclass of :func:`option` with the launcher's own options; the
+            registry has those of ours.
     """
 
     name: ClassVar[str]
@@ -360,11 +362,7 @@ class Launcher(ABC):
     default_run: ClassVar[str | None] = None
     preallocated: ClassVar[bool] = False
     extra: ClassVar[str | None] = None
-
-    @property
-    def options_type(self) -> type | None:
-        """A frozen dataclass with the launcher's own options; None where it has none."""
-        return options_type(self.name)
+    options_type: ClassVar[type | None] = None
 
     @abstractmethod
     def render(self, spec: LaunchSpec, options: Any = None) -> RenderedJob:
@@ -372,7 +370,7 @@ class Launcher(ABC):
 
         Args:
             spec: the job.
-            options: an ``options_type``, or None where there is none or all are left out.
+            options: the launcher's own, or None where there are none or all are left out.
 
         Raises:
             ConfigError: this launcher cannot run the job; the message says which option is in the way.
@@ -434,11 +432,9 @@ def get_launcher(name: str) -> Launcher:
     """The launcher of that name; its module is imported now, the system's own library is not.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none, and the message lists those there are; or it is a plug-in that cannot be used.
     """
-    launcher = make_launcher(name, LAUNCHERS)
-    assert isinstance(launcher, Launcher)
-    return launcher
+    return load_launcher(name)()
 
 
 def make_launcher(name: str, places: Mapping[str, str]) -> object:

@@ -1,9 +1,8 @@
-"""Launchers by name: their classes, and the options that each has of its own; it imports none of them."""
+"""Launchers by name: their classes, and the options that each has of its own; none of ours is imported for these."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
+from paceline.core.plugins import BUILT_IN, import_object, load
 from paceline.core.process_config import EnvStyle as EnvStyle
 
 if TYPE_CHECKING:
@@ -24,25 +24,10 @@ if TYPE_CHECKING:
 RankLauncher = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
 """What starts the ranks, where a job's machines are there."""
 
-LAUNCHERS = {
-    "inprocess": "paceline.launch.local:InProcess",
-    "spawn": "paceline.launch.local:Spawn",
-    "torchrun": "paceline.launch.local:Torchrun",
-    "slurm": "paceline.launch.slurm:Slurm",
-    "submitit": "paceline.launch.submitit:Submitit",
-    "ray": "paceline.launch.ray:Ray",
-    "mpi": "paceline.launch.mpi:MpiLauncher",
-    "horovod": "paceline.launch.horovod:HorovodLauncher",
-    "ssh": "paceline.launch.ssh:Ssh",
-    "kubernetes": "paceline.launch.kubernetes:Kubernetes",
-    "sagemaker": "paceline.launch.sagemaker:SageMaker",
-    "azureml": "paceline.launch.clouds:AzureML",
-    "google": "paceline.launch.clouds:Google",
-}
-"""The class of each launcher, by what ``--on`` calls it."""
+LAUNCHER_NAMES = tuple(BUILT_IN["paceline.launchers"])
+"""What ``--on`` calls each launcher of ours."""
 
-LAUNCHER_NAMES = tuple(LAUNCHERS)
-
+# Apart from the launchers, whose modules take ``--help`` too long to import; a plug-in's class names its own.
 _OPTIONS = {
     "spawn": "paceline.launch.options:MeetingOptions",
     "torchrun": "paceline.launch.options:TorchrunOptions",
@@ -59,13 +44,44 @@ _OPTIONS = {
 }
 
 
+def load_launcher(name: str) -> type[Launcher]:
+    """The class of a launcher, ours or a plug-in's; its module is imported now.
+
+    Raises:
+        ConfigError: there is none of this name, or it is a plug-in that cannot be used; the message says why.
+    """
+    from paceline.launch.launcher import Launcher
+
+    def is_launcher(found: object) -> bool:
+        return (
+            isinstance(found, type)
+            and issubclass(found, Launcher)
+            and getattr(found, "name", None) == name
+            and (found.options_type is None or _are_options(found.options_type))
+        )
+
+    requirement = (
+        f"a subclass of paceline.launch.launcher.Launcher whose `name` is {name!r}, and whose `options_type`, if any, "
+        "is a dataclass of paceline.launch.launcher.option()"
+    )
+    launcher: type[Launcher] = load("paceline.launchers", name, requirement, is_launcher)
+    return launcher
+
+
+def _are_options(found: object) -> bool:
+    return dataclasses.is_dataclass(found) and all("help" in field.metadata for field in dataclasses.fields(found))
+
+
 def options_type(name: str) -> type | None:
-    """A launcher's own options, a frozen dataclass made of :func:`option`; None where it has none."""
-    if name not in _OPTIONS:
-        return None
-    module, _, attribute = _OPTIONS[name].partition(":")
-    found: type = getattr(importlib.import_module(module), attribute)
-    return found
+    """A launcher's own options, a frozen dataclass made of :func:`option`; None where it has none.
+
+    Raises:
+        ConfigError: it is no launcher of ours, and no plug-in's either, or the plug-in cannot be used.
+    """
+    if name in _OPTIONS:
+        options: type = import_object(_OPTIONS[name])
+        return options
+    return None if name in LAUNCHER_NAMES else load_launcher(name).options_type
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -89,7 +105,8 @@ def make_options(launcher: Launcher, given: Mapping[str, Any]) -> Any:
                 f"--on {launcher.name} knows no {flag(name)}. {owners_of(flag(name))}--on {launcher.name} takes: "
                 f"{own_flags(launcher.name)}."
             )
-    return launcher.options_type(**given) if launcher.options_type else None
+    options = options_type(launcher.name)
+    return options(**given) if options is not None else None
 
 
 def owners_of(text: str) -> str:

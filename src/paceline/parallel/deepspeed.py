@@ -25,7 +25,7 @@ from paceline.parallel.microbatches import ExternalReduceStrategy
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import ShardedOptimizer, gather_full
-from paceline.parallel.strategy import AMP_DTYPES, Replicated, StrategyOptions
+from paceline.parallel.strategy import AMP_DTYPES, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 # --- DeepSpeed itself: imported when it is used, kept quiet, and rid of what it remembers of a world ---
@@ -443,6 +443,10 @@ class DeepSpeed(ExternalReduceStrategy):
         mesh: the ranks.
         options: the strategy's.
     """
+
+    @classmethod
+    def build_layout(cls, mesh: ParallelDims, config: RunConfig) -> ParameterLayout:
+        return DeepSpeedLayout(mesh, config)
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "allreduce", options.work_split)

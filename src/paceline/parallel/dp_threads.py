@@ -54,13 +54,7 @@ class DataParallel(ReducerStrategy):
         ConfigError: there are several processes, or more devices are asked for than there are.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: ParallelDims,
-        options: StrategyOptions,
-        devices: int | Literal["auto"],
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         processes = mesh.world.world_size
         if processes != 1:
             raise ConfigError(
@@ -68,7 +62,7 @@ class DataParallel(ReducerStrategy):
                 "with --dp-devices, or --strategy ddp."
             )
         super().__init__(module, mesh, options)
-        self._devices = _devices(mesh.world.device, devices, len(self.microbatches))
+        self._devices = _devices(mesh.world.device, options.config.dp_devices, len(self.microbatches))
         self._replicas: list[nn.Module] = []
         self._draws = len(self._devices) == 1
         self._threads = ThreadPoolExecutor(len(self._devices), "paceline-dp")

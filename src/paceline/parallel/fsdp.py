@@ -264,17 +264,17 @@ class FSDP(ExternalReduceStrategy):
         module: as :class:`FullyShard` placed it.
         mesh: the ranks.
         options: the strategy's.
-        keeps: gathered parameters are kept from the first forward of a step to its last backward.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions, *, keeps: bool) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         num_microbatches = sum(options.work_split)
         plan = ReductionPlan(num_microbatches, mesh.data.world_size, interleaved=True)
         super().__init__(module, mesh, plan, options)
         self._world = mesh.data
         self._num_microbatches = num_microbatches
         self._exact = options.kind == "exact"
-        self._keeps = keeps
+        # Gathered parameters are kept from the first forward of a step to its last backward.
+        self._keeps = options.config.fsdp_reshard == "never"
         copies = mesh.submesh(("dp",))
         self._micro_steps: list[list[int | None]] = []
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]

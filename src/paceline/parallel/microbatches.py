@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.config import RunConfig
 from paceline.data.samples import MicroBatch
 from paceline.parallel.grad_buffers import FlatLayout
 from paceline.parallel.reducer import GradientReducer, StepSums
 from paceline.parallel.reduction_tree import ReductionPlan
 from paceline.parallel.sharded_state import local_shard
-from paceline.parallel.strategy import MicrobatchWork, StrategyOptions
+from paceline.parallel.strategy import MicrobatchWork, ParameterLayout, Replicated, StrategyOptions
 from paceline.parallel.transports import Transport
 from paceline.parallel.world import ParallelDims
 
@@ -37,6 +38,15 @@ class MicrobatchStrategy:
 
     num_dummy_steps = 0
     overlaps_steps = False
+
+    @classmethod
+    def build_layout(cls, mesh: ParallelDims, config: RunConfig) -> ParameterLayout:
+        """How the model lies on the ranks: whole on each of them, unless the strategy says otherwise.
+
+        Raises:
+            ConfigError: it cannot lie so on so many.
+        """
+        return Replicated()
 
     def __init__(
         self,

@@ -209,9 +209,9 @@ class ParameterServer(MicrobatchStrategy):
         ConfigError: there are fewer parameters than servers.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelDims, servers: int, options: StrategyOptions) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         plan = ReductionPlan(sum(options.work_split), mesh.world.world_size, "exact", options.work_split)
-        self._ranges = ServerParameters(module, servers).ranges
+        self._ranges = ServerParameters(module, options.config.num_servers(mesh.world.world_size)).ranges
         super().__init__(
             module,
             mesh,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.config import RunConfig
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
 from paceline.parallel.gradient_norm import clip_gradients
@@ -148,7 +149,8 @@ class StrategyOptions:
     """What every strategy is built with.
 
     Attributes:
-        shares: the number of micro-batches of each rank that has data of its own; together S.
+        config: the run's options.
+        work_split: the number of micro-batches of each rank that has data of its own; together S.
         kind: the order in which gradients are summed.
         row_length: numbers that a rank adds to a step's sums.
         timeout_s: how long a rank may keep the others waiting.
@@ -158,6 +160,7 @@ class StrategyOptions:
         directory: the run's; rank 0 may write to it.
     """
 
+    config: RunConfig
     work_split: tuple[int, ...]
     kind: Kind
     row_length: int

@@ -1,22 +1,30 @@
-"""The strategies by name."""
+"""From the options to the class of a strategy, and to the layout of the model."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
 from paceline.core.config import RunConfig
+from paceline.core.plugins import import_object, load
 from paceline.core.task import Task
-from paceline.parallel.data_parallel import DDP, LocalSGDStrategy, Single
 from paceline.parallel.strategy import (
     ComposedLayout,
     ExampleBatchProvider,
     ParameterLayout,
-    Replicated,
     Strategy,
     StrategyOptions,
 )
 from paceline.parallel.world import ParallelDims
-from paceline.parallel.zero1 import ShardedOptimizers
+
+_AXES_FIRST = ("pp", "fsdp", "tp")
+"""Of the strategies of a mesh, the first of these runs the step; dp only copies what another one lays out."""
+
+_PIPEDREAM = "paceline.parallel.pipeline.pipedream:PipeDream"
+_LOCAL_SGD = "paceline.parallel.data_parallel:LocalSGDStrategy"
+_TORCH_DDP = "paceline.parallel.torch_ddp:TorchDDP"
+"""What steps in place of a strategy's own class where other options ask for it."""
 
 
 def strategy_name(config: RunConfig, world_size: int) -> str:
@@ -63,15 +71,10 @@ def build_layout(config: RunConfig, mesh: ParallelDims, task: Task, rehearsal: E
         from paceline.parallel.fsdp import FullyShard
 
         layouts.append(FullyShard(mesh, config))
-    if config.strategy == "deepspeed":
-        from paceline.parallel.deepspeed import DeepSpeedLayout
-
-        layouts.append(DeepSpeedLayout(mesh, config))
-    if config.strategy == "zero1":
-        layouts.append(ShardedOptimizers(mesh))
-    if len(layouts) > 1:
-        return ComposedLayout(layouts)
-    return layouts[0] if layouts else Replicated()
+    if not layouts:
+        layout: ParameterLayout = _load_class(config, mesh.world.world_size).build_layout(mesh, config)
+        return layout
+    return layouts[0] if len(layouts) == 1 else ComposedLayout(layouts)
 
 
 def build_strategy(module: nn.Module, mesh: ParallelDims, config: RunConfig, options: StrategyOptions) -> Strategy:
@@ -80,44 +83,22 @@ def build_strategy(module: nn.Module, mesh: ParallelDims, config: RunConfig, opt
     Raises:
         ConfigError: it cannot work with so many processes.
     """
-    if "pp" in config.strategies:
-        if config.pp_schedule == "pipedream":
-            from paceline.parallel.pipeline.pipedream import PipeDream
+    strategy: Strategy = _load_class(config, mesh.world.world_size)(module, mesh, options)
+    return strategy
 
-            return PipeDream(module, mesh, options)
-        from paceline.parallel.pipeline.pipeline import Pipeline
 
-        return Pipeline(module, mesh, config.pp_schedule, options)
-    if "fsdp" in config.strategies:
-        from paceline.parallel.fsdp import FSDP
-
-        return FSDP(module, mesh, options, keeps=config.fsdp_reshard == "never")
-    if "tp" in config.strategies:
-        from paceline.parallel.tensor_parallel import TP
-
-        return TP(module, mesh, options)
-    if config.strategy == "deepspeed":
-        from paceline.parallel.deepspeed import DeepSpeed
-
-        return DeepSpeed(module, mesh, options)
-    if config.strategy == "horovod":
-        from paceline.parallel.horovod import Horovod
-
-        return Horovod(module, mesh, options)
-    if "ps" in config.strategies and not config.asynchronous:
-        from paceline.parallel.parameter_server import ParameterServer
-
-        return ParameterServer(module, mesh, config.num_servers(mesh.world.world_size), options)
-    if config.strategy == "dp":
-        from paceline.parallel.dp_threads import DataParallel
-
-        return DataParallel(module, mesh, options, config.dp_devices)
-    if config.local_sgd_steps:
-        return LocalSGDStrategy(module, mesh, options)
-    if config.reducer == "ddp":
-        from paceline.parallel.torch_ddp import TorchDDP
-
-        return TorchDDP(module, mesh, options, config.comm_hook, config.powersgd_rank)
-    if strategy_name(config, mesh.world.world_size) == "single":
-        return Single(module, mesh, options)
-    return DDP(module, mesh, options)
+def _load_class(config: RunConfig, world_size: int) -> Any:
+    """The class of the strategy that runs the step."""
+    name = next((each for each in _AXES_FIRST if each in config.strategies), config.strategies[0])
+    if strategy_name(config, world_size) == "single":
+        name = "single"
+    if name == "pp" and config.pp_schedule == "pipedream":
+        return import_object(_PIPEDREAM)
+    if name == "ps" and config.asynchronous:
+        name = "ddp"  # a rank computes whole steps by itself; its trainer sends them
+    if name in ("single", "ddp") and config.local_sgd_steps:
+        return import_object(_LOCAL_SGD)
+    if name in ("single", "ddp") and config.reducer == "ddp":
+        return import_object(_TORCH_DDP)
+    requirement = "a strategy: a class with `build_layout`, such as a subclass of MicrobatchStrategy"
+    return load("paceline.strategies", name, requirement, lambda found: callable(getattr(found, "build_layout", None)))

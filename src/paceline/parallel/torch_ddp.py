@@ -207,11 +207,6 @@ def _columns(parameter: torch.Tensor) -> int:
 class TorchDDP(ExternalReduceStrategy):
     """``DistributedDataParallel`` sums the gradients while the backward of a rank's last micro-batch runs.
 
-    Args:
-        module, mesh, options: as for every strategy.
-        hook: how gradients are compressed; "none": not at all.
-        powersgd_rank: columns of PowerSGD's matrices.
-
     Attributes:
         powersgd: the hook with a memory, if that is the one.
 
@@ -219,15 +214,8 @@ class TorchDDP(ExternalReduceStrategy):
         ConfigError: there is only one process.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: ParallelDims,
-        options: StrategyOptions,
-        hook: str = "none",
-        powersgd_rank: int = 1,
-    ) -> None:
-        world = mesh.world
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
+        world, hook = mesh.world, options.config.comm_hook
         if world.world_size == 1:
             option = "--reduction ddp" if hook == "none" else f"--comm-hook {hook}"
             raise ConfigError(f"{option} needs at least two processes; with one, leave it out.")
@@ -247,7 +235,7 @@ class TorchDDP(ExternalReduceStrategy):
             # About means over a rank's samples, by a power of two: sums may be more than fp16 can hold.
             self._scale = 0.5 ** (options.global_batch_size // world.world_size).bit_length()
         if hook == "powersgd":
-            self.powersgd = PowerSGD(module, world, powersgd_rank, self._scale)
+            self.powersgd = PowerSGD(module, world, options.config.powersgd_rank, self._scale)
             # A lambda: DistributedDataParallel wants no annotations that are texts.
             self._ddp.register_comm_hook(self.powersgd, lambda memory, bucket: memory.hook(bucket))
         elif hook != "none":

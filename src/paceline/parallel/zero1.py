@@ -17,8 +17,10 @@ from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.optim import Optimizer
 
+from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.parallel.strategy import Replicated
+from paceline.parallel.microbatches import ReducerStrategy
+from paceline.parallel.strategy import ParameterLayout, Replicated
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
 
 _BUCKET_BYTES = 32 * 2**20
@@ -60,6 +62,14 @@ class ShardedOptimizers(Replicated):
             for name, part in state["optimizers"].items()
         }
         return {**state, "optimizers": optimizers}
+
+
+class ZeRO1(ReducerStrategy):
+    """A step is that of ddp; the layout shards what updates the parameters."""
+
+    @classmethod
+    def build_layout(cls, mesh: ParallelDims, config: RunConfig) -> ParameterLayout:
+        return ShardedOptimizers(mesh)
 
 
 class _OptimizerPart:

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import BUILT_IN, load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.metrics import scalars
 
@@ -55,6 +56,7 @@ class RunInfo:
     tags: Mapping[str, str]
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """One service; all methods are called from one thread, and may raise anything."""
 
@@ -257,25 +259,34 @@ _CREDENTIALS = re.compile(r"//[^/@\s]+@")
 
 
 def require(names: tuple[str, ...]) -> None:
-    """Refuse trackers whose library is not installed, before anything is begun.
+    """Refuse trackers whose library is not installed, and plug-ins that cannot be used, before anything is begun.
 
     Raises:
-        ConfigError: names the command that installs it.
+        ConfigError: names the command that installs the library, or what is wrong with the plug-in.
     """
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if name not in BUILT_IN["paceline.trackers"]:
+            load_tracker(name)
+        elif importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"--log-to {name}: it is not installed. Install it: pip install 'paceline[{name}]', or leave "
                 f"--log-to {name} out."
             )
 
 
-def make_tracker(name: str) -> Tracker:
-    """The tracker that ``--log-to`` calls so; its library is imported when it is opened."""
-    if name == "mlflow":
-        return MlflowTracker()
+def load_tracker(name: str) -> type[Tracker]:
+    """The class of the tracker that ``--log-to`` calls so; the library of one of ours is imported when it is opened.
 
-    return WandbTracker()
+    Raises:
+        ConfigError: there is none of this name, or it is a plug-in that cannot be used.
+    """
+    requirement = "a class with the methods of paceline.runs.trackers.Tracker"
+    tracker: type[Tracker] = load("paceline.trackers", name, requirement, _is_tracker)
+    return tracker
+
+
+def _is_tracker(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Tracker)
 
 
 class TrackerWriter:

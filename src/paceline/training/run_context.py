@@ -31,7 +31,7 @@ from paceline.parallel.strategy_selection import build_layout, build_strategy
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.directory import RunDirectory, backup_path
 from paceline.runs.monitor import Monitor
-from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, make_tracker
+from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.resolve import DataSetup
@@ -233,6 +233,7 @@ class RunContext:
             shares: of each rank that has data of its own.
         """
         return StrategyOptions(
+            config=self.config,
             work_split=shares,
             kind="exact" if self.config.reducer == "exact" else "allreduce",
             row_length=ROW_LENGTH,
@@ -275,7 +276,7 @@ class RunContext:
             tags={RUN_ID: self.run_id, "paceline.run": str(self.directory.path.absolute())},
         )
         names = dict.fromkeys(self.config.log_to)
-        return [TrackerWriter(name, make_tracker(name), tracked, earlier) for name in names]
+        return [TrackerWriter(name, load_tracker(name)(), tracked, earlier) for name in names]
 
     def build_profiler(self, monitor: Monitor, first_step: int) -> StepProfiler | None:
         """The profiler that ``--profile`` asks for."""

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
+from paceline.core.config import RunConfig
 from paceline.core.environment import detect_environment
 from paceline.core.task import Loss
 from paceline.data.samples import MicroBatch
@@ -154,6 +155,7 @@ def _contender(
     layout = PipelineLayout(mesh, schedule, how, MICROBATCHES, _Trial(microbatches[0]))
     module = layout.place(_model(widths), world.device)
     options = StrategyOptions(
+        config=RunConfig(strategy="pp", pp_schedule=schedule),
         work_split=(MICROBATCHES,),
         kind="exact",
         row_length=1,
@@ -163,7 +165,7 @@ def _contender(
         global_batch_size=SAMPLES * MICROBATCHES,
         directory=directory,
     )
-    strategy = Pipeline(module, mesh, schedule, options)
+    strategy = Pipeline(module, mesh, options)
     optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
 
     def step() -> None:

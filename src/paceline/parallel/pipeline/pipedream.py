@@ -205,7 +205,7 @@ class PipeDream(Pipeline):
     overlaps_steps = True
 
     def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
-        super().__init__(module, mesh, "1f1b", options)
+        super().__init__(module, mesh, options)
         (self._stage,) = self._forward.own
         (self._reducer,) = self._reducers.values()
         stages = len(self._forward.stages)

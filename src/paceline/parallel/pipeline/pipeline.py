@@ -400,20 +400,21 @@ class Pipeline:
     Args:
         module: laid out by :class:`~paceline.parallel.pipeline.pipeline.Staged`.
         mesh: the ranks.
-        schedule: the order of the work.
-        options: the strategy's.
+        options: the strategy's; ``--pp-schedule`` is the order of the work.
     """
 
     num_dummy_steps = 0
     overlaps_steps = False
 
-    def __init__(self, module: nn.Module, mesh: ParallelDims, schedule: Name, options: StrategyOptions) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelDims, options: StrategyOptions) -> None:
         self.plan = ReductionPlan(sum(options.work_split), mesh.data.world_size, options.kind, options.work_split)
         self.module = self.model = module
         self.microbatches = self.plan.microbatches_of(mesh.data.rank)
         self.timed: list[TimedAction] = []
         self._mesh = mesh
-        self._schedule = schedule
+        schedule = options.config.pp_schedule
+        # PipeDream's steps that nothing overlaps with.
+        self._schedule: Name = "1f1b" if schedule == "pipedream" else schedule
         self._forward = find_stage_executor(module)
         self._link = self._forward.link
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,0 +1,178 @@
+"""Launchers, strategies, trackers and tasks by name: ours in one table, others' as entry points.
+
+A distribution that is installed beside Paceline adds a name by an entry point in one of these groups. A name of ours
+is looked up in the table alone, so it costs no reading of metadata, and no distribution can take it over.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NewType
+
+from paceline.core.errors import ConfigError
+
+Group = Literal["paceline.launchers", "paceline.strategies", "paceline.trackers", "paceline.tasks"]
+"""What an entry point is registered in."""
+
+BUILT_IN: Mapping[Group, Mapping[str, str]] = {
+    "paceline.launchers": {
+        "inprocess": "paceline.launch.local:InProcess",
+        "spawn": "paceline.launch.local:Spawn",
+        "torchrun": "paceline.launch.local:Torchrun",
+        "slurm": "paceline.launch.slurm:Slurm",
+        "submitit": "paceline.launch.submitit:Submitit",
+        "ray": "paceline.launch.ray:Ray",
+        "mpi": "paceline.launch.mpi:MpiLauncher",
+        "horovod": "paceline.launch.horovod:HorovodLauncher",
+        "ssh": "paceline.launch.ssh:Ssh",
+        "kubernetes": "paceline.launch.kubernetes:Kubernetes",
+        "sagemaker": "paceline.launch.sagemaker:SageMaker",
+        "azureml": "paceline.launch.clouds:AzureML",
+        "google": "paceline.launch.clouds:Google",
+    },
+    "paceline.strategies": {
+        "single": "paceline.parallel.data_parallel:Single",
+        "dp": "paceline.parallel.dp_threads:DataParallel",
+        "ddp": "paceline.parallel.data_parallel:DDP",
+        "zero1": "paceline.parallel.zero1:ZeRO1",
+        "fsdp": "paceline.parallel.fsdp:FSDP",
+        "tp": "paceline.parallel.tensor_parallel:TP",
+        "pp": "paceline.parallel.pipeline.pipeline:Pipeline",
+        "deepspeed": "paceline.parallel.deepspeed:DeepSpeed",
+        "horovod": "paceline.parallel.horovod:Horovod",
+        "ps": "paceline.parallel.parameter_server:ParameterServer",
+        # A rank computes whole steps by itself; its trainer shares the model.
+        "hogwild": "paceline.parallel.data_parallel:DDP",
+    },
+    "paceline.trackers": {
+        "mlflow": "paceline.runs.trackers:MlflowTracker",
+        "wandb": "paceline.runs.trackers:WandbTracker",
+    },
+    "paceline.tasks": {
+        "fashion-mnist": "paceline.training.tasks.fashion_mnist:FashionMNIST",
+        "fashion-mnist-mlp": "paceline.training.tasks.fashion_mnist:FashionMNISTMLP",
+        "transformer": "paceline.training.tasks.transformer:Transformer",
+    },
+}
+"""The class of each name of ours, as an entry point's value: ``module:Class``."""
+
+LauncherPlugin = NewType("LauncherPlugin", str)
+StrategyPlugin = NewType("StrategyPlugin", str)
+
+GROUP_OF_TYPE: Mapping[Any, Group] = {
+    LauncherPlugin: "paceline.launchers",
+    StrategyPlugin: "paceline.strategies",
+}
+"""Where an option of this type finds the names that it takes beside ours."""
+
+_NOUNS: Mapping[Group, str] = {
+    "paceline.launchers": "launcher",
+    "paceline.strategies": "strategy",
+    "paceline.trackers": "tracker",
+    "paceline.tasks": "task",
+}
+_RESERVED = "auto"
+"""What ``--on`` and ``--strategy`` take beside names: none can be called so."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An entry point of another distribution.
+
+    Attributes:
+        group: what it is registered in.
+        name: what the command line calls it.
+        place: ``module:Class``.
+        distribution: whose it is: its name and version.
+    """
+
+    group: Group
+    name: str
+    place: str
+    distribution: str
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the name is one of ours, which is then meant."""
+        return self.name in BUILT_IN[self.group] or self.name == _RESERVED
+
+    def __str__(self) -> str:
+        return f"{_NOUNS[self.group]} {self.name!r} ({self.place}) of {self.distribution}"
+
+
+@functools.cache
+def find_plugins() -> tuple[Plugin, ...]:
+    """All that other distributions register, in the order of their names; imports none of it."""
+    # Not at the top: the import takes 50 ms and the search 20, which no command with names of ours alone waits for.
+    from importlib.metadata import entry_points
+
+    found = []
+    for group in BUILT_IN:
+        for entry in entry_points(group=group):
+            distribution = (
+                "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+            )
+            found.append(Plugin(group, entry.name, entry.value, distribution))
+    return tuple(sorted(found, key=lambda plugin: (plugin.group, plugin.name, plugin.distribution)))
+
+
+def plugin_names(group: Group) -> tuple[str, ...]:
+    """The names that other distributions add to ours."""
+    return tuple(dict.fromkeys(each.name for each in find_plugins() if each.group == group and not each.is_hidden))
+
+
+def all_names(group: Group) -> tuple[str, ...]:
+    """Ours, and those that other distributions add."""
+    return (*BUILT_IN[group], *plugin_names(group))
+
+
+def find_plugin(group: Group, name: str) -> Plugin | None:
+    """The plug-in of this name; None where no distribution registers it, or it is one of ours.
+
+    Raises:
+        ConfigError: it is registered twice.
+    """
+    found = [each for each in find_plugins() if (each.group, each.name) == (group, name) and not each.is_hidden]
+    if len(found) > 1:
+        raise ConfigError(
+            f"the {_NOUNS[group]} {name!r} is registered twice: by "
+            f"{' and by '.join(f'{each.distribution} ({each.place})' for each in found)}. Uninstall one of them."
+        )
+    return found[0] if found else None
+
+
+def load(group: Group, name: str, requirement: str, is_met: Callable[[Any], bool]) -> Any:
+    """The class that a name stands for.
+
+    Args:
+        group: what is looked for.
+        name: what the command line calls it.
+        requirement: what a plug-in's must be, for the message.
+        is_met: whether it is.
+
+    Raises:
+        ConfigError: there is none of this name, or the plug-in's cannot be imported, or is of another kind.
+    """
+    if name in BUILT_IN[group]:
+        return import_object(BUILT_IN[group][name])
+    plugin = find_plugin(group, name)
+    if plugin is None:
+        raise ConfigError(f"there is no {_NOUNS[group]} {name!r}. Choose one of: {', '.join(all_names(group))}.")
+    try:
+        found = import_object(plugin.place)
+    except Exception as error:  # another's module, which may fail in any way
+        raise ConfigError(
+            f"the {plugin} cannot be imported: {type(error).__name__}: {error}. Repair or uninstall it."
+        ) from error
+    if not is_met(found):
+        raise ConfigError(f"the {plugin} must be {requirement}, and is not. Repair or uninstall it.")
+    return found
+
+
+def import_object(place: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
