@@ -54,7 +54,7 @@ format: install-dev ## Format the code and mend what ruff can mend
 .PHONY: bench
 bench: install-dev ## Measure Paceline beside a hand-written DDP loop, Accelerate and Lightning
 	@scripts/apt-install dataset-fashion-mnist
-	@$(BIN)/paceline bench train $(ARGS)
+	@$(BIN)/python -m benchmarks train $(ARGS)
 
 .PHONY: chaos
 chaos: install ## Train Fashion-MNIST under 50 faults, and prove that nothing is lost
@@ -73,7 +73,7 @@ lock: ## Renew requirements/*.lock from pyproject.toml
 .PHONY: clean
 clean: ## Remove .venv and everything that the tools made; runs/ is kept
 	rm -rf $(VENV) site dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installing: each stamp is newer than what it was installed from ---------------------------
 

@@ -36,30 +36,30 @@ print(json.dumps([said, "torch" in sys.modules]))
 GROUPS = {
     "Start": ("train", "resume", "launch", "join", "scale", "plan", "doctor"),
     "Look": ("runs", "logs", "dashboard", "report", "jobs", "status", "cancel"),
-    "Prove": ("audit", "verify", "chaos", "revalidate", "bench", "scan"),
+    "Prove": ("audit", "verify", "chaos", "revalidate", "bench"),
     "Tune": ("tune",),
     "Serve": ("export", "registry", "serve", "deploy", "predict"),
     "Keep clean": ("gc", "checkpoint"),
     "Other": ("version",),
 }
 COMMANDS = tuple(command for commands in GROUPS.values() for command in commands)
-SUBCOMMANDS = ("runs show", "runs pipeline", "bench comm", "bench serve", "registry pull", "checkpoint ls")
-WITH_RUN_OPTIONS = ("train", "resume", "tune", "chaos", "verify", "scan")
+SUBCOMMANDS = (*("runs show", "runs pipeline", "bench comm", "bench scaling", "registry pull", "checkpoint ls"),)
+WITH_RUN_OPTIONS = ("train", "resume", "tune", "chaos", "verify", "bench scaling")
 COMMON_OF_TRAIN = (
     *("--set", "--epochs", "--max-steps", "--global-batch-size", "--precision", "--seed", "--nproc"),
     *("--nodes", "--on", "--strategy", "--device", "--checkpoint-every", "--run-dir", "--config", "--dry-run"),
 )
-WITH_LAUNCHERS = ("train", "resume", "launch", "doctor", "scan")
+WITH_LAUNCHERS = ("train", "resume", "launch", "doctor", "bench scaling")
 HELPS = [
     [],
     *([command] for command in COMMANDS),
     *(command.split() for command in SUBCOMMANDS),
-    *([command, "--on", name] for command in WITH_LAUNCHERS for name in LAUNCHER_NAMES),
+    *([*command.split(), "--on", name] for command in WITH_LAUNCHERS for name in LAUNCHER_NAMES),
     *(["serve", "--on", name] for name in ("embedded", "ray", "kserve")),
 ]
 CALLS = [
     *([*words, "--help"] for words in HELPS),
-    *([command, "--help-all"] for command in (*WITH_RUN_OPTIONS, "launch", "serve")),
+    *([*command.split(), "--help-all"] for command in (*WITH_RUN_OPTIONS, "launch", "serve")),
     *(
         ["--version"],
         ["version"],
@@ -148,7 +148,7 @@ def test_every_option_is_explained(said: dict[str, tuple[int, str]], command: st
     assert not {f"--no-{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)} & set(words)
 
 
-@pytest.mark.parametrize("command", ["tune", "chaos", "verify", "scan"])
+@pytest.mark.parametrize("command", ["tune", "chaos", "verify", "bench scaling"])
 def test_the_options_of_train_are_named_in_a_line(said: dict[str, tuple[int, str]], command: str) -> None:
     text = said[f"{command} --help"][1]
     assert "Options of paceline train, shown by --help-all: " in text
@@ -185,7 +185,7 @@ def test_help_anywhere_is_help(said: dict[str, tuple[int, str]]) -> None:
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND..."), ("scan", "TASK")],
+    [("train", "TASK"), ("resume", "RUN"), ("tune", "TASK"), ("launch", "-- COMMAND..."), ("bench scaling", "TASK")],
 )
 def test_the_usage_names_the_arguments(said: dict[str, tuple[int, str]], command: str, arguments: str) -> None:
     first = said[f"{command} --help"][1].splitlines()[0]
@@ -249,7 +249,7 @@ def _commands(app: App, words: str = "") -> Iterator[tuple[str, App]]:
 
 def test_no_name_means_two_options() -> None:
     found = dict(_commands(app))
-    assert {"train", "tune", "bench serve"} <= set(found)
+    assert {"train", "tune", "bench comm"} <= set(found)
     for words, command in found.items():
         names = Counter(name for option in command.assemble_argument_collection() for name in option.names)
         assert [name for name, count in names.items() if count > 1 and name != "*"] == [], words

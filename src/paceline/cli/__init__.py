@@ -41,8 +41,7 @@ _COMMANDS = {
     "verify": (_PROVE, "verify:verify", "Train under every strategy, and compare with one process."),
     "chaos": (_PROVE, "chaos:chaos", "Train under injected faults, and prove that nothing is lost."),
     "revalidate": (_PROVE, "revalidate:revalidate", "Recompute and compare a run's or package's recorded metrics."),
-    "bench": (_PROVE, "bench:app", "Compare Paceline's speed with plain loops and other libraries."),
-    "scan": (_PROVE, "scan:scan", "Measure throughput and efficiency by number of processes."),
+    "bench": (_PROVE, "bench:app", "Measure collectives, and how a task scales, on your machines."),
     "tune": (_TUNE, "tune:tune", "Search for a task's best hyperparameters in parallel trials."),
     "export": (_SERVE, "export:export", "Export a run's model as a package."),
     "registry": (_SERVE, "registry:app", "List, tag, copy and roll back packages."),
@@ -61,7 +60,6 @@ _USAGE = {
     "doctor": "[OPTIONS] [TASK]",
     "chaos": "[OPTIONS] TASK",
     "verify": "[OPTIONS] TASK",
-    "scan": "[OPTIONS] TASK",
 }
 """Of the commands with the most options: cyclopts would inspect them all once more to find it out."""
 

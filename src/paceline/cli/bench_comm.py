@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json as json_module
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from paceline.core.environment import detect_environment
 from paceline.core.errors import ConfigError
-from paceline.insight.bench.communication.collectives import COLLECTIVES, Op, parse_sizes
-from paceline.insight.bench.communication.link import find_link
-from paceline.insight.bench.communication.plan import Backend, CommunicationPlan, Mode
+from paceline.insight.bench.collectives import (
+    COLLECTIVES,
+    Backend,
+    CollectiveTiming,
+    CommunicationPlan,
+    CommunicationReport,
+    Mode,
+    Op,
+    find_link,
+    parse_sizes,
+)
+from paceline.insight.bench.report import print_report
 from paceline.launch.launcher import LaunchSpec, get_launcher
-
-if TYPE_CHECKING:
-    from paceline.insight.bench.communication.report import CommunicationReport
 
 Flag = Annotated[bool, Parameter(negative="")]
 
@@ -46,7 +51,7 @@ def comm(
     Parameters
     ----------
     backend
-        Who carries the data: gloo (CPU), nccl (GPUs), mpi (mpi4py).
+        What carries the data: gloo (CPU), nccl (GPUs), mpi (mpi4py).
     op
         What to run; several may be given. Default: all_reduce.
     sizes
@@ -89,9 +94,7 @@ def comm(
     if place.source == "single" and mode == "process-per-device" and nproc > 1:
         return _start_ranks(plan, sys.argv[1:])
 
-    from paceline.insight.bench.communication.measure import CollectiveTiming
-    from paceline.insight.bench.communication.report import CommunicationReport
-    from paceline.insight.bench.communication.run import run_plan
+    from paceline.insight.bench.run_collectives import run_plan
 
     results: list[CollectiveTiming] = []
     carrier, ranks = run_plan(plan, place, results.append)
@@ -100,20 +103,14 @@ def comm(
     report = CommunicationReport(carrier, mode, ranks, place.nodes, link, results)
     if plot is not None:
         plot.write_text(report.chart(), encoding="utf-8")
-    if json:
-        print(json_module.dumps(report.as_json(), indent=2))
-    elif markdown:
-        print(report.as_markdown())
-        print("\n".join(report.notes()))
-    else:
-        _print(report)
+    print_report(report, json=json, markdown=markdown)
     return 1 if report.wrong else 0
 
 
 def _start_ranks(plan: CommunicationPlan, words: Sequence[str]) -> int:
     """Give the same command to the ranks of this machine; the first of them prints."""
     if plan.backend == "nccl":
-        from paceline.insight.bench.communication.run import require_gpus
+        from paceline.insight.bench.run_collectives import require_gpus
 
         require_gpus(plan, plan.nproc)
     launcher = get_launcher("mpi" if plan.backend == "mpi" else "spawn")
@@ -126,13 +123,3 @@ def _start_ranks(plan: CommunicationPlan, words: Sequence[str]) -> int:
         env_style="mpi" if plan.backend == "mpi" else "torch",
     )
     return launcher.submit(launcher.render(spec)).wait()
-
-
-def _print(report: CommunicationReport) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for table in report.tables():
-        console.print(table)
-    for note in report.notes():
-        console.print(note, style="bold red" if "WRONG" in note else "dim", markup=False, highlight=False)

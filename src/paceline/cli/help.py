@@ -22,8 +22,8 @@ _WITHOUT_GROUP = "Parameters"
 _HERE = ("auto", "inprocess", "embedded", "spawn", "torchrun")
 """Values of ``--on`` that have few options of their own: ``--help`` shows them below the common ones."""
 
-_JOBS = ("train", "resume", "launch", "scan")
-_OPTIONS_OF_TRAIN = ("tune", "chaos", "verify", "scan")
+_JOBS = ("train", "resume", "launch", "bench scaling")
+_OPTIONS_OF_TRAIN = ("tune", "chaos", "verify", "bench scaling")
 _LONGEST_COMMAND = len("checkpoint")
 _EMPTY_DEFAULTS = ("False", "()", '""')
 
@@ -53,7 +53,8 @@ class _Formatter(DefaultFormatter):
     """
 
     def __init__(self, words: Sequence[str], *, everything: bool) -> None:
-        self._command = words[0] if words else ""
+        pair = " ".join(words[:2])
+        self._command = pair if pair in _JOBS else " ".join(words[:1])
         super().__init__(column_specs=None if self._command else _command_columns)
         self._everything = everything
         self._later: set[str] = set()

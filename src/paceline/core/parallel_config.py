@@ -573,8 +573,8 @@ class ParallelOptions(ServerOptions):
             who = "DistributedDataParallel" if self.reducer == "ddp" else self.reducer.capitalize()
             if self.sdc_check_every:
                 raise ConfigError(
-                    f"--sdc-check-every needs --reduction exact or allreduce: {who} adds up a rank's micro-batches before "
-                    "they can be compared."
+                    f"--sdc-check-every needs --reduction exact or allreduce: {who} adds up a rank's micro-batches "
+                    "before they can be compared."
                 )
             if self.hot_spares:
                 raise ConfigError(

@@ -131,7 +131,8 @@ def test_a_worker_for_which_there_is_no_log_prints_to_the_terminal(job: Job) -> 
 
 @pytest.mark.integration
 def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
-    program = "from paceline.elastic.controller import print_status; print_status('the run continues.'); print('so does the agent')"
+    says = "from paceline.elastic.controller import print_status; print_status('the run continues.')"
+    program = f"{says}; print('so does the agent')"
     with open("/dev/full", "w") as full:
         popen = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full)
         assert popen.communicate(timeout=60)[0] == b"so does the agent\n"

@@ -16,13 +16,18 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.insight.bench.communication.collectives import COLLECTIVES, Op, parse_sizes
-from paceline.insight.bench.communication.engines import GroupEngine
-from paceline.insight.bench.communication.link import default_interface, find_link, interface_speed_gbps
-from paceline.insight.bench.communication.measure import measure
-from paceline.insight.bench.communication.plan import CommunicationPlan
-from paceline.insight.bench.communication.report import CommunicationReport, size_text
-from paceline.insight.bench.communication.run import run_plan
+from paceline.insight.bench.collectives import (
+    COLLECTIVES,
+    CommunicationPlan,
+    CommunicationReport,
+    Op,
+    default_interface,
+    find_link,
+    interface_speed_gbps,
+    parse_sizes,
+    size_text,
+)
+from paceline.insight.bench.run_collectives import GroupEngine, measure, run_plan
 
 ALL_OPS = tuple(COLLECTIVES)
 SMALL = ("--op", *ALL_OPS, "--sizes", "100B:1000B", "--iterations", "2", "--warmup", "1")
@@ -164,16 +169,16 @@ def test_processes_of_the_command_and_of_threads_in_them(run_processes: Processe
 
 INTERRUPTED = """
 import sys
-from paceline.insight.bench.communication import run
+from paceline.insight.bench import run_collectives
 from paceline.cli import main
 
-measure = run.measure
+measure = run_collectives.measure
 
 def told(*arguments, **options):
     print("measuring", flush=True)
     yield from measure(*arguments, **options)
 
-run.measure = told
+run_collectives.measure = told
 sys.exit(main())
 """
 

@@ -1,4 +1,4 @@
-"""paceline scan: what is trained, how efficiency is computed, and what happens when a size fails."""
+"""paceline bench scaling: what is trained, how efficiency is computed, and what happens when a size fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_efficiency_is_the_speed_up_over_that_of_as_many_more_processes() -> Non
     assert [report.speedup(each) for each in report.results] == [1.0, 1.5, None]
     assert [report.efficiency(each) for each in report.results] == [1.0, 0.75, None]
     assert [each.processes for each in report.failed] == [8]
-    text = report.as_markdown()
+    [table] = report.tables()
+    text = table.as_markdown()
     assert "net: strong scaling (the same global batch)" in text
     assert "| 4 | 64 | 150 | 426.67 | 1.50x | 75% |" in text
     assert "| 8 | - | - | - | - | exit code 1 |" in text
@@ -46,7 +47,8 @@ def test_efficiency_is_the_speed_up_over_that_of_as_many_more_processes() -> Non
 
 
 def test_a_task_is_named_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=100).print(ScalingReport("[old]/net.py:Net", "strong", [result(2, 100.0)]).as_table())
+    [table] = ScalingReport("[old]/net.py:Net", "strong", [result(2, 100.0)]).tables()
+    Console(width=100).print(table.as_rich())
     assert "[old]/net.py:Net: strong scaling" in capsys.readouterr().out
 
 
@@ -72,7 +74,7 @@ def test_the_first_steps_do_not_count(tmp_path: Path) -> None:
 
 def test_sizes_are_trained_and_one_that_fails_is_told(run_processes: Processes, tmp_path: Path) -> None:
     common = ("fashion-mnist-mlp", "--threads", "1", "--steps", "4", "--warmup", "2", "--microbatches", "2")
-    done = run_processes.paceline("scan", *common, "--nproc", "1,3", "--run-dir", "scan", "--json")
+    done = run_processes.paceline("bench", "scaling", *common, "--nproc", "1,3", "--run-dir", "scaling", "--json")
     # Three processes are more than the two micro-batches.
     assert done.returncode == 1
     report = json.loads(done.stdout)
@@ -81,14 +83,15 @@ def test_sizes_are_trained_and_one_that_fails_is_told(run_processes: Processes, 
     assert first["samples_per_s"] > 0
     assert (last["processes"], last["samples_per_s"], last["efficiency"]) == (3, None, None)
     assert last["exit_code"] != 0
-    assert json.loads((tmp_path / "scan/nproc-1/result.json").read_text())["steps"] == 6
+    assert json.loads((tmp_path / "scaling/nproc-1/result.json").read_text())["steps"] == 6
 
 
 def test_each_size_is_a_job(run_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     common = ("fashion-mnist-mlp", "--threads", "1", "--steps", "4", "--warmup", "2", "--microbatches", "2")
     on = ("--on", "submitit", "--executor", "local")
-    done = run_processes.paceline("scan", *common, "--nproc", "1,2", *on, "--run-dir", "scan", "--markdown")
+    words = ("--nproc", "1,2", *on, "--run-dir", "scaling", "--markdown")
+    done = run_processes.paceline("bench", "scaling", *common, *words)
     assert done.returncode == 0, done.stderr
     assert [line.split(" |")[0] for line in done.stdout.splitlines()[4:6]] == ["| 1", "| 2"]
     jobs = json.loads(run_processes.paceline("jobs", "--json").stdout)
@@ -100,7 +103,7 @@ def test_a_size_without_a_result_has_failed(tmp_path: Path) -> None:
     assert lost.samples_per_s is None
     report = ScalingReport("net", "strong", [result(1, 100.0), lost])
     assert report.failed == [lost]
-    assert "| 2 | - | - | - | - | no result |" in report.as_markdown()
+    assert "| 2 | - | - | - | - | no result |" in report.tables()[0].as_markdown()
 
 
 class Job(JobHandle):
@@ -158,7 +161,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     # Which launchers' options there are is decided once in a process, by its command line: here all.
-    monkeypatch.setattr(sys, "argv", ["scan"])
+    monkeypatch.setattr(sys, "argv", ["pytest"])
     for launcher in (Slurm, Ssh):
         monkeypatch.setattr(launcher, "submit", lambda launcher, rendered: cluster.submit(rendered))
     return cluster
@@ -173,12 +176,12 @@ class Own:
     local_rank_argument: bool | None = None
 
 
-def scan_on(on: str, nproc: str, own: Own | None = None, **job: Any) -> int:
-    from paceline.cli.scan import Options, scan
+def scale_on(on: str, nproc: str, own: Own | None = None, **job: Any) -> int:
+    from paceline.cli.bench_scaling import Options, scaling
 
-    return scan(
+    return scaling(
         "fashion-mnist",
-        run_dir=Path("scan"),
+        run_dir=Path("scaling"),
         options=Options(on=on, nproc=nproc),
         job=JobOptions(**job) if job else None,
         launcher_options=own,
@@ -188,7 +191,7 @@ def scan_on(on: str, nproc: str, own: Own | None = None, **job: Any) -> int:
 
 def test_a_job_whose_end_cannot_be_learned_ends_no_other(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.ends = {1: 0, 2: LaunchError("Slurm does not know it any more."), 4: 0}
-    assert scan_on("slurm", "1,2,4") == 1
+    assert scale_on("slurm", "1,2,4") == 1
     printed = capsys.readouterr()
     results = json.loads(printed.out)["results"]
     assert [(each["exit_code"], each["samples_per_s"]) for each in results] == [(0, 100), (1, None), (0, 100)]
@@ -208,13 +211,13 @@ def test_ctrl_c_and_a_refused_size_end_the_others(
 ) -> None:
     cluster.ends = ends
     with pytest.raises(error):
-        scan_on("slurm", "1,2,4")
+        scale_on("slurm", "1,2,4")
     assert cluster.cancelled == cancelled
 
 
 def test_hosts_say_how_many_machines_there_are(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.ends = {1: 0, 2: 0}
-    assert scan_on("ssh", "1,2", Own(hosts="a,b")) == 0
+    assert scale_on("ssh", "1,2", Own(hosts="a,b")) == 0
     assert [each["processes"] for each in json.loads(capsys.readouterr().out)["results"]] == [2, 4]
 
 
@@ -223,9 +226,9 @@ def test_hosts_say_how_many_machines_there_are(cluster: Cluster, capsys: pytest.
     [
         ("kubernetes", Own(image="i"), {}, "--on kubernetes: its results are not seen from here"),
         ("sagemaker", None, {}, "paceline train --on sagemaker"),
-        ("slurm", None, {"preflight": True}, "--preflight: a scan examines no machines"),
-        ("slurm", None, {"wait": True}, "--wait: a scan waits for its jobs anyway"),
-        ("ssh", Own(hosts="a,b"), {"detach": True}, "--detach: a scan stays"),
+        ("slurm", None, {"preflight": True}, "--preflight: a scaling benchmark examines no machines"),
+        ("slurm", None, {"wait": True}, "--wait: a scaling benchmark waits for its jobs anyway"),
+        ("ssh", Own(hosts="a,b"), {"detach": True}, "--detach: a scaling benchmark stays"),
         ("slurm", None, {"env_style": "none"}, "--env-style is for scripts"),
         ("spawn", None, {"gpus_per_node": 2}, "--gpus-per-node: these are for jobs on a cluster"),
         ("torchrun", Own(local_rank_argument=True), {}, "--local-rank-argument: .* and --on is torchrun"),
@@ -238,7 +241,7 @@ def test_what_no_job_or_not_every_size_can_have_is_refused_before_the_first_is_s
 ) -> None:
     cluster.ends = {1: 0, 2: 0}
     with pytest.raises(ConfigError, match=message):
-        scan_on(on, "1,2", own, **job)
+        scale_on(on, "1,2", own, **job)
     assert cluster.jobs == {}
 
 
@@ -248,11 +251,11 @@ def test_what_no_job_or_not_every_size_can_have_is_refused_before_the_first_is_s
         (("--nproc", "1,1"), "--nproc must list different numbers"),
         (("--nproc", "auto"), "--nproc must list different numbers"),
         (("--nproc", "1,2", "--steps", "0"), "--steps must be at least 1"),
-        (("--nproc", "1,2", "--nodes", "1:2"), "a scan is of fixed sizes"),
-        (("--nproc", "1,2", "--plot", "scan.png"), "ends in .svg"),
+        (("--nproc", "1,2", "--nodes", "1:2"), "a scaling benchmark is of fixed sizes"),
+        (("--nproc", "1,2", "--plot", "scaling.png"), "ends in .svg"),
     ],
 )
-def test_what_cannot_be_scanned_is_refused(run_processes: Processes, words: tuple[str, ...], message: str) -> None:
-    done = run_processes.paceline("scan", "fashion-mnist", *words)
+def test_what_cannot_be_measured_is_refused(run_processes: Processes, words: tuple[str, ...], message: str) -> None:
+    done = run_processes.paceline("bench", "scaling", "fashion-mnist", *words)
     assert done.returncode == 2
     assert message in done.stderr

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline.parallel.fsdp  # noqa: F401  # so that its imports are not taken for the model's memory
+from benchmarks.tasks import Timed, WideMLP
 from paceline.core.task import Task
-from paceline.insight.bench.tasks import Timed, WideMLP
 from paceline.training.tasks.transformer import Transformer
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks: the same work by a hand-written loop, by peers and by Paceline, in alternating rounds."""
+"""Measurements on a user's own machines: collectives, and how a task scales with processes."""

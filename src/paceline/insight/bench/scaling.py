@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.markup import escape
-from rich.table import Table
-
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
-from paceline.insight.bench.chart import line_chart
+from paceline.insight.bench.report import ReportTable, describe_machine, line_chart
 
 Scaling = Literal["strong", "weak"]
 
@@ -128,8 +125,6 @@ class ScalingReport:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with this machine and its software."""
-        from paceline.insight.bench.machine import describe_machine
-
         return {
             "machine": describe_machine(),
             "task": self.task,
@@ -144,19 +139,20 @@ class ScalingReport:
             ],
         }
 
-    def as_table(self) -> Table:
-        """For the terminal."""
-        table = Table(title=escape(self._title()), title_justify="left")
-        for name in _COLUMNS:
-            table.add_column(name, justify="right")
-        for result in self.results:
-            table.add_row(*self._cells(result), style=None if result.samples_per_s else "red")
-        return table
+    def tables(self) -> list[ReportTable]:
+        """The sizes, a row for each."""
+        return [
+            ReportTable(
+                headings=_COLUMNS,
+                rows=[self._cells(result) for result in self.results],
+                title=self._title(),
+                failed=[number for number, result in enumerate(self.results) if result.samples_per_s is None],
+            )
+        ]
 
-    def as_markdown(self) -> str:
-        """For a document."""
-        rows = [_COLUMNS, ["---:"] * len(_COLUMNS), *(self._cells(result) for result in self.results)]
-        return "\n".join([f"**{self._title()}**\n", *(f"| {' | '.join(row)} |" for row in rows), ""])
+    def notes(self) -> list[str]:
+        """Return none: the table says it all."""
+        return []
 
     def chart(self) -> str:
         """Throughput over processes as SVG, beside what it would be were nothing lost."""

@@ -1,0 +1,286 @@
+"""Paceline measured beside hand-written loops and other libraries: ``python -m benchmarks SUITE``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from cyclopts import App, Parameter
+
+from paceline.core.errors import PacelineError
+from paceline.insight.bench.report import print_report
+
+if TYPE_CHECKING:
+    from benchmarks.results import BenchResult
+    from benchmarks.workloads import Workload
+
+app = App(
+    name="python -m benchmarks",
+    help="Compare Paceline's speed with plain loops and other libraries.",
+    version_flags=(),
+    result_action="return_value",
+    help_format="plaintext",
+)
+
+PeerName = Literal["ddp", "accelerate", "lightning", "paceline-exact", "paceline-fast", "paceline-torch"]
+_ALL_PEERS: tuple[PeerName, ...] = get_args(PeerName)
+
+RecovererName = Literal["torchrun", "paceline-torchrun", "paceline-inplace"]
+_ALL_RECOVERERS: tuple[RecovererName, ...] = get_args(RecovererName)
+
+SuiteName = Literal["fsdp", "tp", "pp", "schedules", "memory", "pipeline", "pipedream", "slow-link", "slow-worker"]
+
+ServingSuiteName = Literal["json", "binary", "predict", "overload", "swap", "drain", "kill"]
+
+Rounds = Annotated[int, Parameter(help="How often each is measured, in turns.")]
+Steps = Annotated[int | None, Parameter(help="Steps to measure. Default: some seconds' worth.")]
+WorkloadName = Annotated[Literal["convnet", "mlp", "all"], Parameter(help="What to train.")]
+Json = Annotated[bool, Parameter(negative="", help="Print JSON, with every round, instead of tables.")]
+Markdown = Annotated[bool, Parameter(negative="", help="Print Markdown tables.")]
+
+
+@app.command
+def train(
+    *,
+    workload: WorkloadName = "all",
+    peers: Annotated[
+        tuple[PeerName, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="What trains; ratios are to the first. Default: all, in this order.",
+        ),
+    ] = _ALL_PEERS,
+    rounds: Rounds = 5,
+    steps: Steps = None,
+    warmup: Annotated[int | None, Parameter(help="Steps of warm-up. Default: the workload's.")] = None,
+    microbatches: Annotated[int, Parameter(help="Paceline's --microbatches.")] = 2,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Steps a second of the same training by each peer: 2 CPU ranks, gloo, 64 samples a rank."""
+    from benchmarks.train import bench_train
+
+    result = bench_train(
+        workloads=_workloads(workload),
+        peers=peers,
+        rounds=rounds,
+        steps=steps,
+        warmup=warmup,
+        microbatches=microbatches,
+        progress=_progress,
+    )
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def checkpoint(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False) -> int:
+    """What a checkpoint every 50 steps costs, on the ConvNet."""
+    from benchmarks.train import bench_checkpoint
+
+    return show(bench_checkpoint(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
+def overhead(*, rounds: Rounds = 5, steps: Steps = None, json: Json = False, markdown: Markdown = False) -> int:
+    """What recovery in place costs while nothing fails, on the ConvNet."""
+    from benchmarks.train import bench_overhead
+
+    return show(bench_overhead(rounds=rounds, steps=steps, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
+def memory(*, rounds: Rounds = 3, json: Json = False, markdown: Markdown = False) -> int:
+    """Peak memory of a rank beyond the imports', on a 20-million-parameter MLP."""
+    from benchmarks.train import bench_memory
+
+    return show(bench_memory(rounds=rounds, progress=_progress), json=json, markdown=markdown)
+
+
+@app.command
+def microbatches(
+    *,
+    counts: Annotated[
+        tuple[int, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Numbers of micro-batches; ratios are to the first. Default: 2 12.",
+        ),
+    ] = (2, 12),
+    workload: WorkloadName = "convnet",
+    rounds: Rounds = 5,
+    steps: Steps = None,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Time a step for several numbers of logical micro-batches, with the exact reduction."""
+    from benchmarks.train import bench_microbatches
+
+    result = bench_microbatches(
+        workloads=_workloads(workload), microbatches=counts, rounds=rounds, steps=steps, progress=_progress
+    )
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def shares(
+    *,
+    rounds: Rounds = 3,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 200,
+    warmup: Annotated[int, Parameter(help="Steps before those, in which speeds are measured.")] = 200,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Two ranks share 12 micro-batches of the ConvNet, one at half speed: --load-balance auto against equal.
+
+    The slow rank is stopped for 4 of every 8 milliseconds (SIGSTOP, SIGCONT).
+    """
+    from benchmarks.train import bench_shares
+
+    result = bench_shares(rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def recovery(
+    *,
+    contenders: Annotated[
+        tuple[RecovererName, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="Whose workers are killed: torchrun (a plain DDP script with snapshots), paceline-torchrun, "
+            "paceline-inplace. Default: all.",
+        ),
+    ] = _ALL_RECOVERERS,
+    nproc: Annotated[int, Parameter(help="Workers.")] = 2,
+    kills: Annotated[int, Parameter(help="Workers killed in a round, of each contender.")] = 3,
+    rounds: Annotated[int, Parameter(help="How often each is tried, in turns.")] = 1,
+    seed: Annotated[int, Parameter(help="Decides at which steps and which ranks.")] = 0,
+    hang_after: Annotated[float, Parameter(help="Seconds without a step that count as a hang.")] = 30.0,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Workers killed with -9: which jobs come back, how soon, and with the weights of the undisturbed run."""
+    from benchmarks.recovery import bench_recovery
+
+    result = bench_recovery(
+        contenders=contenders,
+        nproc=nproc,
+        kills=kills,
+        rounds=rounds,
+        seed=seed,
+        hang_after_s=hang_after,
+        progress=_progress,
+    )
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def strategies(
+    *,
+    suite: Annotated[
+        tuple[SuiteName, ...],
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="What to measure. Default: all but slow-link.",
+        ),
+    ] = (),
+    rounds: Rounds = 3,
+    steps: Annotated[int, Parameter(help="Steps to measure.")] = 200,
+    warmup: Annotated[int, Parameter(help="Steps before those.")] = 50,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Strategies beside the same thing by hand with torch's own APIs, each with the bar it is to meet.
+
+    fsdp, tp, pp: steps a second at 2 ranks. schedules: those of the pipeline. memory: of a rank of 4, fsdp
+    against ddp. pipeline: balanced stages, and the runtime, in the same processes. pipedream: against 1F1B.
+    slow-link: bytes and accuracy over 100 Mbit/s between two network namespaces (needs root). slow-worker:
+    parameter servers. At the end, one table of all bars.
+    """
+    from benchmarks.strategies import bench_strategies
+
+    result = bench_strategies(chosen=suite, rounds=rounds, steps=steps, warmup=warmup, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def tune(
+    *,
+    trials: Annotated[int, Parameter(help="Trials of both searches.")] = 32,
+    steps: Annotated[int, Parameter(help="Steps of a whole trial.")] = 320,
+    alone: Annotated[int, Parameter(help="Trials one after another, beside paceline train.")] = 8,
+    rounds: Annotated[int, Parameter(help="How often these two are run, in turns.")] = 3,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """ASHA beside a full grid of the same configurations, and a trial beside a bare paceline train."""
+    from benchmarks.tuning import bench_tuning
+
+    result = bench_tuning(trials=trials, steps=steps, alone=alone, rounds=rounds, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+@app.command
+def serve(
+    *,
+    only: Annotated[
+        tuple[ServingSuiteName, ...],
+        Parameter(consume_multiple=True, negative="", show_default=False, help="What to measure. Default: all."),
+    ] = (),
+    rounds: Rounds = 3,
+    seconds: Annotated[float, Parameter(help="How long each is loaded, after a warm-up.")] = 10.0,
+    json: Json = False,
+    markdown: Markdown = False,
+) -> int:
+    """Requests a second of paceline serve beside FastAPI and LitServe, on the ConvNet.
+
+    json: 32 connections, each a picture as 784 numbers. binary: 32 rows a request, against the model alone.
+    predict: a file of rows, 45,000 for each of --seconds, by paceline predict with one process and with two.
+    overload: five times what it can do, what is refused and how fast. swap, drain, kill: a server whose
+    package is exchanged 100 times, two that are ended 20 times, replicas killed with -9, all under load.
+    At the end, one table of all bars.
+    """
+    from benchmarks.serving.suite import bench_serve
+
+    result = bench_serve(only=only, rounds=rounds, seconds=seconds, progress=_progress)
+    return show(result, json=json, markdown=markdown)
+
+
+def _workloads(name: str) -> list[Workload]:
+    from benchmarks.workloads import WORKLOADS
+
+    return list(WORKLOADS.values()) if name == "all" else [WORKLOADS[name]]
+
+
+def _progress(line: str) -> None:
+    # Not on the standard output, which is for the result.
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(result: BenchResult, *, json: bool = False, markdown: bool = False) -> int:
+    """Print a benchmark's result: tables, Markdown or JSON."""
+    print_report(result, json=json, markdown=markdown)
+    return 0
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    try:
+        return int(app() or 0)
+    except PacelineError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
