@@ -15,8 +15,8 @@ from tests.conftest import Processes
 from tests.serving.conftest import Server, json_request
 from tests.serving.load import PATH
 
+from paceline.core.access import read_bearer_token
 from paceline.core.errors import ConfigError
-from paceline.serving.access import read_token
 from paceline.serving.model import ServingOptions
 from paceline.serving.server import ListenAddress, bind, listen
 
@@ -50,17 +50,17 @@ def test_a_token(start: Callable[..., Server], token_file: Path) -> None:
 
 
 def test_a_token_file_that_others_can_read(token_file: Path) -> None:
-    assert read_token(token_file) == "0123456789abcdef"
+    assert read_bearer_token(token_file) == "0123456789abcdef"
     token_file.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        read_token(token_file)
+        read_bearer_token(token_file)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"two words in here", b"\xff" * 20])
 def test_a_token_that_is_none(token_file: Path, content: bytes) -> None:
     token_file.write_bytes(content)
     with pytest.raises(ConfigError, match="at least 16"):
-        read_token(token_file)
+        read_bearer_token(token_file)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])

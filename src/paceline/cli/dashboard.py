@@ -73,6 +73,6 @@ def dashboard(
 
 
 def _token(path: Path) -> bytes:
-    from paceline.elastic.token import create_token, read_token
+    from paceline.core.access import create_token, read_token
 
     return read_token(path) if path.exists() else create_token(path)

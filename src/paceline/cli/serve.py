@@ -148,11 +148,11 @@ def serve(
     if explicit_options(kserve):
         raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} belongs to --on kserve.")
     _require_libraries()
-    from paceline.serving.access import read_token
+    from paceline.core.access import read_bearer_token
     from paceline.serving.app import open_model
     from paceline.serving.server import ListenAddress
 
-    token = None if token_file is None else read_token(token_file)
+    token = None if token_file is None else read_bearer_token(token_file)
     address = ListenAddress(host=host, port=port, grpc_port=grpc_port, token=token)
     ray_options = None
     if on == "ray":

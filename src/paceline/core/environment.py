@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError
 
 # --- Environment variables that are set for a while. No torch ---
@@ -407,11 +408,6 @@ def _local_place(environ: Mapping[str, str], rank: int, world_size: int, host: s
     if "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
         return (rank, world_size) if host is None or is_loopback(host) else (0, 1)
     return _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE", world_size)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only be this machine."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _place(source: Source, rank: int, world_size: int, local_rank: int, local_world_size: int) -> Environment:

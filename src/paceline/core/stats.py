@@ -118,6 +118,11 @@ def _total(values: Floats) -> float:
         return float(values.sum())
 
 
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """By nearest rank, so that it is a value that occurred; None of none."""
+    return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else None
+
+
 def of_counts(counts: Counts, statistic: Callable[[Floats], Floats]) -> Estimate:
     """A share that depends on how many samples fell into each cell, and its interval by resampling samples.
 

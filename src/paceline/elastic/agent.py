@@ -32,7 +32,7 @@ class Agent:
     """A job whose workers are replaced when they die; see :class:`ProcessGroup`.
 
     Args:
-        rendered: one process, the zygote; the last word of its spec's command is the job's file.
+        rendered: one process, the fork server; the last word of its spec's command is the job's file.
     """
 
     def __init__(self, rendered: RenderedProcessGroup) -> None:

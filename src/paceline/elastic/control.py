@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import msgspec
+
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import write_atomically
 from paceline.core.process_group import ProcessGroupSpec
@@ -88,12 +90,6 @@ class RunStatus:
     def members(self) -> tuple[WorkerStatus, ...]:
         """Those in the view, by rank."""
         return tuple(worker for worker in self.workers if worker.rank is not None)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """What :func:`dataclasses.asdict` gave, after its way through JSON."""
-        workers = tuple(WorkerStatus(**worker) for worker in document["workers"])
-        return cls(**{**document, "workers": workers})
 
 
 class ControlHandler(Protocol):
@@ -278,7 +274,7 @@ class AgentConnection:
         answer = json.loads(content)
         if "error" in answer:
             raise ConfigError(answer["error"])
-        return RunStatus.from_json(answer)
+        return msgspec.convert(answer, RunStatus)
 
 
 class AgentGone(PacelineError):

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+import msgspec
 
 from paceline.core.errors import HangError, PeerLostError
 from paceline.core.files import write_atomically
@@ -398,7 +400,7 @@ class _Note:
     generation: int
     pid: int
     time: float
-    standing: dict[str, Any] | None
+    standing: StallSnapshot | None
 
 
 class Watchdog:
@@ -457,11 +459,10 @@ class Watchdog:
         return self._directory.logs / f"rank-{rank}.standing.json"
 
     def _note(self, standing: StallSnapshot | None) -> None:
-        content = None if standing is None else asdict(standing)
-        document = _Note(self._generation, os.getpid(), time.time(), content)
+        note = _Note(self._generation, os.getpid(), time.time(), standing)
         # Where the disk is full, this rank is told by its process alone.
         with suppress(OSError):
-            write_atomically(self._file(self._rank), json.dumps(asdict(document)).encode())
+            write_atomically(self._file(self._rank), json.dumps(msgspec.to_builtins(note)).encode())
 
     def _watch(self) -> None:
         asked_at: float | None = None
@@ -490,7 +491,7 @@ class Watchdog:
             if note is None:
                 unseen.append(rank)
             elif note.standing is not None and note.time >= asked_at - _GLANCE_S:
-                reports.append(StallSnapshot(**note.standing))
+                reports.append(note.standing)
             elif time.time() < asked_at + _ANSWER_S:
                 return
             else:
@@ -513,8 +514,8 @@ class Watchdog:
 
     def _read(self, rank: int) -> _Note | None:
         try:
-            note = _Note(**json.loads(self._file(rank).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            note = msgspec.convert(json.loads(self._file(rank).read_bytes()), _Note)
+        except (OSError, ValueError):
             return None
         return note if note.generation == self._generation else None
 

@@ -10,17 +10,18 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from paceline.core.errors import LaunchError
+from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
 from paceline.core.process_group import RenderedProcess
 from paceline.core.stack_dump import describe_unresponsive
 from paceline.elastic.coordinator import Status, WorkerSlot
-from paceline.elastic.forking import STORE_HOST, Exited, Forked, ForkServer, NotForked
-from paceline.elastic.rendezvous_store import RendezvousStores
+from paceline.elastic.rendezvous_store import STORE_HOST, RendezvousStores
 from paceline.elastic.worker_channel import (
     Assignment,
     ChannelError,
@@ -44,8 +45,7 @@ Order = Assignment | ReformRequest | GroupBroken | ReportRequest | ExitRequest
 Said = WorkerHeartbeat | Ready | Joined | StallSnapshot
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind", forbid_unknown_fields=True):
     """A worker's process has ended.
 
     Attributes:
@@ -218,10 +218,10 @@ class WorkerProcess:
 # --- This machine's workers: started, told, watched, fenced. Who belongs where is decided by the leader ---
 #
 # One thread and one selector, shared with whoever owns the node: workers' channels and pidfds, the
-# zygote and the store host. What happens to workers is reported; what to do with them is ordered.
+# fork server and the store host. What happens to workers is reported; what to do with them is ordered.
 
 
-_REPORT_S = 1.0  # how long the zygote may take to report an end that its pidfd shows already
+_REPORT_S = 1.0  # how long the fork server may take to report an end that its pidfd shows already
 _LEAVE_S = 60.0  # how long a member may take to leave a broken view: a step's computation, at most
 _FORKSERVERS = 1  # how many may end one after another without having forked anything
 
@@ -230,7 +230,7 @@ class NodeWorkers:
     """The workers of one machine.
 
     Args:
-        zygote: the command of the process that forks workers.
+        fork_server: the command of the process that forks workers.
         job: the file that workers are started with.
         directory: where they log, and record the errors that end them.
         selector: of the loop that this node lives in; its handlers are the registered data.
@@ -247,7 +247,7 @@ class NodeWorkers:
 
     def __init__(
         self,
-        zygote: RenderedProcess,
+        fork_server: RenderedProcess,
         job: str,
         directory: RunDirectory,
         selector: selectors.BaseSelector,
@@ -257,13 +257,13 @@ class NodeWorkers:
         inherited: tuple[int, ...] = (),
         interface: str = "",
     ) -> None:
-        self._rendered, self._job, self._directory, self._selector = zygote, job, directory, selector
+        self._rendered, self._job, self._directory, self._selector = fork_server, job, directory, selector
         self._heartbeat_s, self._grace_s, self._inherited = heartbeat_s, grace_s, inherited
         self._interface = interface
         self._workers: dict[int, WorkerProcess] = {}
         self._stop = 0  # the signal that all were sent, and that later ones are sent too
         self._stores = RendezvousStores(selector)
-        self._failed_forkservers = 0  # zygotes that ended without having forked anything
+        self._failed_forkservers = 0  # fork servers that ended without having forked anything
         self._start_forkserver()
 
     @property
@@ -288,7 +288,7 @@ class NodeWorkers:
         log = self._directory.log_of(slot) if slot > 0 else None
         worker = self._workers[number] = WorkerProcess(number, slot, log)
         self._watch(worker, partial(self._on_message, worker))
-        self._forkserver.fork(number, slot, self._job, worker.descriptors)
+        self._fork(worker)
 
     def send(self, number: int, order: Order) -> None:
         """Tell a worker something; one that has ended is not told."""
@@ -299,7 +299,7 @@ class NodeWorkers:
             case Assignment(generation, world_size=world_size, local_world_size=local_world_size):
                 worker.enter_group(generation, self._heartbeat_s)
                 if world_size > local_world_size:
-                    order = replace(order, interface=self._interface)
+                    order = msgspec.structs.replace(order, interface=self._interface)
             case GroupBroken():
                 worker.expect_leave(_LEAVE_S)
             case ExitRequest():
@@ -341,7 +341,7 @@ class NodeWorkers:
         """Lose patience with whoever is late."""
         for worker in [w for w in self._workers.values() if w.deadline <= now]:
             if worker.ending:
-                self._ended(worker, -signal.SIGKILL)  # the zygote does not say how
+                self._ended(worker, -signal.SIGKILL)  # the fork server does not say how
             else:
                 silent = not worker.killed and now - worker.heard_at >= self._heartbeat_s
                 why = describe_unresponsive(worker.pid) if silent else ""
@@ -370,16 +370,20 @@ class NodeWorkers:
             worker.signal(signal.SIGKILL)
             worker.expect("end", _REPORT_S * 10)
 
-    # The zygote.
+    # The fork server.
 
     def _start_forkserver(self) -> None:
-        self._forkserver = ForkServer(self._rendered, self._inherited)
+        env = {**os.environ, **self._rendered.env}
+        self._forkserver = ForkServer(self._rendered.argv, env, self._inherited)
         self._watch(self._forkserver, partial(self._on_report, self._forkserver))
 
-    def _on_report(self, zygote: ForkServer) -> None:
-        match zygote.report():
+    def _fork(self, worker: WorkerProcess) -> None:
+        self._forkserver.fork(worker.number, worker.descriptors, slot=worker.local_index, job=self._job)
+
+    def _on_report(self, fork_server: ForkServer) -> None:
+        match fork_server.report():
             case None:
-                self._forkserver_ended(zygote)
+                self._forkserver_ended(fork_server)
             case Forked(number, pid, pidfd):
                 self._failed_forkservers = 0
                 if number != STORE_HOST:
@@ -394,9 +398,9 @@ class NodeWorkers:
                 for worker in [w for w in self._workers.values() if w.pid == pid]:
                     self._ended(worker, code)
 
-    def _forkserver_ended(self, zygote: ForkServer) -> None:
-        self._selector.unregister(zygote)
-        code = zygote.end()
+    def _forkserver_ended(self, fork_server: ForkServer) -> None:
+        self._selector.unregister(fork_server)
+        code = fork_server.end()
         self._failed_forkservers += 1
         if self._failed_forkservers > _FORKSERVERS:
             raise LaunchError(
@@ -406,7 +410,7 @@ class NodeWorkers:
         self._start_forkserver()
         for worker in list(self._workers.values()):
             if worker.pid is None:
-                self._forkserver.fork(worker.number, worker.local_index, self._job, worker.descriptors)
+                self._fork(worker)
             elif worker.ending:
                 self._ended(worker, -signal.SIGKILL)
 
@@ -425,7 +429,7 @@ class NodeWorkers:
             worker.signal(self._stop)
 
     def _on_end(self, worker: WorkerProcess) -> None:
-        """A pidfd says that its process has ended; how, the zygote says, if it lives."""
+        """A pidfd says that its process has ended; how, the fork server says, if it lives."""
         if worker.number not in self._workers:
             return
         assert worker.pidfd is not None

@@ -2,12 +2,86 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
-from paceline.elastic.forking import ForkServer, StoreHost
+from paceline.core.fork_server import ForkServer
+
+STORE_HOST = -1
+"""The number of the store host among what a fork server forks; workers' are 0 and above."""
+
+_LONGEST = 4096
+_SERVED_S = 2.0  # how long the store host may take to open or close a store: milliseconds, unless it hangs
+
+
+class StoreHost:
+    """A process that serves one store a generation; see :mod:`paceline.elastic.store_host`."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._pidfd: int | None = None
+        self._owed = 0  # commands that were not answered yet
+        self._patience_ends = math.inf
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fork_server.fork(STORE_HOST, [theirs.fileno()])
+
+    def fileno(self) -> int:
+        """The descriptor that reads an end of file when the host has ended, for a selector."""
+        return self._socket.fileno()
+
+    def open(self, generation: int, address: str) -> int:
+        """Serve a store for this generation; return its port, to which members may connect at once."""
+        with socket.create_server((address, 0), backlog=128) as listener:
+            self._tell({"open": generation}, [listener.fileno()])
+            port: int = listener.getsockname()[1]
+        return port
+
+    @property
+    def deadline(self) -> float:
+        """When the host should have done what it was told, by the monotonic clock."""
+        return self._patience_ends if self._owed and self._pidfd is not None else math.inf
+
+    def runs(self, pidfd: int) -> None:
+        """It was forked; ``pidfd`` is its own now."""
+        self._pidfd = pidfd
+        self._patience_ends = time.monotonic() + _SERVED_S
+
+    def report(self) -> bool:
+        """Take note of what it reports; False once it has ended."""
+        content = b""
+        with suppress(ConnectionError):
+            content = self._socket.recv(_LONGEST)
+        if content:
+            self._owed -= 1
+        return bool(content)
+
+    def close(self, generation: int) -> None:
+        """Serve it no longer, and reset who is connected to it."""
+        self._tell({"close": generation}, [])
+
+    def end(self) -> None:
+        """End the host, even where it hangs; its clients are reset."""
+        self._socket.close()
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _tell(self, command: Mapping[str, int], descriptors: Sequence[int]) -> None:
+        self._patience_ends = time.monotonic() + _SERVED_S
+        self._owed += 1
+        # Where the host has died, the members' connections are refused, and they ask again.
+        with suppress(ConnectionError):
+            socket.send_fds(self._socket, [json.dumps(command).encode()], list(descriptors))
 
 
 class RendezvousStores:
@@ -21,14 +95,14 @@ class RendezvousStores:
         self._selector = selector
         self._host: StoreHost | None = None
 
-    def open(self, generation: int, address: str, zygote: ForkServer) -> int:
-        """Serve a store at this address of ours, by a host that ``zygote`` forks if there is none.
+    def open(self, generation: int, address: str, fork_server: ForkServer) -> int:
+        """Serve a store at this address of ours, by a host that ``fork_server`` forks if there is none.
 
         Returns:
             The port.
         """
         if self._host is None:
-            self._host = StoreHost(zygote)
+            self._host = StoreHost(fork_server)
             self._selector.register(self._host, selectors.EVENT_READ, partial(self._on_host, self._host))
         return self._host.open(generation, address)
 

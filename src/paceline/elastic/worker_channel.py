@@ -8,9 +8,9 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
 from time import monotonic
-from typing import Any, ClassVar
+
+import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.core.stack_dump import (
@@ -32,8 +32,11 @@ from paceline.parallel.progress import ProgressTracker
 _LONGEST = 262144  # bytes; a message is a few hundred, but for one with stacks
 
 
-@dataclass(frozen=True)
-class Ready:
+class ChannelMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    """What is read as one has all its fields, each of its type, and no other."""
+
+
+class Ready(ChannelMessage, frozen=True, tag="waits"):
     """Worker to agent: it is in no view, and asks for one.
 
     Attributes:
@@ -41,13 +44,11 @@ class Ready:
         why: what made it leave, for the events.
     """
 
-    kind: ClassVar[str] = "waits"
     left: int
     why: str
 
 
-@dataclass(frozen=True)
-class WorkerHeartbeat:
+class WorkerHeartbeat(ChannelMessage, frozen=True, tag="beat"):
     """Worker to agent, ``BEATS`` times within a heartbeat's limit: it lives, and stands here.
 
     Attributes:
@@ -57,15 +58,13 @@ class WorkerHeartbeat:
         overdue: that takes longer than expected.
     """
 
-    kind: ClassVar[str] = "beat"
     step: int
     version: int
     phase: str
     overdue: bool = False
 
 
-@dataclass(frozen=True)
-class StallSnapshot:
+class StallSnapshot(ChannelMessage, frozen=True, tag="standing"):
     """Worker to agent, when asked: what it does at this moment.
 
     Attributes:
@@ -81,7 +80,6 @@ class StallSnapshot:
         stacks: of all its threads, as text.
     """
 
-    kind: ClassVar[str] = "standing"
     generation: int
     rank: int
     step: int
@@ -100,16 +98,13 @@ class StallSnapshot:
     stacks: str = ""
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(ChannelMessage, frozen=True, tag="joined"):
     """Worker to agent: it holds the state of this view, as all in it do."""
 
-    kind: ClassVar[str] = "joined"
     generation: int
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(ChannelMessage, frozen=True, tag="view"):
     """Agent to worker: the view to form, and its place there.
 
     Attributes:
@@ -121,7 +116,6 @@ class Assignment:
         interface: the network interface that the members meet over; "" for loopback.
     """
 
-    kind: ClassVar[str] = "view"
     generation: int
     rank: int
     world_size: int
@@ -133,34 +127,24 @@ class Assignment:
     interface: str = ""
 
 
-@dataclass(frozen=True)
-class ReformRequest:
+class ReformRequest(ChannelMessage, frozen=True, tag="reform"):
     """Agent to worker: leave this view, together with all others and after a step."""
 
-    kind: ClassVar[str] = "reform"
     generation: int
 
 
-@dataclass(frozen=True)
-class GroupBroken:
+class GroupBroken(ChannelMessage, frozen=True, tag="break"):
     """Agent to worker: this view is broken, so give up what waits for its members."""
 
-    kind: ClassVar[str] = "break"
     generation: int
 
 
-@dataclass(frozen=True)
-class ReportRequest:
+class ReportRequest(ChannelMessage, frozen=True, tag="report"):
     """Agent to worker: tell what you do at this moment."""
 
-    kind: ClassVar[str] = "report"
 
-
-@dataclass(frozen=True)
-class ExitRequest:
+class ExitRequest(ChannelMessage, frozen=True, tag="retire"):
     """Agent to worker: it is not needed any more, and ends with exit code 0."""
-
-    kind: ClassVar[str] = "retire"
 
 
 Message = (
@@ -176,24 +160,6 @@ Message = (
 )
 
 BEATS = 4
-
-# By a field's annotation; a number without a fraction may come back as an integer.
-_TYPES: dict[Any, tuple[type, ...]] = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
-
-_KINDS: dict[str, type[Any]] = {
-    kind.kind: kind
-    for kind in (
-        Ready,
-        WorkerHeartbeat,
-        StallSnapshot,
-        Joined,
-        Assignment,
-        ReformRequest,
-        GroupBroken,
-        ReportRequest,
-        ExitRequest,
-    )
-}
 
 
 class ChannelError(PacelineError):
@@ -227,7 +193,7 @@ class WorkerChannel:
 
     def send(self, message: Message) -> bool:
         """Send; say whether it went out. It does not where the other side is gone, or its buffer full."""
-        content = json.dumps(to_document(message)).encode()
+        content = json.dumps(msgspec.to_builtins(message)).encode()
         try:
             self._end.send(content, socket.MSG_NOSIGNAL)
         except (ConnectionError, BlockingIOError):
@@ -257,27 +223,6 @@ class WorkerChannel:
         self._end.close()
 
 
-def to_document(message: Message) -> dict[str, Any]:
-    """A message as a JSON object."""
-    return {"kind": message.kind, **asdict(message)}
-
-
-def from_document(document: Any) -> Message:
-    """The message of a JSON object.
-
-    Raises:
-        ChannelError: it is none.
-    """
-    try:
-        values = dict(document)
-        message: Message = _KINDS[values.pop("kind")](**values)
-        if any(type(getattr(message, f.name)) not in _TYPES[f.type] for f in fields(message)):
-            raise TypeError
-    except (ValueError, KeyError, TypeError) as error:
-        raise ChannelError(f"a membership message cannot be read: {str(document)[:200]}") from error
-    return message
-
-
 def decode(content: bytes) -> Message:
     """A packet's message.
 
@@ -285,10 +230,10 @@ def decode(content: bytes) -> Message:
         ChannelError: it is none.
     """
     try:
-        document = json.loads(content)
+        message: Message = msgspec.convert(json.loads(content), Message)
     except ValueError as error:
-        raise ChannelError(f"a membership message cannot be read: {content[:200]!r}") from error
-    return from_document(document)
+        raise ChannelError(f"a membership message cannot be read ({error}): {content[:200]!r}") from error
+    return message
 
 
 # --- What a rank tells of itself when a hang is suspected: from any thread but its main one. No torch ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from paceline.core.environment import Environment, default_threads
 from paceline.core.errors import ConfigError, LaunchError, RunDirectoryError
 from paceline.core.files import WriteFaults
 from paceline.core.options import parse_nodes, parse_nproc
+from paceline.core.stats import percentile
 from paceline.data.audit import AuditReport, audit
 from paceline.elastic.control import AgentConnection
 from paceline.insight.fault_injection import Fault, FaultInjector, Injection, Kind, check_kinds, plan_faults
@@ -159,7 +159,7 @@ def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float |
     rows = []
     for kind in dict.fromkeys(planned):
         times = [seconds for injected_kind, seconds in injected if injected_kind == kind]
-        recovered = sorted(seconds for seconds in times if seconds is not None)
+        recovered = [seconds for seconds in times if seconds is not None]
         rows.append(
             KindReport(
                 kind=kind,
@@ -171,13 +171,6 @@ def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float |
             )
         )
     return tuple(rows)
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float | None:
-    """By nearest rank, of values in order; None of none."""
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float, faults: int) -> Capacity:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import re
 import socket
@@ -22,6 +21,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from paceline import __version__
+from paceline.core.access import LOOPBACK_NAMES, is_loopback, is_same_token
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.option_sets import select
 from paceline.insight.run_index import Curves, Index
@@ -38,15 +38,6 @@ from paceline.serving.static_assets import HEADERS, Assets, tag_of
 
 
 COOKIE = "paceline-dashboard"
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class DashboardAccess:
@@ -67,7 +58,7 @@ class DashboardAccess:
                 f"--host {host} lets other machines in, so it needs --token-file FILE (made for you where "
                 "there is none). Or leave --host out, and come through ssh -L."
             )
-        self._names = {f"{name}:{port}" for name in _LOOPBACK_NAMES}
+        self._names = {f"{name}:{port}" for name in LOOPBACK_NAMES}
         if is_loopback(host):
             self._names.add(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._token = token
@@ -95,11 +86,11 @@ class DashboardAccess:
             cookie = SimpleCookie(cookies).get(COOKIE)
         except CookieError:
             return False
-        return cookie is not None and _equal(cookie.value, self._cookie())
+        return cookie is not None and is_same_token(cookie.value, self._cookie())
 
     def knows(self, token: str) -> bool:
         """Whether this is the token, in hexadecimal digits; takes the same time wherever it differs."""
-        return self._token is not None and _equal(token.strip(), self._token.hex())
+        return self._token is not None and is_same_token(token.strip(), self._token.hex())
 
     def set_cookie(self) -> str:
         """The header by which a browser is remembered: what follows from the token, and not the token."""
@@ -108,10 +99,6 @@ class DashboardAccess:
     def _cookie(self) -> str:
         assert self._token is not None
         return hmac.new(self._token, b"paceline dashboard", hashlib.sha256).hexdigest()
-
-
-def _equal(given: str, wanted: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
 
 
 # --- The jobs that were submitted from here, asked about beside the requests: a scheduler may take its time

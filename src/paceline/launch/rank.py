@@ -14,12 +14,12 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import get_args
 
+from paceline.core.access import is_loopback
 from paceline.core.environment import (
     Environment,
     default_threads,
     detect_environment,
     detect_node,
-    is_loopback,
 )
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_nproc

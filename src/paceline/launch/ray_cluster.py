@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import psutil
 
+from paceline.core.access import create_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import LaunchError
 
@@ -99,9 +99,7 @@ def own_cluster(extra: str) -> Iterator[ModuleType]:
     """
     with private_directory() as directory:
         token = directory.with_name("token")
-        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
+        create_token(token)
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **LOOPBACK})
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = import_ray(extra)

@@ -29,6 +29,7 @@ from types import FrameType, ModuleType
 
 import psutil
 
+from paceline.core.access import create_token, read_token
 from paceline.core.environment import NodeEnvironment, detect_node, parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
@@ -36,7 +37,6 @@ from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.process_group import ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
-from paceline.elastic.token import create_token, read_token
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.preflight.spec import run_before
 from paceline.launch.rank_env import expand_placeholders

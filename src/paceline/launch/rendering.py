@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from paceline.core.errors import ConfigError
 
-# --- YAML as it is written by hand. Jobs are rendered where no YAML library is installed ---
+# --- YAML ---
 
 
-# What no YAML reader, of version 1.1 or 1.2, takes for anything but a text.
+# What no YAML reader, of version 1.1 or 1.2, takes for anything but a text. PyYAML's own rule is that of 1.1: it
+# would not quote "1e3" or "0o17", which Kubernetes reads as numbers.
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?:[:=][A-Za-z0-9_./-]+)*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes each text that some reader may take for something else, and indents lists in mappings."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="" if is_plain else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
 def to_yaml(value: Mapping[str, Any]) -> str:
     """A document of mappings, lists, texts, numbers and truth values, in the order that they have."""
-    return "\n".join(_lines(value)) + "\n"
-
-
-def _lines(value: Any) -> list[str]:
-    """A mapping's or list's lines; none where it is empty."""
-    lines: list[str] = []
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            nested = [] if _is_scalar(inner) else _lines(inner)
-            lines += [f"{_scalar(key)}:", *_indented(nested)] if nested else [f"{_scalar(key)}: {_scalar(inner)}"]
-    else:
-        for inner in value:
-            first, *rest = [_scalar(inner)] if _is_scalar(inner) else _lines(inner) or [_scalar(inner)]
-            lines += [f"- {first}", *_indented(rest)]
-    return lines
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
-
-
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, (Mapping, list, tuple))
-
-
-def _scalar(value: Any) -> str:
-    """A text without quotes where it cannot be taken for something else; all else as JSON, which is YAML."""
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
-        return value
-    # JSON writes characters beyond 16 bits as two, which YAML would take for two.
-    return json.dumps(value, ensure_ascii=not (isinstance(value, str) and value.isprintable()))
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=math.inf
+    )
+    return text
 
 
 # --- Variables that must not stand in a job that others can read ---

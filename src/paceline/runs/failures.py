@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import paceline
 from paceline.core import errors
 from paceline.core.errors import DataError, HangError, PacelineError, PeerLostError, UserError
@@ -53,18 +55,6 @@ class FailureRecord:
     victim: bool
     user_error: bool
     exit_code: int
-
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "rank": int,
-    "time": (int, float),
-    "type": str,
-    "message": str,
-    "traceback": str,
-    "victim": bool,
-    "user_error": bool,
-    "exit_code": int,
-}
 
 
 _DELIBERATE = {
@@ -119,21 +109,9 @@ def record_failure(directory: RunDirectory, rank: int, error: BaseException) -> 
 def read_failure(path: Path) -> FailureRecord | None:
     """A recorded failure; None where there is none, or none that can be read."""
     try:
-        return to_failure(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return msgspec.convert(json.loads(path.read_bytes()), FailureRecord)
+    except (OSError, ValueError):
         return None
-
-
-def to_failure(document: Any) -> FailureRecord:
-    """What :func:`dataclasses.asdict` gave, after its way through JSON.
-
-    Raises:
-        ValueError, TypeError: it is no failure.
-    """
-    failure = FailureRecord(**document)
-    if not all(isinstance(document[name], kind) for name, kind in _TYPES.items()):
-        raise TypeError("no failure")
-    return failure
 
 
 def describe(failure: FailureRecord, directory: RunDirectory | None) -> str:

@@ -7,11 +7,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
+
+import msgspec
 
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.options import parse_best
@@ -52,26 +53,6 @@ class HeartbeatRecord:
     stepped: float
     steps_per_s: float | None
     left: bool
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """A beat as it was read.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is none.
-        """
-        speed = document["steps_per_s"]
-        return cls(
-            time=float(document["time"]),
-            rank=int(document["rank"]),
-            world_size=int(document["world_size"]),
-            host=str(document["host"]),
-            pid=int(document["pid"]),
-            step=int(document["step"]),
-            stepped=float(document["stepped"]),
-            steps_per_s=None if speed is None else float(speed),
-            left=bool(document["left"]),
-        )
 
 
 class Heartbeat:
@@ -143,8 +124,8 @@ def read_beats(directory: RunDirectory) -> list[HeartbeatRecord]:
 
 def _read(path: Path) -> HeartbeatRecord | None:
     try:
-        return HeartbeatRecord.from_json(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError):
+        return msgspec.convert(json.loads(path.read_bytes()), HeartbeatRecord)
+    except (OSError, ValueError):
         return None
 
 

@@ -243,7 +243,7 @@ class Models:
     async def close(self) -> None:
         """Answer what was asked, then end all replicas."""
         await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing)
-        await self._starter.close()
+        self._starter.close()
 
     async def _deploy(self, model: ServedModel) -> Deployment:
         observer = self.metrics.observer(model.spec.name)

@@ -370,7 +370,7 @@ async def replicas(opened: ServedModel, options: ServingOptions) -> AsyncIterato
         yield predict
     finally:
         await deployment.close()
-        await starter.close()
+        starter.close()
 
 
 @asynccontextmanager

@@ -14,9 +14,9 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
+from paceline.core.access import read_bearer_token
 from paceline.core.errors import ConfigError, ServingError
 from paceline.core.inference import TensorSpec
-from paceline.serving.access import read_token
 from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec, rows_of
 
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
@@ -34,7 +34,7 @@ class Client:
         self._url = url
         self._base = parts.path.rstrip("/")
         self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
-        self._headers = {} if token_file is None else {"Authorization": f"Bearer {read_token(token_file)}"}
+        self._headers = {} if token_file is None else {"Authorization": f"Bearer {read_bearer_token(token_file)}"}
 
     def __enter__(self) -> Client:
         return self

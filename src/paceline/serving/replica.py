@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline.core.errors import ConfigError, PacelineError, PackageError
-from paceline.core.inference import TensorSpec
 from paceline.runs.package import Package, read_manifest
 from paceline.serving import frames
 from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
@@ -157,7 +158,7 @@ def load_warm(header: Mapping[str, Any]) -> Servable:
     Raises:
         PackageError, ConfigError: it cannot be loaded here.
     """
-    spec = spec_from_json(header["spec"])
+    spec = msgspec.convert(header["spec"], ModelSpec)
     if ModelLocation(**header["source"]).kind != "onnx":
         import torch
 
@@ -167,15 +168,6 @@ def load_warm(header: Mapping[str, Any]) -> Servable:
     for rows in (1, header["max_batch"]):
         servable.predict({name: example(tensor, rows) for name, tensor in spec.inputs.items()})
     return servable
-
-
-def spec_from_json(record: dict[str, Any]) -> ModelSpec:
-    """A :class:`ModelSpec` that ``dataclasses.asdict`` and JSON have been through."""
-    tensors = {
-        kind: {name: TensorSpec(dtype=spec["dtype"], shape=tuple(spec["shape"])) for name, spec in record[kind].items()}
-        for kind in ("inputs", "outputs")
-    }
-    return ModelSpec(**{**record, **tensors, "labels": tuple(record["labels"])})
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from paceline.core.errors import ServingError
+from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
 from paceline.serving import frames
 from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, ServingOptions
 
 # --- How a server gets the processes of its replicas: forked, or from a fresh interpreter ---
-
-
-_LONGEST = 4096
 
 
 class Process(Protocol):
@@ -87,9 +85,9 @@ class ReplicaStarter:
     def __init__(self, threads: int) -> None:
         """``threads`` of each replica."""
         self._threads = threads
-        self._server: asyncio.subprocess.Process | None = None
-        self._requests: socket.socket | None = None
-        self._turn = asyncio.Lock()
+        self._fork_server: ForkServer | None = None
+        self._numbers = itertools.count()
+        self._awaited: dict[int, asyncio.Future[Process]] = {}
 
     async def start(self, source: ModelLocation, device: str, channel: socket.socket) -> Process:
         """Start a process that serves the other end of ``channel``.
@@ -98,75 +96,73 @@ class ReplicaStarter:
             ServingError: no process could be forked.
         """
         if source.kind == "onnx" or device != "cpu" or not hasattr(os, "pidfd_open"):
-            return _Fresh(await self._exec("replica", channel))
-        async with self._turn:
-            try:
+            return _Fresh(
+                await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "paceline.serving.replica", str(channel.fileno())),
+                    pass_fds=(channel.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=self._env(),
+                    # A Ctrl-C in the terminal is for the server alone, which drains.
+                    start_new_session=True,
+                )
+            )
+        for _ in range(2):
+            with suppress(ConnectionError):
                 return await self._fork(source.kind, channel)
-            except ConnectionError:
-                await self._end_server()
-            try:
-                return await self._fork(source.kind, channel)
-            except ConnectionError:
-                await self._end_server()
-                raise ServingError("the process that forks replicas died; what it printed is above.") from None
+        raise ServingError("the process that forks replicas died; what it printed is above.")
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the process that forks; what it has forked goes on."""
-        async with self._turn:
-            await self._end_server()
+        self._end_fork_server()
+        for answer in self._awaited.values():
+            answer.cancel()
 
-    async def _exec(self, module: str, channel: socket.socket, *words: str) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"paceline.serving.{module}", str(channel.fileno()), *words),
-            pass_fds=(channel.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": str(self._threads)},
-            # A Ctrl-C in the terminal is for the server alone, which drains.
-            start_new_session=True,
-        )
+    def _end_fork_server(self) -> None:
+        fork_server, self._fork_server = self._fork_server, None
+        if fork_server is not None:
+            asyncio.get_running_loop().remove_reader(fork_server)
+            # It has nothing to lose, and may be in the middle of its imports.
+            fork_server.kill()
+
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": str(self._threads)}
 
     async def _fork(self, kind: str, channel: socket.socket) -> Process:
-        if self._requests is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.setblocking(False)
-            self._requests = ours
-            with theirs:
-                self._server = await self._exec("fork_server", theirs, kind)
-        requests = self._requests
+        if self._fork_server is None:
+            command = (sys.executable, "-m", "paceline.serving.fork_server", kind)
+            self._fork_server = ForkServer(command, self._env())
+            asyncio.get_running_loop().add_reader(self._fork_server, self._on_report, self._fork_server)
+        number = next(self._numbers)
+        answer: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        self._awaited[number] = answer
         try:
-            socket.send_fds(requests, [b"f"], [channel.fileno()])
-            await _readable(requests)
-        except asyncio.CancelledError:
-            # Its answer would be taken for the next one's.
-            await self._end_server()
-            raise
-        content, descriptors, _, _ = socket.recv_fds(requests, _LONGEST, 1)
-        if not content:
-            raise ConnectionError
-        if not descriptors:
-            raise ServingError(f"a replica's process cannot be forked: {content.decode()}")
-        return _Forked(int(content), descriptors[0])
+            self._fork_server.fork(number, [channel.fileno()])
+            return await answer
+        finally:
+            del self._awaited[number]
 
-    async def _end_server(self) -> None:
-        if self._requests is not None:
-            self._requests.close()
-            self._requests = None
-        if self._server is not None:
-            # It has nothing to lose, and may be in the middle of its imports.
-            with suppress(ProcessLookupError):
-                self._server.kill()
-            await self._server.wait()
-            self._server = None
+    def _on_report(self, fork_server: ForkServer) -> None:
+        match fork_server.report():
+            case None:
+                self._end_fork_server()
+                for number in self._awaited:
+                    self._answer(number, ConnectionError())
+            case Forked(number, pid, pidfd):
+                # One that is not wanted any more ends by itself: the other end of its channel is closed.
+                self._answer(number, _Forked(pid, pidfd))
+            case NotForked(number, error):
+                self._answer(number, ServingError(f"a replica's process cannot be forked: {error}"))
+            case Exited():
+                pass  # its pidfd has said so
 
-
-async def _readable(channel: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(channel, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(channel)
+    def _answer(self, number: int, result: Process | Exception) -> None:
+        answer = self._awaited.get(number)
+        if answer is None or answer.done():
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
 
 
 # --- One replica as the server sees it: a process, a channel, and the batches that it computes ---

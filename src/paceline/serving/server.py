@@ -19,8 +19,9 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError
-from paceline.serving.access import AccessPolicy, is_loopback
+from paceline.serving.access import AccessPolicy
 from paceline.serving.app import ON_DISCONNECT, App, DeploymentFactory, Models, error_answer
 from paceline.serving.batching import RequestFailure
 from paceline.serving.grpc_server import GrpcServer

@@ -8,7 +8,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,61 +15,53 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.core.config import config_from_mapping
 from paceline.core.environment import variables_of_another_job
 from paceline.core.errors import LaunchError, RunDirectoryError
 from paceline.core.files import read_json_lines, write_atomically
+from paceline.core.fork_server import (
+    Child,
+    Exited,
+    Forked,
+    ForkServer,
+    NotForked,
+    redirect_output,
+    restore_stop_signals,
+    run_fork_server,
+)
 from paceline.core.job import WorkerConfig
 from paceline.core.parent_death import die_with_parent, kill_with_parent_command
-from paceline.core.signals import WORKER_STOP_SIGNALS
 from paceline.launch.ray import own_variables
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import read_failure
 from paceline.tune.history import TrialState
 
-# --- Forks one trial after another, with torch imported: ``python -m paceline.tune.trial FD`` ---
+# --- Forks trials: ``python -m paceline.tune.trial FD``; see :mod:`paceline.core.fork_server` ---
 #
 # So a trial begins in milliseconds, and has a process of its own all the same: nothing of one trial is left
-# for the next. This process has no threads, and ends with the process that started it; its trials end with
-# it.
+# for the next. The fork server ends with the process that started it; its trials end with it.
 
 
-LONGEST = 65536
-
-
-def main(argv: Sequence[str]) -> int:
-    """Fork a trial for each request, one at a time, and tell how it ended."""
+def main(descriptor: int) -> int:
+    """Fork a trial for each request; in a forked child, be one."""
     from paceline.training.worker import preload
 
-    with socket.socket(fileno=int(argv[0])) as orders:
-        preload()
-        # What asks trials to stop is sent to these themselves.
-        for number in WORKER_STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        while content := orders.recv(LONGEST):
-            order = json.loads(content)
-            process = os.fork()
-            if process == 0:
-                orders.close()
-                os._exit(_trial(Path(order["job"]), Path(order["output"])))
-            orders.send(json.dumps({"started": process}).encode())
-            _, status = os.waitpid(process, 0)
-            orders.send(json.dumps({"exited": os.waitstatus_to_exitcode(status)}).encode())
-    return 0
+    return run_fork_server(descriptor, preload, _prepare_trial)
 
 
-def _trial(job_file: Path, output: Path) -> int:
-    """Be a trial; what it prints goes into its own file."""
-    die_with_parent(parent=os.getppid())
-    for stop_signal in WORKER_STOP_SIGNALS:
-        signal.signal(stop_signal, signal.SIG_DFL)
-    os.setsid()
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
+def _prepare_trial(request: Mapping[str, Any], descriptors: Sequence[int]) -> Child:
+    """Make a forked process a trial; what it prints goes into its own file."""
+    die_with_parent(parent=request["parent"])
+    restore_stop_signals()
+    redirect_output(descriptors[0])
+    return partial(_trial, Path(request["job"]))
+
+
+def _trial(job_file: Path) -> NoReturn:
     code = 1
     try:
         code = run_trial(WorkerConfig.from_toml(job_file))
@@ -78,7 +69,7 @@ def _trial(job_file: Path, output: Path) -> int:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    return code
+    os._exit(code)  # a thread of the task's may still run
 
 
 def run_trial(job: WorkerConfig) -> int:
@@ -96,6 +87,7 @@ def run_trial(job: WorkerConfig) -> int:
 # --- A trial at work: the process that trains, and what it asks after each evaluation ---
 
 
+_LONGEST = 65536
 _POLL_S = 0.1
 _START_S = 120.0
 _SAVE_S = 60.0
@@ -142,52 +134,36 @@ class TrialReport:
     message: str = ""
 
 
-class TrialServer:
-    """The process that trials are forked from; see :mod:`paceline.tune.trial`."""
+class TrialServer(ForkServer):
+    """The process that trials are forked from."""
 
     def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._popen = subprocess.Popen(
-                kill_with_parent_command([sys.executable, "-m", "paceline.tune.trial", str(theirs.fileno())]),
-                # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
-                env=variables_of_another_job(own_variables()),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+        super().__init__(
+            kill_with_parent_command([sys.executable, "-m", "paceline.tune.trial"]),
+            # A task of srun's that starts Ray is a rank of its step; a trial is a job of its own.
+            variables_of_another_job(own_variables()),
+        )
 
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._popen.pid
-
-    def start(self, job: Path, output: Path) -> int:
-        """Start a trial; return its process id.
+    def start(self, job: Path, output: Path) -> Forked:
+        """Start a trial.
 
         Raises:
             TrialDiedError: the server has ended.
         """
-        self.socket.settimeout(_START_S)
-        with suppress(OSError):
-            self.socket.send(json.dumps({"job": str(job), "output": str(output)}).encode())
-        started = self.receive()
-        if "started" not in started:
-            raise TrialDiedError("the process that starts trials ended, and did not say why")
-        return int(started["started"])
-
-    def receive(self) -> dict[str, Any]:
-        """What it has to tell; nothing where it has ended."""
-        try:
-            return dict(json.loads(self.socket.recv(LONGEST) or b"{}"))
-        except (OSError, ValueError):
-            return {}
+        with output.open("ab") as file:
+            self.fork(0, [file.fileno()], parent=self.pid, job=str(job))
+        ready, _, _ = select.select([self], [], [], _START_S)
+        match self.report() if ready else None:
+            case Forked() as forked:
+                return forked
+            case NotForked(_, error):
+                raise TrialDiedError(f"no process could be forked for it: {error}")
+            case _:
+                raise TrialDiedError("the process that starts trials ended, and did not say why")
 
     def close(self) -> None:
         """End it, and what trial it has."""
-        self.socket.close()
-        self._popen.kill()
-        self._popen.wait()
+        self.kill()
 
 
 class RunningTrial:
@@ -213,7 +189,7 @@ class RunningTrial:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._private / "referee"))
         self._listener.listen()
-        self._process = 0
+        self._pidfd: int | None = None
         try:
             self._start()
         except BaseException:
@@ -234,7 +210,7 @@ class RunningTrial:
         self._directory.create()
         file = self._directory.path / "trial.toml"
         write_atomically(file, job.to_toml().encode())
-        self._process = self._server.start(file, self._directory.logs / OUTPUT)
+        self._pidfd = self._server.start(file, self._directory.logs / OUTPUT).pidfd
 
     def _await_lock(self) -> None:
         """Wait for a process of before, which notices only now that nobody wants it any more."""
@@ -291,11 +267,15 @@ class RunningTrial:
         for each in (self._connection, self._listener):
             if each is not None:
                 each.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
         shutil.rmtree(self._private, ignore_errors=True)
 
     def _signal(self, number: int) -> None:
+        assert self._pidfd is not None
         with suppress(ProcessLookupError):
-            os.kill(self._process, number)
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def _heed_stop_file(self) -> None:
         if not self._told_to_stop and self._order.stop_file.exists():
@@ -310,14 +290,14 @@ class RunningTrial:
 
     def _receive(self) -> dict[str, Any] | None:
         """What it asks, where it does within a moment; its end is noted."""
-        watched = [self._server.socket, self._listener]
+        watched: list[ForkServer | socket.socket] = [self._server, self._listener]
         if self._connection is not None:
             watched.append(self._connection)
         ready, _, _ = select.select(watched, [], [], _POLL_S)
         if self._connection in ready:
             assert self._connection is not None
             try:
-                content = self._connection.recv(LONGEST)
+                content = self._connection.recv(_LONGEST)
             except ConnectionResetError:  # killed before it has read the last answer
                 content = b""
             self._received += content
@@ -333,8 +313,9 @@ class RunningTrial:
             if self._connection is not None:
                 self._connection.close()
             self._connection, self._received = self._listener.accept()[0], b""
-        elif self._server.socket in ready:
-            self._exit_code = int(self._server.receive().get("exited", -signal.SIGKILL))
+        elif self._server in ready:
+            report = self._server.report()
+            self._exit_code = report.code if isinstance(report, Exited) else -signal.SIGKILL
         return None
 
     def _told(self, state: TrialState, message: str = "") -> TrialReport:
@@ -387,4 +368,4 @@ class RunningTrial:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1])))

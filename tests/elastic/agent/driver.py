@@ -26,5 +26,5 @@ spec = ProcessGroupSpec(
     heartbeat_s=1.5 if any(kind == "stop" for _, kind in faults) else 60.0,
 )
 rendered = get_local_launcher("spawn").render(spec)
-zygote = replace(rendered.processes[0], argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
-sys.exit(Agent(replace(rendered, processes=(zygote,))).wait())
+fork_server = replace(rendered.processes[0], argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
+sys.exit(Agent(replace(rendered, processes=(fork_server,))).wait())

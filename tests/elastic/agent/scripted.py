@@ -1,4 +1,4 @@
-"""A zygote whose workers are scripted: they keep to the protocol of membership, and train nothing.
+"""A fork server whose workers are scripted: they keep to the protocol of membership, and train nothing.
 
 ``python scripted.py FD``. The job's file holds the script of each worker, by its number of starts:
 ``{"steps": n, "world": members at the end, "faults": {"SLOT:NTH_START": [step, kind]}}``.
@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from paceline.core import errors
-from paceline.elastic import forkserver
+from paceline.core.fork_server import ForkServerProcess
+from paceline.elastic.forkserver import prepare_child
 from paceline.elastic.worker_channel import AgentClient, Retired, WorkerChannel
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import record_failure
@@ -113,5 +114,5 @@ worker.main_member = main_member
 
 if __name__ == "__main__":
     # As the real one does, but without torch: that takes seconds to import.
-    child = forkserver.ForkServerProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
+    child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1])), prepare_child).serve()
     sys.exit(0 if child is None else child())

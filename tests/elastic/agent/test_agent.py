@@ -254,8 +254,8 @@ def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
     workers = {job.pids(0)[0], job.pids(1)[0]}
-    (zygote,) = children(popen.pid)
-    (host,) = [child for child in children(zygote.pid) if child.pid not in workers]
+    (fork_server,) = children(popen.pid)
+    (host,) = [child for child in children(fork_server.pid) if child.pid not in workers]
     os.kill(host.pid, signal.SIGSTOP)
     os.kill(job.pids(1)[0], signal.SIGKILL)  # the next view needs a store
     job.wait_gone([host.pid])
@@ -264,15 +264,15 @@ def test_a_store_host_that_hangs_is_replaced(job: Job) -> None:
     assert job.finish(popen).returncode == 75
 
 
-def test_the_zygote_and_the_store_host_are_replaced_too(job: Job) -> None:
+def test_the_fork_server_and_the_store_host_are_replaced_too(job: Job) -> None:
     popen = job.start(2, {}, steps=10**6)
     job.wait_for_step(popen, 20)
     workers = {job.pids(0)[0], job.pids(1)[0]}
-    (zygote,) = children(popen.pid)
-    others = [child for child in children(zygote.pid) if child.pid not in workers]
+    (fork_server,) = children(popen.pid)
+    others = [child for child in children(fork_server.pid) if child.pid not in workers]
     assert len(others) == 1
     others[0].kill()
-    zygote.kill()
+    fork_server.kill()
     os.kill(job.pids(1)[0], signal.SIGKILL)
     job.wait_until(lambda: job.last_view() == [0, 1], "both again")
     popen.send_signal(signal.SIGTERM)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.core.errors import RunDirectoryError
 from paceline.elastic.consensus.messages import NodeSet
@@ -27,11 +27,11 @@ def test_the_first_to_take_it_holds_it_for_ever(leases: FileWitness) -> None:
     assert leases.acquire(ROSTER, AB) == AB
     assert leases.acquire(ROSTER, CD) == AB
     assert leases.acquire(ROSTER, AB) == AB
-    assert leases.acquire(replace(ROSTER, generation=8), CD) == CD
+    assert leases.acquire(replace(ROSTER, config_epoch=8), CD) == CD
 
 
 def test_of_many_at_once_one_wins(leases: FileWitness) -> None:
-    rosters = [replace(ROSTER, generation=g) for g in range(20)]
+    rosters = [replace(ROSTER, config_epoch=g) for g in range(20)]
     barrier = Barrier(4)
 
     def ask(winners: frozenset[str]) -> list[frozenset[str]]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.conftest import children
 
-from paceline.elastic.token import create_token
+from paceline.core.access import create_token
 from paceline.training.control import StopSignals
 
 LAUNCHED = {

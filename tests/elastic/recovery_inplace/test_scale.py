@@ -113,12 +113,12 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: dict[str, Any]) -> None
     popen = run.start(3, "inplace")
     with run.connect(popen) as agent:
         run.whole(agent, 3)
-        [zygote] = children(popen.pid)
+        [fork_server] = children(popen.pid)
         for target in (1, 4, 2, 3):
-            zygote.suspend()  # or the first may be forked before it is known that there are more to come
+            fork_server.suspend()  # or the first may be forked before it is known that there are more to come
             assert agent.scale(nproc=target).target == target
             agent.gather()  # four at once, not one after another
-            zygote.resume()
+            fork_server.resume()
             run.whole(agent, target)
             if target == 2:
                 refused(agent)

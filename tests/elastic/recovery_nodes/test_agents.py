@@ -120,13 +120,13 @@ def test_who_takes_over_holds_the_run_once_the_old_leaders_processes_have_gone(r
     processes = run.begin(nproc="1", nodes="3")
     leading, *survivors = processes
     agent = leading.tree()[0]
-    (zygote,) = agent.children()
-    zygote.suspend()  # it outlives its agent for as long as that
+    (fork_server,) = agent.children()
+    fork_server.suspend()  # it outlives its agent for as long as that
     agent.kill()
     run.wait_for("takeover", lambda event: True, *survivors)
     run.hold(14)
     run.wait_for("joined", lambda event: True, *survivors)
-    zygote.resume()
+    fork_server.resume()
     run.wait_until(lambda: not alive(run.lab.nodes[0]), "its processes' end")
     run.wait_until(run.directory.is_running, "the run's lock")
     assert finish(run, undisturbed, *survivors)["world_size"] == 2

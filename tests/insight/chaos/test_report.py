@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.insight.chaos import ChaosReport, capacity, kind_reports, percentile
+from paceline.core.stats import percentile
+from paceline.insight.chaos import ChaosReport, capacity, kind_reports
 from paceline.runs.timeline import timeline
 
 

@@ -17,7 +17,7 @@ from tests.conftest import Processes
 from tests.insight.dashboard.browser import browser, complaints, requested, show_as, why_not
 from tests.insight.dashboard.made import make_run
 
-from paceline.elastic.token import create_token
+from paceline.core.access import create_token
 from paceline.insight.dashboard import DashboardServer
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

@@ -13,8 +13,8 @@ from urllib.parse import urlencode
 import pytest
 from tests.insight.dashboard.made import make_run
 
+from paceline.core.access import create_token
 from paceline.core.errors import ConfigError
-from paceline.elastic.token import create_token
 from paceline.insight.dashboard import DashboardServer
 
 

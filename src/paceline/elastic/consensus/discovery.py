@@ -17,6 +17,7 @@ from platform import python_version
 from typing import Any
 
 from paceline import __version__
+from paceline.core.access import TOKEN_BYTES, create_token, read_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
@@ -33,7 +34,6 @@ from paceline.elastic.consensus.messages import AddressBook, Message, NodeSet, w
 from paceline.elastic.consensus.transport import Address, Listener, PeerNetwork
 from paceline.elastic.consensus.witness import FileWitness
 from paceline.elastic.controller import print_status
-from paceline.elastic.token import TOKEN_BYTES, create_token, read_token
 from paceline.runs.directory import RunDirectory
 
 # --- How the agents of a job find each other: by an address, a shared directory and a secret in it. No

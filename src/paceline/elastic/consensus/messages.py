@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
 
 from paceline.core.errors import PacelineError
 from paceline.elastic.coordinator import Status, WorkerSlot
 from paceline.elastic.node import Ended, NodeCommands, Order, Said
-from paceline.elastic.worker_channel import ChannelError, from_document, to_document
-from paceline.runs.failures import to_failure
 
 # --- Rosters: which nodes there are, and which of them decide. No torch ---
 #
@@ -20,8 +20,7 @@ from paceline.runs.failures import to_failure
 # (:mod:`paceline.elastic.consensus.witness`).
 
 
-@dataclass(frozen=True, order=True)
-class Term:
+class Term(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """One node's leadership; higher ones depose lower ones.
 
     It names its node, so no two nodes can ever lead in the same term (a *ballot* in Paxos).
@@ -34,8 +33,7 @@ class Term:
 NO_TERM = Term(0, "")  # before the first
 
 
-@dataclass(frozen=True)
-class NodeSet:
+class NodeSet(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The nodes of a job.
 
     Attributes:
@@ -49,8 +47,7 @@ class NodeSet:
     nodes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Vote:
+class Vote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A roster that a node has accepted, and the term in which it was proposed."""
 
     term: Term
@@ -91,31 +88,30 @@ def meets_every_quorum(roster: NodeSet, nodes: Set[str], ties: bool, winners: Se
 # anybody is up to date. As JSON objects they travel over :class:`~paceline.elastic.consensus.transport.Link`.
 
 
-@dataclass(frozen=True)
-class Prepare:
+class AgentMessage(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    """What is read as one has all its fields, each of its type, and no other."""
+
+
+class Prepare(AgentMessage, frozen=True, tag="claim"):
     """The sender asks to lead in this term; there is no answer from who has a leader that it can reach."""
 
-    kind: ClassVar[str] = "claim"
     term: Term
     committed: NodeSet
 
 
-@dataclass(frozen=True)
-class Promise:
+class Promise(AgentMessage, frozen=True, tag="promise"):
     """The sender follows nobody of a lower term any more.
 
     Attributes:
         accepted: what it has accepted to follow ``committed``; it may be committed without its knowing.
     """
 
-    kind: ClassVar[str] = "promise"
     term: Term
     committed: NodeSet
     accepted: Vote | None
 
 
-@dataclass(frozen=True)
-class Nack:
+class Nack(AgentMessage, frozen=True, tag="refuse"):
     """The sender does not do what was asked of it.
 
     Attributes:
@@ -123,136 +119,42 @@ class Nack:
         promised: the sender's own.
     """
 
-    kind: ClassVar[str] = "refuse"
     term: Term
     committed: NodeSet
     promised: Term
 
 
-@dataclass(frozen=True)
-class Accept:
+class Accept(AgentMessage, frozen=True, tag="propose"):
     """The sender proposes the roster that is to follow ``committed``."""
 
-    kind: ClassVar[str] = "propose"
     term: Term
     committed: NodeSet
     node_set: NodeSet
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(AgentMessage, frozen=True, tag="accept"):
     """The sender has accepted the proposal of this term for this generation."""
 
-    kind: ClassVar[str] = "accept"
     term: Term
     committed: NodeSet
     generation: int
 
 
-@dataclass(frozen=True)
-class LeaderHeartbeat:
+class LeaderHeartbeat(AgentMessage, frozen=True, tag="announce"):
     """The term's node leads, or has led if it is in ``committed`` no more."""
 
-    kind: ClassVar[str] = "announce"
     term: Term
     committed: NodeSet
 
 
-@dataclass(frozen=True)
-class StepDown:
+class StepDown(AgentMessage, frozen=True, tag="resign"):
     """The term's node leads no more: too few of the roster can be reached from it."""
 
-    kind: ClassVar[str] = "resign"
     term: Term
     committed: NodeSet
 
 
 ElectionMessage = Prepare | Promise | Nack | Accept | Accepted | LeaderHeartbeat | StepDown
-
-_KINDS: dict[str, type[Any]] = {
-    kind.kind: kind for kind in (Prepare, Promise, Nack, Accept, Accepted, LeaderHeartbeat, StepDown)
-}
-KINDS = frozenset(_KINDS)
-
-
-class VoteError(PacelineError):
-    """What came from another agent is no message of this protocol."""
-
-
-def encode(message: ElectionMessage) -> dict[str, Any]:
-    """A message as a JSON object; its ``kind`` is one of ``KINDS``."""
-    return {"kind": message.kind, **{f.name: _plain(getattr(message, f.name)) for f in fields(message)}}
-
-
-def decode(document: Mapping[str, Any]) -> ElectionMessage:
-    """The message of a JSON object.
-
-    Raises:
-        VoteError: it is none.
-    """
-    try:
-        values = dict(document)
-        kind = _KINDS[values.pop("kind")]
-        message: ElectionMessage = kind(**{name: _READERS[name](value) for name, value in values.items()})
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise VoteError(f"an agent's message cannot be read: {str(document)[:200]}") from error
-    return message
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case Term(number, node):
-            return [number, node]
-        case NodeSet(generation, nodes):
-            return [generation, list(nodes)]
-        case Vote(term, roster):
-            return [_plain(term), _plain(roster)]
-    return value
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError
-    return value
-
-
-def _str(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError
-    return value
-
-
-def _parse_term(value: Any) -> Term:
-    number, node = _list(value)
-    return Term(_int(number), _str(node))
-
-
-def _node_set(value: Any) -> NodeSet:
-    generation, nodes = _list(value)
-    return NodeSet(_int(generation), tuple(_str(node) for node in _list(nodes)))
-
-
-def _vote(value: Any) -> Vote | None:
-    if value is None:
-        return None
-    term, roster = _list(value)
-    return Vote(_parse_term(term), _node_set(roster))
-
-
-_READERS = {
-    "term": _parse_term,
-    "promised": _parse_term,
-    "committed": _node_set,
-    "roster": _node_set,
-    "accepted": _vote,
-    "generation": _int,
-}
 
 
 # --- What agents tell each other, as JSON objects over links. No torch ---
@@ -265,8 +167,7 @@ class MessageError(PacelineError):
     """What came from another agent can be no message: it is another version, or out of its mind."""
 
 
-@dataclass(frozen=True)
-class NodeCommand:
+class NodeCommand(AgentMessage, frozen=True, tag="order"):
     """Leader to follower: an order for its node.
 
     Attributes:
@@ -284,8 +185,7 @@ class NodeCommand:
         getattr(node, self.order)(*self.arguments)
 
 
-@dataclass(frozen=True)
-class WorkerEvent:
+class WorkerEvent(AgentMessage, frozen=True, tag="said"):
     """Follower to leader: a worker of its node has sent this."""
 
     worker: int
@@ -305,41 +205,35 @@ class WorkerList:
     seats: Mapping[int, tuple[int, WorkerSlot]]
 
 
-@dataclass(frozen=True)
-class Quiesced:
+class Quiesced(AgentMessage, frozen=True, tag="clear"):
     """To the node of the term that was promised: no worker here acts in a view that was formed before."""
 
     term: Term
 
 
-@dataclass(frozen=True)
-class SignalReceived:
+class SignalReceived(AgentMessage, frozen=True, tag="signalled"):
     """Follower to leader: this signal asks its machine to stop."""
 
     signal: int
 
 
-@dataclass(frozen=True)
-class AddressBook:
+class AddressBook(AgentMessage, frozen=True, tag="book"):
     """Leader to followers: where all agents listen, in the order in which they came."""
 
     agents: tuple[tuple[str, tuple[str, int]], ...]
 
 
-@dataclass(frozen=True)
-class JobFinished:
+class JobFinished(AgentMessage, frozen=True, tag="over"):
     """Leader to follower: the job has ended, as far as that machine has a part in it."""
 
     code: int
 
 
-@dataclass(frozen=True)
-class Removed:
+class Removed(AgentMessage, frozen=True, tag="seen off"):
     """Leader to follower: it will be taken out of the roster, as it was asked to leave."""
 
 
-@dataclass(frozen=True)
-class Rejected:
+class Rejected(AgentMessage, frozen=True, tag="sent home"):
     """Leader to who wants to join: it cannot."""
 
     why: str
@@ -360,38 +254,46 @@ Message = (
 )
 
 
+class _WorkerRows(AgentMessage, frozen=True, tag="workers"):
+    """How a :class:`WorkerList` travels: in JSON no key is a number."""
+
+    nproc: int
+    workers: tuple[tuple[int, int, int, Status], ...]
+
+
+_Sent = (
+    NodeCommand
+    | WorkerEvent
+    | Ended
+    | _WorkerRows
+    | Quiesced
+    | SignalReceived
+    | AddressBook
+    | JobFinished
+    | Removed
+    | Rejected
+    | ElectionMessage
+)
+
+_ARGUMENTS: dict[str, Any] = {
+    "start": tuple[int, int],
+    "send": tuple[int, Order],
+    "kill": tuple[int, str],
+    "stop": tuple[int],
+    "kill_all": tuple[str],
+}
+
+
 def write(message: Message) -> dict[str, Any]:
     """A message as a JSON object."""
-    match message:
-        case NodeCommand(term, "send" as order, (worker, told)):
-            return _ordered(term, order, worker, to_document(told))
-        case NodeCommand(term, order, arguments):
-            return _ordered(term, order, *arguments)
-        case WorkerEvent(worker, said):
-            return {"kind": "said", "worker": worker, "message": to_document(said)}
-        case Ended():
-            return {"kind": "ended", **asdict(message)}
-        case WorkerList(nproc, seats):
-            listed = [[worker, generation, s.local_index, s.status] for worker, (generation, s) in seats.items()]
-            return {"kind": "workers", "nproc": nproc, "workers": listed}
-        case Quiesced(term):
-            return {"kind": "clear", "term": [term.number, term.node]}
-        case SignalReceived(number):
-            return {"kind": "signalled", "signal": number}
-        case AddressBook(agents):
-            return {"kind": "book", "agents": [[name, *address] for name, address in agents]}
-        case JobFinished(code):
-            return {"kind": "over", "code": code}
-        case Removed():
-            return {"kind": "seen off"}
-        case Rejected(why):
-            return {"kind": "sent home", "why": why}
-        case _:
-            return encode(message)
-
-
-def _ordered(term: Term, order: str, *arguments: Any) -> dict[str, Any]:
-    return {"kind": "order", "term": [term.number, term.node], "order": order, "arguments": list(arguments)}
+    sent: _Sent
+    if isinstance(message, WorkerList):
+        rows = ((worker, group, slot.local_index, slot.status) for worker, (group, slot) in message.seats.items())
+        sent = _WorkerRows(message.nproc, tuple(rows))
+    else:
+        sent = message
+    document: dict[str, Any] = msgspec.to_builtins(sent)
+    return document
 
 
 def read(document: Mapping[str, Any]) -> Message:
@@ -401,90 +303,13 @@ def read(document: Mapping[str, Any]) -> Message:
         MessageError: it is none.
     """
     try:
-        match document:
-            case {"kind": "order", "term": term, "order": order, "arguments": arguments}:
-                return _order(_term(term), order, arguments)
-            case {"kind": "said", "worker": int(worker), "message": said}:
-                return WorkerEvent(worker, _said(said))
-            case {"kind": "ended", **values}:
-                return _ended(values)
-            case {"kind": "workers", "nproc": int(nproc), "workers": list(listed)}:
-                return WorkerList(nproc, dict(_seat(item) for item in listed))
-            case {"kind": "clear", "term": term}:
-                return Quiesced(_term(term))
-            case {"kind": "signalled", "signal": int(number)}:
-                return SignalReceived(number)
-            case {"kind": "book", "agents": list(agents)}:
-                return AddressBook(tuple(_agent(item) for item in agents))
-            case {"kind": "over", "code": int(code)}:
-                return JobFinished(code)
-            case {"kind": "seen off"}:
-                return Removed()
-            case {"kind": "sent home", "why": str(why)}:
-                return Rejected(why)
-            case _:
-                return decode(document)
-    except (ValueError, TypeError, ChannelError, VoteError) as error:
-        raise MessageError(f"an agent's message cannot be read: {str(document)[:200]}") from error
-
-
-def _order(term: Term, order: Any, arguments: Any) -> NodeCommand:
-    match order, arguments:
-        case "start", [int(worker), int(slot)]:
-            return NodeCommand(term, "start", (worker, slot))
-        case "send", [int(worker), document]:
-            told = from_document(document)
-            if isinstance(told, Order):
-                return NodeCommand(term, "send", (worker, told))
-        case "kill", [int(worker), str(why)]:
-            return NodeCommand(term, "kill", (worker, why))
-        case "stop", [int(number)]:
-            return NodeCommand(term, "stop", (number,))
-        case "kill_all", [str(why)]:
-            return NodeCommand(term, "kill_all", (why,))
-    raise ValueError("an unknown order")
-
-
-def _said(document: Any) -> Said:
-    message = from_document(document)
-    if not isinstance(message, Said):
-        raise ValueError("an agent's message, where a worker's should be")
+        message: _Sent = msgspec.convert(document, _Sent)
+        if isinstance(message, NodeCommand):
+            arguments = msgspec.convert(message.arguments, _ARGUMENTS[message.order])
+            return msgspec.structs.replace(message, arguments=arguments)
+    except ValueError as error:
+        raise MessageError(f"an agent's message cannot be read ({error}): {str(document)[:200]}") from error
+    if isinstance(message, _WorkerRows):
+        seats = {worker: (group, WorkerSlot(index, status)) for worker, group, index, status in message.workers}
+        return WorkerList(message.nproc, seats)
     return message
-
-
-def _ended(values: dict[str, Any]) -> Ended:
-    match values:
-        case {
-            "worker": int(),
-            "local_index": int(),
-            "pid": int() | None,
-            "code": int(),
-            "killed": str(),
-            "silent_s": int() | float(),
-            "step": int(),
-            "retired": bool(),
-            "failure": failure,
-        }:
-            return Ended(**{**values, "failure": None if failure is None else to_failure(failure)})
-    raise ValueError("no worker's end")
-
-
-def _seat(item: Any) -> tuple[int, tuple[int, WorkerSlot]]:
-    match item:
-        case [int(worker), int(generation), int(slot), status] if status in get_args(Status):
-            return worker, (generation, WorkerSlot(slot, status))
-    raise ValueError("no worker")
-
-
-def _agent(item: Any) -> tuple[str, tuple[str, int]]:
-    match item:
-        case [str(name), str(host), int(port)]:
-            return name, (host, port)
-    raise ValueError("no agent")
-
-
-def _term(value: Any) -> Term:
-    match value:
-        case [int(number), str(node)]:
-            return Term(number, node)
-    raise ValueError("no term")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from paceline.core.environment import is_loopback
+from paceline.core.access import is_loopback
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.signals import join_all
 from paceline.core.sockets import LOOPBACK, address_towards, interface_address, interface_of, is_ours

@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Any
 
 from paceline import __version__
+from paceline.core.access import create_token, read_token
 from paceline.core.environment import detect_environment
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
 from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
 from paceline.elastic.consensus.transport import Listener, PeerConnectionError
-from paceline.elastic.token import create_token, read_token
 from paceline.launch.preflight.checks import chosen_interface, judge
 from paceline.launch.preflight.coordinator import (
     DEAD_AFTER_S,

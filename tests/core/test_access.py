@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.access import create_token, read_token
 from paceline.core.errors import ConfigError
-from paceline.elastic.token import create_token, read_token
 
 
 def test_a_token_is_random_and_only_its_owners(tmp_path: Path) -> None:

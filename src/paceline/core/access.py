@@ -1,14 +1,42 @@
-"""The secret that the agents of one run share, in a file that only its owner can read. No torch."""
+"""Who may reach a server: addresses of this node alone, and tokens in files that only their owner can read."""
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""What a browser on this node may call a server, in the header ``Host``."""
+
+_SHORTEST_BEARER_TOKEN = 16
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this node's own; a name other than localhost is not."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_same_token(given: str | bytes, expected: str | bytes) -> bool:
+    """Compare what a client sent with the token; this takes the same time wherever they differ."""
+    texts = (text if isinstance(text, bytes) else text.encode(errors="replace") for text in (given, expected))
+    return hmac.compare_digest(*texts)
+
+
+# --- A token that a node makes: 32 random bytes, in hexadecimal digits ---
+
 
 TOKEN_BYTES = 32
 _HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
@@ -46,17 +74,12 @@ def read_token(path: Path) -> bytes:
     """
     try:
         # Whatever it is, opening and reading it must not block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        content = _read(path, 2 * TOKEN_BYTES + 2, _check_private, os.O_NONBLOCK).removesuffix(b"\n")
     except OSError as error:
         raise ConfigError(
             f"the token file {path} cannot be read: {error.strerror}. "
             "Copy it from the node that started the run, with its mode 0600."
         ) from error
-    try:
-        _check(path, os.fstat(descriptor))
-        content = os.read(descriptor, 2 * TOKEN_BYTES + 2).removesuffix(b"\n")
-    finally:
-        os.close(descriptor)
     if not _HEX.fullmatch(content):
         raise ConfigError(
             f"the token file {path} must hold {2 * TOKEN_BYTES} hexadecimal digits, and does not. "
@@ -65,7 +88,7 @@ def read_token(path: Path) -> bytes:
     return bytes.fromhex(content.decode())
 
 
-def _check(path: Path, status: os.stat_result) -> None:
+def _check_private(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"the token file {path} is not a plain file.")
@@ -79,3 +102,40 @@ def _check(path: Path, status: os.stat_result) -> None:
             f"the token file {path} has mode {mode:04o}, and must have 0600, so that nobody else can read "
             f"it. Run: chmod 600 {path}"
         )
+
+
+# --- A token that a user chose, for HTTP ---
+
+
+def read_bearer_token(path: Path) -> str:
+    """The token of an HTTP client, of any letters, in a file that only its owner may read.
+
+    Raises:
+        ConfigError: others may read it, or it holds no token.
+    """
+    try:
+        content = _read(path, 4096, _check_closed)
+    except OSError as error:
+        raise ConfigError(f"--token-file {path} cannot be read: {error.strerror}.") from error
+    token = content.decode("ascii", "replace").strip()
+    if len(token) < _SHORTEST_BEARER_TOKEN or not token.isprintable() or " " in token or "�" in token:
+        raise ConfigError(
+            f"--token-file {path} must hold one token of at least {_SHORTEST_BEARER_TOKEN} letters and digits. "
+            f"Make one: (umask 077; openssl rand -hex 32 > {path})"
+        )
+    return token
+
+
+def _check_closed(path: Path, status: os.stat_result) -> None:
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"--token-file {path} can be read by others. Say: chmod 600 {path}")
+
+
+def _read(path: Path, most: int, check: Callable[[Path, os.stat_result], None], flags: int = 0) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        check(path, os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most)
+    finally:
+        os.close(descriptor)

@@ -12,9 +12,10 @@ from typing import Any
 
 SLOW = """
 import os, signal, socket, sys, time
-from paceline.training import worker
-from paceline.elastic.forkserver import ForkServerProcess
+from paceline.core.fork_server import ForkServerProcess
 from paceline.core.signals import WORKER_STOP_SIGNALS
+from paceline.elastic.forkserver import prepare_child
+from paceline.training import worker
 
 setsid = os.setsid
 
@@ -26,7 +27,7 @@ os.setsid = late
 worker.main_member = lambda *arguments: time.sleep(600)
 for number in WORKER_STOP_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
-child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
+child = ForkServerProcess(socket.socket(fileno=int(sys.argv[1])), prepare_child).serve()
 sys.exit(0 if child is None else child())
 """
 
