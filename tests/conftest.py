@@ -23,7 +23,7 @@ from tests.lab.slurm_cluster import SlurmCluster
 from tests.lab.slurm_cluster import why_not as why_no_slurm
 from tests.lab.warm_start import WarmStarts, is_template
 
-from paceline.launch.local_processes import bound_loopback_socket
+from paceline.launch.local import bound_loopback_socket
 
 # A shell starts what it runs in the background with SIGINT ignored, and every process of these tests would
 # inherit that: Ctrl-C could not be tried.

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
-from paceline.launch.rank_env import env_style_variables, expand_placeholders, parse_roles
+from paceline.launch.rank import env_style_variables, expand_placeholders, parse_roles
 
 SECOND_OF_FOUR = Environment(
     source="variables",

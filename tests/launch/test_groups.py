@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.process_group import ProcessGroupSpec
-from paceline.launch.local_processes import get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
 MEETS = """
@@ -54,19 +53,19 @@ Path(sys.argv[1], f"{world.rank}.json").write_text(str(ranks))
 """
 
 
-def _script(tmp_path: Path, text: str) -> tuple[str, str]:
+def _script(tmp_path: Path, text: str) -> tuple[str, str, str]:
     path = tmp_path / "script.py"
     path.write_text(text)
-    return str(path), str(tmp_path)
+    return sys.executable, str(path), str(tmp_path)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
-    spec = ProcessGroupSpec(
-        command=_script(tmp_path, MEETS), nproc=2, threads=1, directory=RunDirectory(tmp_path / "run")
+    spec = LaunchSpec(
+        command=_script(tmp_path, MEETS), nproc=(2,), threads=1, log_directory=RunDirectory(tmp_path / "run")
     )
-    chosen = get_local_launcher(launcher)
+    chosen = get_launcher(launcher)
     assert chosen.submit(chosen.render(spec)).wait() == 0
     for rank in (0, 1):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -75,26 +74,26 @@ def test_the_ranks_meet_on_loopback(tmp_path: Path, launcher: str) -> None:
 
 @pytest.mark.integration
 def test_spawn_starts_a_script_that_knows_nothing_of_paceline(tmp_path: Path) -> None:
-    spec = ProcessGroupSpec(command=_script(tmp_path, PLAIN), nproc=2, threads=1)
-    spawn = get_local_launcher("spawn")
+    spec = LaunchSpec(command=_script(tmp_path, PLAIN), nproc=(2,), threads=1)
+    spawn = get_launcher("spawn")
     assert spawn.submit(spawn.render(spec)).wait() == 0
     assert [(tmp_path / f"{rank}.json").read_text() for rank in (0, 1)] == ["3", "3"]
 
 
 def test_two_machines_by_hand(tmp_path: Path, run_processes: Any) -> None:
-    spawn = get_local_launcher("spawn")
+    spawn = get_launcher("spawn")
     endpoint = f"127.0.0.1:{run_processes.free_port()}"
     handles = [
         spawn.submit(
             spawn.render(
-                ProcessGroupSpec(
+                LaunchSpec(
                     command=_script(tmp_path, MEETS),
-                    nproc=1,
-                    nodes=2,
+                    nproc=(1,),
+                    nodes=(2, 2),
                     node_rank=node_rank,
                     rdzv_endpoint=endpoint,
                     threads=1,
-                    directory=RunDirectory(tmp_path / "run"),
+                    log_directory=RunDirectory(tmp_path / "run"),
                 )
             )
         )
@@ -112,7 +111,7 @@ def test_torchrun_restarts_a_killed_worker_and_does_not_hang(tmp_path: Path, run
     done = run_processes.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("--max-restarts=2", *_script(tmp_path, DIES_ONCE)),
+            *("--max-restarts=2", *_script(tmp_path, DIES_ONCE)[1:]),
         ],
         env={"OMP_NUM_THREADS": "1"},
         timeout_s=90,

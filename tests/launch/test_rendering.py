@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.job_options import HERE
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import ProcessGroupSpec
-from paceline.launch.local_processes import LOCAL_LAUNCHERS, get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
-WORKER = ("-m", "paceline.training.worker", "runs/a b/job.toml")
+WORKER = ("python", "-m", "paceline.training.worker", "runs/a b/job.toml")
 
 
 def test_inprocess() -> None:
-    rendered = get_local_launcher("inprocess").render(ProcessGroupSpec(command=WORKER, python="python", threads=2))
+    rendered = get_launcher("inprocess").render(LaunchSpec(command=WORKER, threads=2))
     assert (
         rendered.text
         == """\
@@ -29,17 +29,16 @@ OMP_NUM_THREADS=2 \\
 
 
 def test_spawn() -> None:
-    spec = ProcessGroupSpec(
+    spec = LaunchSpec(
         command=WORKER,
-        python="python",
-        nproc=2,
+        nproc=(2,),
         threads=1,
         master_port=29500,
         env={"NOTE": "it's"},
-        directory=RunDirectory(Path("runs/a b")),
+        log_directory=RunDirectory(Path("runs/a b")),
     )
     assert (
-        get_local_launcher("spawn").render(spec).text
+        get_launcher("spawn").render(spec).text
         == """\
 # rank 0
 RANK=0 \\
@@ -72,18 +71,17 @@ RANK=1 \\
 
 
 def test_spawn_on_the_second_of_two_machines() -> None:
-    spec = ProcessGroupSpec(
-        command=("train.py",),
-        python="python",
-        nproc=1,
-        nodes=2,
+    spec = LaunchSpec(
+        command=("python", "train.py"),
+        nproc=(1,),
+        nodes=(2, 2),
         node_rank=1,
         rdzv_endpoint="node0:4000",
         rdzv_id="mine",
         threads=1,
     )
     assert (
-        get_local_launcher("spawn").render(spec).text
+        get_launcher("spawn").render(spec).text
         == """\
 # rank 1
 RANK=1 \\
@@ -102,9 +100,9 @@ RANK=1 \\
 
 
 def test_torchrun() -> None:
-    spec = ProcessGroupSpec(command=WORKER, python="python", nproc=2, threads=1)
+    spec = LaunchSpec(command=WORKER, nproc=(2,), threads=1)
     assert (
-        get_local_launcher("torchrun").render(spec).text
+        get_launcher("torchrun").render(spec).text
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
@@ -115,16 +113,15 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_on_several_machines() -> None:
-    spec = ProcessGroupSpec(
-        command=("train.py", "--x"),
-        python="python",
-        nproc=4,
-        nodes=2,
+    spec = LaunchSpec(
+        command=("python", "train.py", "--x"),
+        nproc=(4,),
+        nodes=(2, 2),
         rdzv_endpoint="node0:4000",
         threads=1,
     )
     assert (
-        get_local_launcher("torchrun").render(spec).text
+        get_launcher("torchrun").render(spec).text
         == """\
 # torchrun, 4 processes
 OMP_NUM_THREADS=1 \\
@@ -147,18 +144,22 @@ def test_torchrun_is_told_what_other_machines_know_this_one_by(
     hosts: tuple[str, ...], node_rank: int, known_by: list[str]
 ) -> None:
     """Its own idea, ``socket.getfqdn()``, may be ``localhost`` or a name that the others cannot look up."""
-    spec = ProcessGroupSpec(
-        command=("train.py",), nodes=2, node_rank=node_rank, rdzv_endpoint="10.0.0.5:4000", hosts=hosts
+    spec = LaunchSpec(
+        command=("python", "train.py"),
+        nodes=(2, 2),
+        node_rank=node_rank,
+        rdzv_endpoint="10.0.0.5:4000",
+        hosts=hosts,
     )
-    [process] = get_local_launcher("torchrun").render(spec).processes
+    [process] = get_launcher("torchrun").render(spec).commands
     assert [word for word in process.argv if word.startswith("--local-addr")] == known_by
     assert f"--rdzv-conf=is_host={1 - node_rank}" in process.argv
 
 
 def test_torchrun_that_restarts() -> None:
-    spec = ProcessGroupSpec(command=WORKER, python="python", nproc=2, threads=1, recover="restart", max_restarts=5)
+    spec = LaunchSpec(command=WORKER, nproc=(2,), threads=1, recover="restart", max_restarts=5)
     assert (
-        get_local_launcher("torchrun").render(spec).text
+        get_launcher("torchrun").render(spec).text
         == """\
 # torchrun, 2 processes
 OMP_NUM_THREADS=1 \\
@@ -170,24 +171,24 @@ OMP_NUM_THREADS=1 \\
 
 
 def test_torchrun_on_several_machines_shares_no_store_where_it_restarts() -> None:
-    spec = ProcessGroupSpec(
-        command=WORKER, python="python", nodes=2, rdzv_endpoint="node0:4000", threads=1, recover="restart"
-    )
-    [process] = get_local_launcher("torchrun").render(spec).processes
+    spec = LaunchSpec(command=WORKER, nodes=(2, 2), rdzv_endpoint="node0:4000", threads=1, recover="restart")
+    [process] = get_launcher("torchrun").render(spec).commands
     assert process.env == {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def test_the_users_own_threads_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    rendered = get_local_launcher("inprocess").render(ProcessGroupSpec(command=WORKER, python="python"))
+    rendered = get_launcher("inprocess").render(LaunchSpec(command=WORKER))
     assert "OMP_NUM_THREADS" not in rendered.text
 
 
-@pytest.mark.parametrize("name", LOCAL_LAUNCHERS)
+@pytest.mark.parametrize("name", HERE)
 def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    spec = ProcessGroupSpec(command=("-c", "raise SystemExit('started')"), directory=directory)
-    assert get_local_launcher(name).render(spec).text
+    script = tmp_path.with_suffix(".py")
+    script.write_text("raise SystemExit('started')")
+    spec = LaunchSpec(command=(sys.executable, str(script)), log_directory=directory)
+    assert get_launcher(name).render(spec).text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,8 +196,8 @@ def test_rendering_starts_and_writes_nothing(name: str, tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_rendering_imports_no_torch() -> None:
     code = (
-        "import sys; from paceline.launch.local_processes import *;"
-        "[get_local_launcher(n).render(ProcessGroupSpec(command=('x.py',))) for n in LOCAL_LAUNCHERS];"
+        "import sys; from paceline.launch.launcher import LaunchSpec, get_launcher;"
+        "[get_launcher(n).render(LaunchSpec(command=('python', 'x.py'))) for n in ('inprocess', 'spawn', 'torchrun')];"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -205,14 +206,14 @@ def test_rendering_imports_no_torch() -> None:
 
 def test_wrong_specs() -> None:
     with pytest.raises(ConfigError, match=r"no launcher 'slurmm'. Choose one of: inprocess, spawn, torchrun"):
-        get_local_launcher("slurmm")
+        get_launcher("slurmm")
     with pytest.raises(ConfigError, match="--on inprocess runs one process, but 2 were asked for"):
-        get_local_launcher("inprocess").render(ProcessGroupSpec(command=WORKER, nproc=2))
+        get_launcher("inprocess").render(LaunchSpec(command=WORKER, nproc=(2,)))
     with pytest.raises(ConfigError, match="--nproc must be at least 1, but is 0"):
-        ProcessGroupSpec(command=WORKER, nproc=0)
+        LaunchSpec(command=WORKER, nproc=(0,))
     with pytest.raises(ConfigError, match="needs --rdzv-endpoint HOST:PORT"):
-        ProcessGroupSpec(command=WORKER, nodes=2)
+        get_launcher("spawn").render(LaunchSpec(command=WORKER, nodes=(2, 2)))
     with pytest.raises(ConfigError, match="--node-rank must be between 0 and 1, but is 2"):
-        ProcessGroupSpec(command=WORKER, nodes=2, node_rank=2, rdzv_endpoint="a:1")
+        LaunchSpec(command=WORKER, nodes=(2, 2), node_rank=2, rdzv_endpoint="a:1")
     with pytest.raises(ConfigError, match="needs --node-rank: 0 on the machine of"):
-        get_local_launcher("spawn").render(ProcessGroupSpec(command=WORKER, nodes=2, rdzv_endpoint="a:1"))
+        get_launcher("spawn").render(LaunchSpec(command=WORKER, nodes=(2, 2), rdzv_endpoint="a:1"))

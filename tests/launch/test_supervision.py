@@ -16,19 +16,18 @@ import pytest
 from tests.conftest import children, runs
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.process_group import ProcessGroupSpec
-from paceline.launch.local_processes import get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
 DRIVER = """
 import sys
 from pathlib import Path
-from paceline.launch.local_processes import ProcessGroupSpec, get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 launcher, nproc, *command = sys.argv[1:]
-launcher = get_local_launcher(launcher)
+launcher = get_launcher(launcher)
 run = RunDirectory(Path("run"))
-spec = ProcessGroupSpec(command=tuple(command), nproc=int(nproc), directory=run, grace_s=5, threads=1)
+spec = LaunchSpec(command=(sys.executable, *command), nproc=(int(nproc),), log_directory=run, grace_s=5, threads=1)
 sys.exit(launcher.submit(launcher.render(spec)).wait())
 """
 
@@ -147,8 +146,13 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: 
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "while True: signal.pause()\n"
     )
-    spec = ProcessGroupSpec(command=(str(script),), nproc=2, grace_s=0.2, directory=RunDirectory(tmp_path / "run"))
-    spawn = get_local_launcher("spawn")
+    spec = LaunchSpec(
+        command=(sys.executable, str(script)),
+        nproc=(2,),
+        grace_s=0.2,
+        log_directory=RunDirectory(tmp_path / "run"),
+    )
+    spawn = get_launcher("spawn")
     handle = spawn.submit(spawn.render(spec))
     assert len(handle.pids) == 2
     assert handle.wait() == 7
@@ -227,8 +231,8 @@ def test_workers_do_not_survive_a_torchrun_agent_that_is_killed(job: Job) -> Non
 def test_a_cancelled_job_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")
-    spawn = get_local_launcher("spawn")
-    handle = spawn.submit(spawn.render(ProcessGroupSpec(command=(str(script),), nproc=2)))
+    spawn = get_launcher("spawn")
+    handle = spawn.submit(spawn.render(LaunchSpec(command=(sys.executable, str(script)), nproc=(2,))))
     handle.cancel()
     assert handle.wait() == 128 + signal.SIGTERM
 
@@ -237,10 +241,10 @@ def test_a_cancelled_job_ends(tmp_path: Path) -> None:
 def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ['MASTER_PORT'])")
-    spawn = get_local_launcher("spawn")
-    spec = ProcessGroupSpec(command=(str(script), str(tmp_path / "port")))
+    spawn = get_launcher("spawn")
+    spec = LaunchSpec(command=(sys.executable, str(script), str(tmp_path / "port")))
     rendered = spawn.render(spec)
-    port = int(rendered.processes[0].env["MASTER_PORT"])
+    port = int(rendered.commands[0].env["MASTER_PORT"])
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
@@ -251,8 +255,8 @@ def test_a_port_taken_after_rendering_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_that_is_not_there_is_reported(tmp_path: Path) -> None:
-    spawn = get_local_launcher("spawn")
-    spec = ProcessGroupSpec(command=("x.py",), nproc=2, python=str(tmp_path / "no-python"))
+    spawn = get_launcher("spawn")
+    spec = LaunchSpec(command=(str(tmp_path / "no-python"), "x.py"), nproc=(2,))
     with pytest.raises(LaunchError, match="no-python is no program"):
         spawn.submit(spawn.render(spec))
 
@@ -264,8 +268,8 @@ def test_where_one_process_cannot_be_started_none_is_left(tmp_path: Path) -> Non
     script.write_text("import signal; signal.pause()")
     directory = RunDirectory(tmp_path / "run")
     directory.log_of(1).mkdir(parents=True)
-    spawn = get_local_launcher("spawn")
-    spec = ProcessGroupSpec(command=(str(script),), nproc=2, directory=directory)
+    spawn = get_launcher("spawn")
+    spec = LaunchSpec(command=(sys.executable, str(script)), nproc=(2,), log_directory=directory)
     with pytest.raises(LaunchError, match=r"could not be started: .*rank-1\.log"):
         spawn.submit(spawn.render(spec))
     assert set(children(os.getpid())) <= before
@@ -276,15 +280,15 @@ def test_inprocess_runs_here_and_returns_the_exit_code(tmp_path: Path, capsys: p
     script.write_text(
         "import os, sys\nprint(os.getpid(), sys.argv[1:], os.environ['EXTRA'])\nsys.exit(int(sys.argv[1]))"
     )
-    inprocess = get_local_launcher("inprocess")
+    inprocess = get_launcher("inprocess")
     argv = list(sys.argv)
     for code in (0, 3):
-        spec = ProcessGroupSpec(command=(str(script), str(code)), env={"EXTRA": "x"})
+        spec = LaunchSpec(command=(sys.executable, str(script), str(code)), env={"EXTRA": "x"})
         assert inprocess.submit(inprocess.render(spec)).wait() == code
         assert capsys.readouterr().out == f"{os.getpid()} ['{code}'] x\n"
     assert sys.argv == argv
     assert "EXTRA" not in os.environ
-    module = ProcessGroupSpec(command=("-m", "this"))
+    module = LaunchSpec(command=(sys.executable, "-m", "this"))
     assert inprocess.submit(inprocess.render(module)).wait() == 0
     assert "Namespaces" in capsys.readouterr().out
 
@@ -298,10 +302,10 @@ def test_inprocess_imports_from_where_python_does(
     (tmp_path / "module_of_directory.py").write_text("print('in the working directory')")
     (tmp_path / "link.py").symlink_to("beside/script.py")
     monkeypatch.chdir(tmp_path)
-    inprocess = get_local_launcher("inprocess")
+    inprocess = get_launcher("inprocess")
     path = list(sys.path)
     for command in (("beside/script.py",), ("link.py",), ("-m", "module_of_directory")):
-        assert inprocess.submit(inprocess.render(ProcessGroupSpec(command=command))).wait() == 0
+        assert inprocess.submit(inprocess.render(LaunchSpec(command=(sys.executable, *command)))).wait() == 0
         sys.modules.pop("neighbour_of_script", None)
     assert capsys.readouterr().out.splitlines() == [
         *["beside the script"] * 2,

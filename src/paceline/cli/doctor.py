@@ -15,9 +15,10 @@ from paceline.cli.job_options import HERE, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import ONCE_A_RANK
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
 from paceline.core.task_loading import check_spec
-from paceline.launch.launcher import ONCE_A_RANK, LaunchSpec, RankLauncher, get_launcher
+from paceline.launch.launcher import LaunchSpec, RankLauncher, get_launcher
 from paceline.launch.preflight.spec import PreflightReport, PreflightSpec
 from paceline.launch.registry import make_options
 from paceline.launch.submit import choose_rank_launcher, job_directory

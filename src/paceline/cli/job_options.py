@@ -54,7 +54,7 @@ class JobOptions:
         if self.env:
             fields["env"] = parse_env(self.env)
         if self.roles is not None and world_size is not None:
-            from paceline.launch.rank_env import parse_roles
+            from paceline.launch.rank import parse_roles
 
             fields["roles"] = parse_roles(self.roles, world_size)
         return fields

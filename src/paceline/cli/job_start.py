@@ -114,7 +114,7 @@ def start(
     rendered = launcher.render(spec, own)
     if dry_run and json:
         commands = rendered.commands if first is None else (first, *rendered.commands)
-        described = {"files": dict(rendered.files), "commands": list(map(dataclasses.asdict, commands))}
+        described = {"files": dict(rendered.files), "commands": [command.to_json() for command in commands]}
         print(json_module.dumps(described))
         return 0
     if dry_run:

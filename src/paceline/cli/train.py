@@ -168,15 +168,13 @@ def _start(
 
 
 def _show_what_would_run(job: WorkerConfig, first: Command | None, *, json: bool) -> None:
-    from paceline.launch.launcher import Command
     from paceline.launch.local_run import prepare_local_run
 
     _, rendered, job, directory = prepare_local_run(job)
     if json:
-        commands = [first] if first is not None else []
-        commands += [Command(title=p.title, argv=p.argv, env=p.env) for p in rendered.processes]
+        commands = rendered.commands if first is None else (first, *rendered.commands)
         files = {str(directory.path / "job.toml"): job.to_toml()}
-        print(json_module.dumps({"files": files, "commands": list(map(dataclasses.asdict, commands))}))
+        print(json_module.dumps({"files": files, "commands": [command.to_json() for command in commands]}))
         return
     if first is not None:
         print(first.text)
@@ -192,20 +190,20 @@ def _preflight(job: WorkerConfig) -> Command:
     from paceline.launch.preflight.spec import PreflightSpec
 
     config = job.config
-    name, rendered, _, directory = prepare_local_run(job)
+    launcher, rendered, _, directory = prepare_local_run(job)
     spec = rendered.spec
     examination = PreflightSpec(
         directory=directory.path.absolute() / "doctor",
         run=directory.path.absolute(),
         task=config.task,
-        nproc=parse_nproc(config.nproc) or (spec.nproc,),
+        nproc=parse_nproc(config.nproc) or spec.nproc,
         threads=spec.threads,
         interface=spec.interface,
         keep=config.keep_checkpoints,
-        agents=name == "spawn" and spec.recover != "none",
+        agents=launcher.name == "spawn" and spec.recover != "none",
         timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
-    return preflight_command(examination, spec.nodes, spec.node_rank, spec.rdzv_endpoint)
+    return preflight_command(examination, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
 
 
 def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool) -> int:

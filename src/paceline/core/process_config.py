@@ -13,7 +13,10 @@ from paceline.core.plugins import LauncherPlugin
 
 
 EnvStyle = Literal["torch", "tensorflow", "horovod", "mpi", "none"]
-"""Which variables tell a process its place; see :mod:`paceline.launch.rank_env`."""
+"""Which variables tell a process its place; see :mod:`paceline.launch.rank`."""
+
+RankLauncher = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
+"""What starts the ranks, where a job's machines are there."""
 
 
 LauncherName = Literal[

@@ -1,7 +1,9 @@
 """The agent: keeps a job's workers on this machine alive, and never ends survivors. No torch.
 
-One loop joins two parts: :class:`~paceline.elastic.node.Node`, which has the workers, and
-:class:`~paceline.elastic.consensus.controller.Cluster`, which agrees with the other agents on who decides.
+One loop joins two parts: :class:`~paceline.elastic.node.NodeWorkers`, which has the workers, and a
+:class:`~paceline.elastic.controller.Controller`, which decides for them. On one node that is a
+:class:`~paceline.elastic.controller.SingleNodeController`. Agents of several nodes first agree on the one that
+decides: :mod:`paceline.elastic.consensus`, which is imported there only.
 """
 
 from __future__ import annotations
@@ -14,13 +16,10 @@ from contextlib import ExitStack, closing, suppress
 from types import FrameType
 
 from paceline.core.errors import LaunchError, RunDirectoryError
-from paceline.core.process_group import RenderedProcessGroup
+from paceline.core.launch_spec import Command, LaunchSpec
 from paceline.core.signals import STOP_SIGNALS, handle_signals
-from paceline.elastic.consensus.controller import AgentController
-from paceline.elastic.consensus.discovery import discover
-from paceline.elastic.consensus.transport import PeerNetwork
 from paceline.elastic.control import ControlApi, ControlSocket
-from paceline.elastic.controller import print_status
+from paceline.elastic.controller import Controller, SingleNodeController, print_status
 from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunLock
 
@@ -29,68 +28,66 @@ _RETRY_S = 0.5
 
 
 class Agent:
-    """A job whose workers are replaced when they die; see :class:`ProcessGroup`.
+    """A job whose workers are replaced when they die; see :class:`~paceline.launch.supervisor.ProcessGroup`.
 
     Args:
-        rendered: one process, the fork server; the last word of its spec's command is the job's file.
+        spec: the job; the last word of its command is the worker's file.
+        forkserver: the command of the process that forks workers.
     """
 
-    def __init__(self, rendered: RenderedProcessGroup) -> None:
-        spec = rendered.spec
-        assert spec.directory is not None
-        if shutil.which(spec.python) is None:
-            raise LaunchError(f"{spec.python} is no program that can be run.")
+    def __init__(self, spec: LaunchSpec, forkserver: Command) -> None:
+        assert spec.log_directory is not None
+        if shutil.which(forkserver.argv[0]) is None:
+            raise LaunchError(f"{forkserver.argv[0]} is no program that can be run.")
         self._signals: list[int] = []  # not handled yet
         self._node: NodeWorkers | None = None
-        self._mesh: PeerNetwork | None = None
-        self._directory = spec.directory
+        self._controller: Controller | None = None
+        self._directory = directory = spec.log_directory
         self._control: ControlSocket | None = None
-        self._retry_at = 0.0  # to take what whoever leads holds, by the monotonic clock
+        self._retry_at = 0.0  # to take what the leading agent holds, by the monotonic clock
         self._said_why = False  # why no control socket could be had
         self._stack = ExitStack()
-        alone = spec.nodes == 1 and spec.most_nodes in (None, 1) and not spec.joins
         try:
-            spec.directory.create()
+            directory.create()
             self._selector = self._stack.enter_context(selectors.DefaultSelector())
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._stack.callback(os.close, self._wake)
             self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-            meeting, lease = (None, None) if alone else discover(spec, spec.directory)
-            if meeting is not None:
+            meeting = None
+            if not spec.is_single_node:
+                from paceline.elastic.consensus.discovery import discover
+
+                meeting = discover(spec, directory)
                 self._stack.callback(meeting.listener.close)
             # Not before: looking for the secret that machines share can be interrupted as it is.
             self._stack.enter_context(handle_signals(STOP_SIGNALS, self._on_signal))
             founds = meeting is None or meeting.is_first
-            self._lock = self._stack.enter_context(closing(RunLock(spec.directory)))
+            self._lock = self._stack.enter_context(closing(RunLock(directory)))
             if founds:
                 self._lock.take()
-                for old in spec.directory.logs.glob("rank-*.error.json"):
+                for old in directory.logs.glob("rank-*.error.json"):
                     old.unlink(missing_ok=True)
-            self._node = NodeWorkers(
-                rendered.processes[0],
+            node = self._node = NodeWorkers(
+                forkserver,
                 spec.command[-1],
-                spec.directory,
+                directory,
                 self._selector,
                 heartbeat_s=spec.heartbeat_s,
                 grace_s=spec.grace_s,
                 inherited=(self._lock.fileno(),),
                 interface="" if meeting is None else meeting.interface,
             )
-            self._controller = AgentController(spec, spec.directory, self._node, meeting)
-            self._node.reports = self._controller
-            self._requests = ControlApi(spec, spec.directory, self._controller, self._node)
-            if meeting is not None:
-                self._mesh = PeerNetwork(
-                    self._selector,
-                    meeting.listener,
-                    meeting.token,
-                    meeting.hello,
-                    self._controller,
-                    spec.heartbeat_s,
-                )
-            self._controller.begin(self._mesh, lease)
+            if meeting is None:
+                self._controller = SingleNodeController(spec, directory, node)
+            else:
+                from paceline.elastic.consensus.controller import AgentController
+
+                self._controller = AgentController(spec, directory, node, meeting, self._selector)
+            node.reports = self._controller
+            self._requests = ControlApi(spec, directory, self._controller, node)
+            self._controller.begin()
             if founds:
-                self._control = ControlSocket(self._directory, self._selector, self._requests)
+                self._control = ControlSocket(directory, self._selector, self._requests)
         except BaseException as error:
             self._end()
             if isinstance(error, OSError):
@@ -105,9 +102,10 @@ class Agent:
     def wait(self) -> int:
         """Watch the job to its end; print one message if it failed; return its exit code."""
         assert self._node is not None
+        assert self._controller is not None
         try:
             while not self._controller.over:
-                self._turn(self._node)
+                self._turn(self._node, self._controller)
             code = self._controller.conclude()
         finally:
             self._end()
@@ -118,24 +116,24 @@ class Agent:
         self._signals.append(0)
         os.eventfd_write(self._wake, 1)
 
-    def _turn(self, node: NodeWorkers) -> None:
+    def _turn(self, node: NodeWorkers, controller: Controller) -> None:
         """What has happened, then what has not happened in time."""
         now = time.monotonic()
-        due = min(now + _LONGEST_S, node.deadline, self._controller.deadline)
+        due = min(now + _LONGEST_S, node.deadline, controller.deadline)
         for key, _ in self._selector.select(max(0.0, due - now)):
             key.data()
         now = time.monotonic()
         node.expire(now)
-        self._controller.expire(now)
-        self._take_office(now)
+        controller.expire(now)
+        self._take_office(controller, now)
 
-    def _take_office(self, now: float) -> None:
-        """Whoever leads holds the run's lock and answers other commands, as soon as it can.
+    def _take_office(self, controller: Controller, now: float) -> None:
+        """The leading agent holds the run's lock and answers other commands, as soon as it can.
 
         The last processes of the machine that led before may hold the lock, and the disk may be full: neither
         is a reason to give up the workers.
         """
-        if self._controller.leader is None:
+        if controller.leader is None:
             if self._control is not None:
                 self._control.close()
                 self._control = None
@@ -164,6 +162,7 @@ class Agent:
             os.eventfd_read(self._wake)
         while self._signals:
             number = self._signals.pop(0)
+            assert self._controller is not None
             if number:
                 self._controller.signalled(number)
             else:
@@ -175,6 +174,6 @@ class Agent:
             self._node.end()
         if self._control is not None:
             self._control.close()
-        if self._mesh is not None:
-            self._mesh.close()
+        if self._controller is not None:
+            self._controller.close()
         self._stack.close()

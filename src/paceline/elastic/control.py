@@ -21,9 +21,8 @@ import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError, RunDirectoryError
 from paceline.core.files import write_atomically
-from paceline.core.process_group import ProcessGroupSpec
-from paceline.elastic.consensus.controller import AgentController
-from paceline.elastic.controller import JobController
+from paceline.core.launch_spec import LaunchSpec
+from paceline.elastic.controller import Controller, JobController
 from paceline.elastic.node import NodeWorkers
 from paceline.runs.directory import RunDirectory
 
@@ -323,14 +322,12 @@ class ControlApi:
     Args:
         spec: the job's.
         directory: the run's.
-        cluster: knows who leads.
+        controller: knows which agent leads.
         node: this machine's workers.
     """
 
-    def __init__(
-        self, spec: ProcessGroupSpec, directory: RunDirectory, cluster: AgentController, node: NodeWorkers
-    ) -> None:
-        self._spec, self._directory, self._controller, self._node = spec, directory, cluster, node
+    def __init__(self, spec: LaunchSpec, directory: RunDirectory, controller: Controller, node: NodeWorkers) -> None:
+        self._spec, self._directory, self._controller, self._node = spec, directory, controller, node
 
     def status(self) -> RunStatus:
         """Where the job stands.
@@ -395,7 +392,7 @@ class ControlApi:
             ConfigError: there cannot be so many, the job is ending, or this agent does not lead.
         """
         leader = self._leader()
-        there = [name for name in self._controller.node_set.nodes if name in leader.nodes]
+        there = [name for name in self._controller.nodes if name in leader.nodes]
         if nodes > len(there):
             raise ConfigError(
                 f"the run is on {len(there)} machine(s). Another one joins it, up to --nodes MIN:MAX, when "

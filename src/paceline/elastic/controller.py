@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -12,8 +13,10 @@ from contextlib import suppress
 from typing import Protocol
 
 from paceline.core.errors import ConfigError, RunDirectoryError
-from paceline.core.process_group import ProcessGroupSpec
+from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests, forwarded_signal
+from paceline.core.sockets import LOOPBACK
+from paceline.data.ledger import generations
 from paceline.elastic.coordinator import (
     Action,
     BreakGroup,
@@ -27,7 +30,7 @@ from paceline.elastic.coordinator import (
 )
 from paceline.elastic.failure_policy import FailurePolicy, RestartBudget, describe_end
 from paceline.elastic.hang import Ask, Hang, HangDetector
-from paceline.elastic.node import Ended, NodeCommands, NodeWorkers, Order, Said
+from paceline.elastic.node import Ended, NodeCommands, NodeEvents, NodeWorkers, Order, Said
 from paceline.elastic.worker_channel import (
     Assignment,
     ExitRequest,
@@ -279,10 +282,10 @@ class Shutdown:
         deadline: when :meth:`expire` is due, by the monotonic clock.
     """
 
-    def __init__(self, spec: ProcessGroupSpec, workforce: WorkerPool, coordinator: Coordinator) -> None:
+    def __init__(self, spec: LaunchSpec, workforce: WorkerPool, coordinator: Coordinator) -> None:
         self._spec, self._pool, self._coordinator = spec, workforce, coordinator
         # Ctrl-C may reach the agents of all machines.
-        self._requests = StopRequests(ECHO_S if (spec.most_nodes or spec.nodes) > 1 else 0.0)
+        self._requests = StopRequests(ECHO_S if spec.nodes[1] > 1 else 0.0)
         self.requested: int | None = None
         self.begun = False
         self.deadline = math.inf
@@ -348,7 +351,7 @@ class Shutdown:
 
 
 class Quorum(Protocol):
-    """What the agents have agreed on."""
+    """What the agents of a job have agreed on; on one node there is nothing to agree on."""
 
     def may_form(self, nodes: frozenset[str]) -> bool:
         """Whether a view of workers on these nodes may be formed now."""
@@ -382,7 +385,7 @@ class JobController:
 
     def __init__(
         self,
-        spec: ProcessGroupSpec,
+        spec: LaunchSpec,
         directory: RunDirectory,
         coordinator: Coordinator,
         roster: Quorum,
@@ -623,3 +626,142 @@ class JobController:
         self._hangs.forms(view, nodes)
         port = self._here.open_store(view.generation, self._address)
         self._pool.place(view, self._address, port)
+
+
+def make_coordinator(spec: LaunchSpec, directory: RunDirectory, seats: Iterable[tuple[int, WorkerSlot]]) -> Coordinator:
+    """A coordinator that knows no node yet, and continues after the last group that was ever formed.
+
+    Args:
+        spec: the job's.
+        directory: the run's.
+        seats: workers that run already, each with the generation of the group that it was in last.
+    """
+    recorded = max(generations(directory.ledger), default=-1)
+    return Coordinator(
+        nodes={},
+        max_workers=spec.local_world_size * spec.nodes[0],
+        generation=max([recorded, *(generation for generation, _ in seats)]),
+        spares=spec.spares,
+        initial_nodes=spec.nodes[0],
+        min_nodes=spec.least_nodes,
+    )
+
+
+# --- What an agent does for its job: lead it alone, where there is one node, or with the agents of other nodes ---
+
+
+class Controller(NodeEvents, Protocol):
+    """Decides for an agent's workers, or has another node's agent decide."""
+
+    @property
+    def name(self) -> str:
+        """This agent's."""
+
+    @property
+    def leader(self) -> JobController | None:
+        """Decides for all workers; None where another agent does."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the job, in the order in which they came."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, as far as this node has a part in it."""
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`expire` is due, by the monotonic clock."""
+
+    def begin(self) -> None:
+        """Start to lead, or to look for the agent that does."""
+
+    def expire(self, now: float) -> None:
+        """Do what is due."""
+
+    def signalled(self, number: int) -> None:
+        """A signal asks for a stop; Ctrl-C beside another, at once."""
+
+    def cancel(self) -> None:
+        """Have the job stop, within the grace period."""
+
+    def conclude(self) -> int:
+        """Print one message if the job failed; return the exit code."""
+
+    def close(self) -> None:
+        """End all links to other agents."""
+
+
+class SingleNodeController:
+    """Leads a job that has this node only, from its start to its end.
+
+    Args:
+        spec: the job's.
+        directory: the run's.
+        node: this node's workers.
+    """
+
+    def __init__(self, spec: LaunchSpec, directory: RunDirectory, node: NodeWorkers) -> None:
+        self._nproc, self._node = spec.local_world_size, node
+        self.name = socket.gethostname()
+        self.nodes = (self.name,)
+        self.leader = JobController(spec, directory, make_coordinator(spec, directory, ()), self, node, LOOPBACK)
+
+    def begin(self) -> None:
+        """Start the workers."""
+        self.leader.node_joins(self.name, self._node, self._nproc, {})
+        self.leader.settle()
+
+    def close(self) -> None:
+        """There are no links."""
+
+    # What the agent asks.
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker is left."""
+        return self.leader.over
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`expire` is due, by the monotonic clock."""
+        return self.leader.deadline
+
+    def expire(self, now: float) -> None:
+        """Do what is due."""
+        self.leader.expire(now)
+
+    def signalled(self, number: int) -> None:
+        """A signal asks for a stop; Ctrl-C beside another, at once."""
+        self.leader.shutdown.signalled(number)
+
+    def cancel(self) -> None:
+        """Have the job stop, within the grace period."""
+        self.leader.shutdown.cancel()
+
+    def conclude(self) -> int:
+        """Print one message if the job failed; return the exit code."""
+        return self.leader.conclude()
+
+    # What the node reports.
+
+    def said(self, worker: int, message: Said) -> None:
+        """A worker sent something."""
+        self.leader.said(worker, message)
+
+    def ended(self, end: Ended) -> None:
+        """A worker's process has ended."""
+        self.leader.ended(end)
+
+    # What the leader asks before it forms a group of workers.
+
+    def may_form(self, nodes: frozenset[str]) -> bool:
+        """Whether no worker acts in an older group."""
+        return bool(nodes) and not self.leader.coordinator.nodes_acting
+
+    def formed(self, nodes: frozenset[str]) -> None:
+        """Nobody else has to know."""
+
+    def reject(self, node: str, why: str) -> None:
+        """The only node is never a newcomer that others could do without."""
+        raise AssertionError(f"{node} is the only node of the job: {why}")

@@ -18,7 +18,7 @@ import msgspec
 
 from paceline.core.errors import LaunchError
 from paceline.core.fork_server import Exited, Forked, ForkServer, NotForked
-from paceline.core.process_group import RenderedProcess
+from paceline.core.launch_spec import Command
 from paceline.core.stack_dump import describe_unresponsive
 from paceline.elastic.coordinator import Status, WorkerSlot
 from paceline.elastic.rendezvous_store import STORE_HOST, RendezvousStores
@@ -247,7 +247,7 @@ class NodeWorkers:
 
     def __init__(
         self,
-        fork_server: RenderedProcess,
+        fork_server: Command,
         job: str,
         directory: RunDirectory,
         selector: selectors.BaseSelector,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, LaunchError
-from paceline.core.process_group import ProcessGroup
 from paceline.launch.launcher import (
     Command,
     Host,
@@ -40,7 +39,7 @@ from paceline.launch.mpi import (
     variables,
 )
 from paceline.launch.rendering import IN_HOROVODS_SHELL, refuse_secrets
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, start_commands
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, ProcessGroup, RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 
 _INSTALL = "build it against this PyTorch: scripts/build-horovod, as docs/launchers/horovod.md says"
@@ -110,14 +109,14 @@ class HorovodLauncher(ForegroundLauncher):
                 )
             return MpiLauncher().submit(rendered)
         _require_horovodrun(rendered.commands[0].argv[0])
-        return HorovodJob(start_commands(rendered, RankStarter(name="horovodrun")), rendered.spec)
+        return HorovodJob(SupervisedJob(rendered.commands, starter=RankStarter(name="horovodrun")), rendered.spec)
 
 
 class HorovodJob(ForegroundJob):
     """A job of horovodrun's, whose exit code is 1 however its ranks have ended."""
 
-    def __init__(self, job: ProcessGroup, spec: LaunchSpec) -> None:
-        super().__init__(job, spec.directory)
+    def __init__(self, processes: ProcessGroup, spec: LaunchSpec) -> None:
+        super().__init__(processes, spec.directory)
         self._run = None if spec.run is None else RunDirectory(spec.run)
         self._events = 0 if self._run is None else len(self._run.read_events())
 

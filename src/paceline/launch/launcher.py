@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shlex
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from paceline.core.errors import ConfigError
+from paceline.core.launch_spec import Command as Command
+from paceline.core.launch_spec import LaunchSpec as LaunchSpec
 from paceline.core.options import flag
 from paceline.launch.registry import EnvStyle as EnvStyle
 from paceline.launch.registry import RankLauncher as RankLauncher
@@ -137,117 +137,11 @@ def nodes_of(
 # :mod:`paceline.launch.rank`; what happens on a machine from there on is the same under all launchers.
 
 
-ONCE_A_RANK: tuple[RankLauncher, ...] = ("srun", "mpi", "horovod")
-"""These start each rank themselves; under the others one command is started on each machine."""
-
 FileSharing = Literal["shared", "image", "uploaded"]
 """What a job's machines see of this one's files: all, only what an image has, or a copy of a directory."""
 
 State = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
-    """What is to run, on how many machines, and what each process is told.
-
-    Attributes:
-        command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
-            ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
-        name: shown in lists and by the cluster's own tools.
-        directory: absolute, and shared by the machines: what is rendered, and the job's logs, are kept there.
-        nodes: the least and the greatest number of machines.
-        nproc: processes a machine: one number for all, or one for each.
-        gpus_per_node: to ask the cluster for.
-        cpus_per_task: CPUs of each process, to ask the cluster for.
-        walltime_s: how long the job may take.
-        env: variables for every process.
-        threads: OMP_NUM_THREADS of every process; default: what the rank launcher does.
-        rank_launcher: what starts the ranks.
-        env_style: which variables tell a process its place.
-        roles: with the tensorflow env style: what each rank is, such as ``("chief", "worker", "ps")``.
-        is_task: the command is ``paceline train``, which the agent may start.
-        run: the run's directory, of a task.
-        max_restarts: how often torchrun may start its workers again.
-        interface: the network interface to other machines.
-        master_port: where rank 0 listens; default: made from the job's number, so that jobs do not clash.
-        workdir: where the command runs.
-        python: the interpreter on the machines.
-        preflight: runs first on each machine, where the job is started once on each; the job is only started
-            where it ends with 0. It has the same placeholders.
-    """
-
-    command: tuple[str, ...]
-    name: str
-    directory: Path
-    nodes: tuple[int, int] = (1, 1)
-    nproc: tuple[int, ...] = (1,)
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    walltime_s: float | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    threads: int | None = None
-    rank_launcher: RankLauncher = "torchrun"
-    env_style: EnvStyle = "torch"
-    roles: tuple[str, ...] = ()
-    is_task: bool = False
-    run: Path | None = None
-    max_restarts: int = 0
-    interface: str | None = None
-    master_port: int | None = None
-    workdir: Path = field(default_factory=Path.cwd)
-    python: str = sys.executable
-    preflight: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.command:
-            raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
-        least, most = self.nodes
-        if len(self.nproc) > 1 and not least == most == len(self.nproc):
-            raise ConfigError(
-                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} machines, but --nodes is "
-                f"{least if least == most else f'{least}:{most}'}."
-            )
-        for name in ("gpus_per_node", "cpus_per_task", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < (0 if name == "gpus_per_node" else 1):
-                raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
-
-    def processes_on(self, node_rank: int) -> int:
-        """How many processes a machine starts."""
-        return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
-
-    @property
-    def world_size(self) -> int:
-        """Processes over the least number of machines."""
-        return sum(self.nproc) if len(self.nproc) > 1 else self.nproc[0] * self.nodes[0]
-
-    @property
-    def starts_each_rank(self) -> bool:
-        """Whether the command is started once for each rank, not once on each machine."""
-        return self.rank_launcher in ONCE_A_RANK
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command to run here. ``env`` is added to this process's own variables; ``stdin`` is what it reads."""
-
-    title: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    stdin: str = ""
-
-    @property
-    def text(self) -> str:
-        """The command for a shell, ready to be pasted."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        text = f"# {self.title}\n" + " \\\n  ".join([*words, shlex.join(self.argv)])
-        if not self.stdin:
-            return f"{text}\n"
-        end = "END"
-        while end in self.stdin.splitlines():
-            end += "_"
-        return f"{text} <<'{end}'\n{self.stdin}{end}\n"
 
 
 @dataclass(frozen=True, kw_only=True)

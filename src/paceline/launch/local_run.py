@@ -14,11 +14,11 @@ from paceline.core.environment import Environment
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_atomically
 from paceline.core.job import WorkerConfig, default_run_path
+from paceline.core.launch_spec import Recovery
 from paceline.core.option_sets import merge_resumed_config
 from paceline.core.options import parse_duration_s, parse_nodes, parse_nproc
-from paceline.core.process_group import ProcessGroupSpec, Recovery, RenderedProcessGroup
 from paceline.core.task_loading import check_spec
-from paceline.launch.local_processes import get_local_launcher
+from paceline.launch.launcher import Launcher, LaunchSpec, RenderedJob, get_launcher
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, describe_stop
 
@@ -35,8 +35,8 @@ _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 def prepare_local_run(
     job: WorkerConfig, *, joins: bool = False
-) -> tuple[str, RenderedProcessGroup, WorkerConfig, RunDirectory]:
-    """The launcher's name, what would run, the job with nothing left open, and the run's directory.
+) -> tuple[Launcher, RenderedJob, WorkerConfig, RunDirectory]:
+    """The launcher, what would run, the job with nothing left open, and the run's directory.
 
     Nothing is touched.
 
@@ -73,32 +73,32 @@ def prepare_local_run(
         supervised=name != "inprocess",
         world_size=sum(counts[:first_nodes]) if len(counts) > 1 else nproc * first_nodes,
     )
-    spec = ProcessGroupSpec(
+    spec = LaunchSpec(
         command=(
-            "-m",
-            "paceline.training.worker",
+            *(sys.executable, "-m", "paceline.training.worker"),
             str(_job_file(config, directory, unnumbered=several_nodes)),
         ),
-        nproc=nproc,
-        nodes=first_nodes,
-        least_nodes=first_nodes if most_nodes > first_nodes else 1,
-        most_nodes=most_nodes,
-        spares=config.hot_spares,
+        nodes=(first_nodes, most_nodes),
+        nproc=(nproc,),
+        threads=config.threads,
+        is_task=True,
+        run=directory.path,
         interface=config.interface,
-        token_file=None if config.token_file is None else Path(config.token_file),
-        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
-        task_code=_task_code(job),
-        joins=joins,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint,
         rdzv_id=config.rdzv_id,
-        threads=config.threads,
-        directory=directory,
+        joins=joins,
+        log_directory=directory,
         recover=recover,
         max_restarts=config.max_restarts,
         heartbeat_s=config.heartbeat,
+        spares=config.hot_spares,
+        task_code=_task_code(job),
+        token_file=None if config.token_file is None else Path(config.token_file),
+        init_timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
-    return name, get_local_launcher(name).render(spec), job, directory
+    launcher = get_launcher(name)
+    return launcher, launcher.render(spec), job, directory
 
 
 def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory]:
@@ -114,10 +114,10 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
         RunDirectoryError: the run's directory cannot be written, or another process uses it.
         LaunchError: a process could not be started.
     """
-    name, rendered, job, directory = prepare_local_run(job, joins=joins)
+    launcher, rendered, job, directory = prepare_local_run(job, joins=joins)
     config, spec = job.config, rendered.spec
     # Of several machines another one may be at work in the shared directory already.
-    unnumbered = config.node_rank is None and (spec.most_nodes or 1) > 1 and spec.recover != "none"
+    unnumbered = config.node_rank is None and spec.nodes[1] > 1 and spec.recover != "none"
     if not (config.node_rank or joins or unnumbered):
         if directory.is_running():
             raise directory.in_use()
@@ -127,7 +127,7 @@ def launch(job: WorkerConfig, *, joins: bool = False) -> tuple[int, RunDirectory
         write_atomically(Path(spec.command[-1]), job.to_toml().encode())
     except OSError as error:
         raise directory.unwritable(error) from error
-    code = get_local_launcher(name).submit(rendered).wait()
+    code = launcher.submit(rendered).wait()
     if code in STOPPED and job.supervised and not job.quiet:
         last = directory.read_events()[-1:]
         # Interrupted before its ranks had met, a job has saved nothing.

@@ -27,10 +27,8 @@ from paceline.launch.launcher import (
     refuse_restarts,
     refuse_what_is_for_clusters,
 )
-from paceline.launch.node import interface_variables
-from paceline.launch.rank import rank_command
-from paceline.launch.rank_env import has_placeholders
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, start_commands
+from paceline.launch.rank import has_placeholders, interface_variables, rank_command
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
 
 # --- What mpirun and horovodrun have in common: they start every rank themselves, on a list of machines ---
 
@@ -167,7 +165,8 @@ class MpiLauncher(ForegroundLauncher):
         _check_installed(program, rendered.mpi)
         # mpirun kills its ranks on SIGTERM; SIGUSR1 it passes on, and a task then saves its state.
         stop_signal = signal.SIGUSR1 if rendered.spec.is_task else None
-        job = start_commands(rendered, RankStarter(name=Path(program).name, stop_signal=stop_signal))
+        starter = RankStarter(name=Path(program).name, stop_signal=stop_signal)
+        job = SupervisedJob(rendered.commands, starter=starter)
         return ForegroundJob(job, rendered.spec.directory)
 
 

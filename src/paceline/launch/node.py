@@ -13,19 +13,17 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from paceline.core.environment import NodeEnvironment, detect_node
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_nodes, parse_nproc
-from paceline.core.process_group import ProcessGroupSpec
 from paceline.core.sockets import job_port
-from paceline.launch.launcher import LaunchSpec
-from paceline.launch.local_processes import free_master_port, get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
+from paceline.launch.local import free_master_port
 from paceline.launch.preflight.spec import run_before
-from paceline.launch.rank_env import expand_placeholders, has_placeholders
+from paceline.launch.rank import expand_placeholders, has_placeholders
 from paceline.launch.ray_node import ray_node_command
 from paceline.runs.directory import RunDirectory
 
@@ -124,29 +122,24 @@ def _run(options: argparse.Namespace, place: NodeEnvironment) -> int:
     if options.rank_launcher == "agent":
         endpoint = f"{host}:{port}" if several else None
         return _become(_agent_command(command, options, place, endpoint, joins=joins))
-    python, arguments = split_python(command)
-    spec = ProcessGroupSpec(
-        command=arguments,
-        python=python,
-        nproc=nproc,
-        counts=counts if len(counts) > 1 else (),
-        nodes=nodes[0],
-        most_nodes=nodes[1],
+    spec = LaunchSpec(
+        command=command,
+        # Plain processes have no launcher that could wait for more machines.
+        nodes=(place.nodes, place.nodes) if options.rank_launcher == "spawn" else nodes,
+        nproc=counts,
         node_rank=place.node_rank if several else None,
         rdzv_endpoint=f"{host}:{port}" if several else None,
         rdzv_id=place.job_id or "paceline",
+        hosts=place.hosts,
         master_port=port if port_is_named and not several else None,
         threads=options.threads,
-        env=interface_variables(options.interface),
-        recover="restart" if options.max_restarts and options.rank_launcher == "torchrun" else "none",
-        max_restarts=options.max_restarts,
+        interface=options.interface,
+        max_restarts=options.max_restarts if options.rank_launcher == "torchrun" else 0,
+        rank_launcher=options.rank_launcher,
         env_style=options.env_style,
-        hosts=place.hosts,
         roles=tuple(role for role in options.roles.split(",") if role),
     )
-    if options.rank_launcher == "spawn" and nodes[0] != place.nodes:
-        spec = replace(spec, nodes=place.nodes, most_nodes=place.nodes)
-    launcher = get_local_launcher(options.rank_launcher)
+    launcher = get_launcher(options.rank_launcher)
     return launcher.submit(launcher.render(spec)).wait()
 
 
@@ -212,25 +205,6 @@ def _await_name(host: str) -> None:
                     f"the first machine's name, {host}, cannot be looked up: {error.strerror}."
                 ) from error
         time.sleep(1.0)
-
-
-def split_python(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The interpreter, and the script or ``-m`` module with its arguments; ("", command) for anything else.
-
-    Also for an interpreter with options of its own, such as ``-u`` or ``-c``: torchrun knows none but ``-m``.
-    """
-    is_python = Path(command[0]).name.rstrip("0123456789.") == "python"
-    has_options = len(command) > 1 and command[1].startswith("-") and command[1] != "-m"
-    if is_python and not has_options:
-        return command[0], tuple(command[1:])
-    return "", tuple(command)
-
-
-def interface_variables(interface: str | None) -> dict[str, str]:
-    """What tells gloo, NCCL and UCX which network interface to use."""
-    if interface is None:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "UCX_NET_DEVICES": interface}
 
 
 if __name__ == "__main__":

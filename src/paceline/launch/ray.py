@@ -35,9 +35,10 @@ from paceline.launch.launcher import (
     refuse_restarts,
     refuse_walltime,
 )
-from paceline.launch.node import interface_variables, node_command
+from paceline.launch.node import node_command
+from paceline.launch.rank import interface_variables
 from paceline.launch.ray_node import cluster_command, ray_node_command
-from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, start_commands
+from paceline.launch.supervisor import ForegroundJob, ForegroundLauncher, RankStarter, SupervisedJob
 from paceline.runs.failures import STOPPED
 
 # --- A job for the machines of a Ray cluster, as a file ---
@@ -545,7 +546,7 @@ class Ray(ForegroundLauncher):
     def submit(self, rendered: RenderedJob) -> JobHandle:
         """Start the command."""
         starter = RankStarter(name="Ray's driver", says_why=True)
-        return ForegroundJob(start_commands(rendered, starter), rendered.spec.directory)
+        return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), rendered.spec.directory)
 
     def _program(self, spec: LaunchSpec, options: RayOptions, address: str | None) -> RenderedJob:
         """A program that is started once, here, and gives the cluster its work by itself."""

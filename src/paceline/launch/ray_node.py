@@ -33,13 +33,13 @@ from paceline.core.access import create_token, read_token
 from paceline.core.environment import NodeEnvironment, detect_node, parse_endpoint
 from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
+from paceline.core.launch_spec import Command
 from paceline.core.parent_death import kill_with_parent_command
-from paceline.core.process_group import ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
 from paceline.core.signals import STOP_SIGNALS, handle_signals
 from paceline.core.sockets import address_towards, bound_socket, interface_address, job_port
 from paceline.launch.launcher import LaunchSpec
 from paceline.launch.preflight.spec import run_before
-from paceline.launch.rank_env import expand_placeholders
+from paceline.launch.rank import expand_placeholders
 from paceline.launch.ray_cluster import LOOPBACK, import_ray, kill, private_directory, shut_down
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 
@@ -235,11 +235,10 @@ def _wait_for_all(ray: ModuleType, nodes: int) -> None:
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    process = RenderedProcess(title="the command", argv=tuple(command), env=variables)
-    spec = ProcessGroupSpec(command=tuple(command), python="", grace_s=_GRACE_S)
     # The cluster dies with this process, so nothing is left for the command to do.
     starter = RankStarter(name="the command", says_why=True, death_signal=signal.SIGKILL)
-    return SupervisedJob(RenderedProcessGroup(spec=spec, processes=(process,)), starter=starter).wait()
+    process = Command(title="the command", argv=tuple(command), env=variables)
+    return SupervisedJob((process,), starter=starter, grace_s=_GRACE_S).wait()
 
 
 def _member(here: _RayNode) -> int:

@@ -7,12 +7,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag
 from paceline.core.plugins import BUILT_IN, import_object, load
 from paceline.core.process_config import EnvStyle as EnvStyle
+from paceline.core.process_config import RankLauncher as RankLauncher
 
 if TYPE_CHECKING:
     from paceline.launch.launcher import Launcher
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 # --- The launchers' names, and where their classes and options are: ``--help`` needs these and no launcher
 
-
-RankLauncher = Literal["agent", "torchrun", "spawn", "srun", "mpi", "horovod", "ray"]
-"""What starts the ranks, where a job's machines are there."""
 
 LAUNCHER_NAMES = tuple(BUILT_IN["paceline.launchers"])
 """What ``--on`` calls each launcher of ours."""

@@ -39,7 +39,7 @@ from paceline.launch.slurm_script import (
     batch_files,
     log_pattern,
 )
-from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, start_commands
+from paceline.launch.supervisor import EXIT_CODE, BackgroundJob, ForegroundJob, RankStarter, SupervisedJob
 
 # --- Slurm's own commands, and what their refusals mean for our options ---
 
@@ -378,7 +378,7 @@ class Slurm(Launcher):
         spec, options = rendered.spec, rendered.options
         if self.allocated is not None:
             starter = RankStarter(name=SCRIPT, says_why=True)  # srun and what it starts have
-            return ForegroundJob(start_commands(rendered, starter), spec.directory)
+            return ForegroundJob(SupervisedJob(rendered.commands, starter=starter), spec.directory)
         logs = tuple(
             str(spec.workdir / pattern)
             for pattern in (log_pattern(spec, options), options.error)

@@ -472,14 +472,14 @@ def submit(launcher: Launcher, rendered: RenderedJob) -> tuple[JobRecord, JobHan
         ConfigError: the job's directory, its record, or where its logs are to be, cannot be written.
         RenderedOnlyError: the launcher submits nothing; what it has written stays.
     """
-    spec = rendered.spec
+    spec = dataclasses.replace(rendered.spec, is_recorded=True)
     with make_directory(spec.directory), room_for_record():
         try:
             for name, text in rendered.files.items():
                 write_atomically(spec.directory / name, text.encode(), private=True)
         except OSError as error:
             raise ConfigError(f"cannot write the job into {spec.directory}: {error.strerror}.") from error
-        handle = launcher.submit(rendered)
+        handle = launcher.submit(dataclasses.replace(rendered, spec=spec))
     record = JobRecord(
         id=record_id(launcher.name, handle.reference),
         launcher=launcher.name,

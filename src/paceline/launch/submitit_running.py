@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.core.environment import HOSTS, JOB_ID, NODE_RANK, NODES, Environment
 from paceline.core.errors import ConfigError, LaunchError
 from paceline.core.files import write_atomically
-from paceline.core.process_group import ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
+from paceline.core.launch_spec import Command
 from paceline.core.sockets import job_port
-from paceline.launch.rank_env import env_style_variables
+from paceline.launch.rank import env_style_variables
 from paceline.launch.supervisor import RankStarter, SupervisedJob
 
 if TYPE_CHECKING:
@@ -108,11 +108,8 @@ class StartCommand:
         file.unlink(missing_ok=True)
         if self.each == "machine" and task.num_nodes > 1:
             _name_machine(task)
-        processes = (RenderedProcess(title="the command", argv=self.command, env={}),)
-        job = SupervisedJob(
-            RenderedProcessGroup(spec=ProcessGroupSpec(command=self.command, python=""), processes=processes),
-            starter=RankStarter(name="the command", says_why=True),
-        )
+        command = Command(title="the command", argv=self.command)
+        job = SupervisedJob((command,), starter=RankStarter(name="the command", says_why=True))
         code, asked_by = job.wait(), job.asked_by
         if code != 0 and asked_by == signal.SIGTERM and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             time.sleep(_UNTIL_SLURM_KILLS_S)

@@ -12,23 +12,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
 from paceline.core import parent_death
 from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.files import write_atomically
+from paceline.core.launch_spec import Command
 from paceline.core.parent_death import set_child_subreaper
-from paceline.core.process_group import ProcessGroup, ProcessGroupSpec, RenderedProcess, RenderedProcessGroup
 from paceline.core.signals import STOP_SIGNALS, StopRequests, forwarded_signal, handle_signals
 from paceline.launch.job_logs import follow_files
-from paceline.launch.launcher import JobHandle, JobStatus, Launcher, RenderedJob
+from paceline.launch.launcher import JobHandle, JobStatus, Launcher
+from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import STOPPED, ProcessExit, expand, report_job_failure
 
 # --- What a killed mpirun leaves: its ranks, in groups of their own, that nobody else would end ---
@@ -99,6 +100,30 @@ class RankStarter:
     verdict: Callable[[], str] | None = None
 
 
+class ProcessGroup(Protocol):
+    """The processes of a job that this process has started, and watches."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Those that still run."""
+
+    def wait(self) -> int:
+        """Return the job's exit code: 0, the first culprit's, or 75 or 130 after a requested stop."""
+
+    def cancel(self) -> None:
+        """Ask the job to stop, and kill what remains after the grace period; :meth:`wait` then returns."""
+
+
+def check_program(program: str) -> None:
+    """Make sure that a command can be started.
+
+    Raises:
+        LaunchError: its program is not there.
+    """
+    if shutil.which(program) is None:
+        raise LaunchError(f"{program} is no program that can be run.")
+
+
 class SupervisedJob:
     """Subprocesses that start, stop and fail together.
 
@@ -108,9 +133,12 @@ class SupervisedJob:
     their own children is killed with them. Those that only serve others are ended after these.
 
     Args:
-        rendered: the processes.
-        rank_0_fds: descriptors that rank 0 inherits.
+        commands: the processes.
         starter: what the processes are where they are no ranks themselves.
+        directory: the run in which failures are recorded; default: none are.
+        grace_s: how long the others may take to end after one failed.
+        ignores_sigterm: they are killed after the grace period also where a signal asks for a stop.
+        rank_0_fds: descriptors that rank 0 inherits.
         serves_elsewhere: processes of other machines are served, too: what serves goes on until
             :meth:`stop_servers`.
 
@@ -120,18 +148,21 @@ class SupervisedJob:
 
     def __init__(
         self,
-        rendered: RenderedProcessGroup,
+        commands: Sequence[Command],
         *,
-        rank_0_fds: tuple[int, ...] = (),
         starter: RankStarter | None = None,
+        directory: RunDirectory | None = None,
+        grace_s: float = 10.0,
+        ignores_sigterm: bool = False,
+        rank_0_fds: tuple[int, ...] = (),
         serves_elsewhere: bool = False,
     ) -> None:
         self._starter = starter
         self._orphanage = None if starter is None else OrphanReaper()
         self._serves_elsewhere = serves_elsewhere
-        self._directory = rendered.spec.directory
-        self._grace_s = rendered.spec.grace_s
-        self._deaf = rendered.spec.env_style == "tensorflow"  # whose workers ignore SIGTERM
+        self._directory = directory
+        self._grace_s = grace_s
+        self._ignores_sigterm = ignores_sigterm
         self._served = False
         self._running: list[_Running] = []
         self._exits: list[ProcessExit] = []
@@ -139,31 +170,29 @@ class SupervisedJob:
         self._signal: int | None = None
         self._stopping = False
         self._deadline: float | None = None
-        program = rendered.spec.argv[0]
-        if shutil.which(program) is None:
-            raise LaunchError(f"{program} is no program that can be run.")
+        check_program(commands[0].argv[0])
         if self._directory is not None:
             self._directory.create()
             for old in self._directory.logs.glob("rank-*.error.json"):
                 old.unlink(missing_ok=True)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            for process in rendered.processes:
-                self._start(process, rank_0_fds if process.rank == 0 else ())
+            for command in commands:
+                self._start(command, rank_0_fds if command.rank == 0 else ())
         except OSError as error:
             self._kill_all()
             self._reap_all()
             raise LaunchError(f"a process could not be started: {error}.") from error
 
-    def _start(self, process: RenderedProcess, fds: tuple[int, ...]) -> None:
+    def _start(self, command: Command, fds: tuple[int, ...]) -> None:
         death_signal = signal.SIGKILL if self._starter is None else self._starter.death_signal
         tethered = [sys.executable, "-I", "-S", _TETHER, str(int(death_signal)), str(os.getpid())]
         mark = {} if self._orphanage is None else self._orphanage.mark
-        output = open(process.log, "ab") if process.log is not None else None  # noqa: SIM115
+        output = open(command.log, "ab") if command.log is not None else None  # noqa: SIM115
         try:
             popen = subprocess.Popen(
-                [*tethered, *process.argv],
-                env={**os.environ, **process.env, **mark},
+                [*tethered, *command.argv],
+                env={**os.environ, **command.env, **mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -173,7 +202,7 @@ class SupervisedJob:
         finally:
             if output is not None:
                 output.close()
-        self._running.append(_Running(process.rank, popen, os.pidfd_open(popen.pid), process.serves))
+        self._running.append(_Running(command.rank, popen, os.pidfd_open(popen.pid), command.serves))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -292,7 +321,7 @@ class SupervisedJob:
                 self._signal = number
                 told = None if self._starter is None else self._starter.stop_signal
                 self._send(told or forwarded_signal(number))
-                if self._deaf and self._running:
+                if self._ignores_sigterm and self._running:
                     self._deadline = time.monotonic() + self._grace_s
                     os.eventfd_write(self._wake, 1)  # what waits knows of no deadline yet
             case "end" if self._says_why and self._deadline is None:
@@ -338,33 +367,27 @@ class ForegroundLauncher(Launcher):
         return BackgroundJob(reference)
 
 
-def start_commands(rendered: RenderedJob, starter: RankStarter) -> ProcessGroup:
-    """Start a rendered job's commands, under one supervision.
+class ForegroundJob(JobHandle):
+    """A job that this process supervises.
 
     Args:
-        rendered: the job.
-        starter: what the commands are.
-
-    Raises:
-        LaunchError: one could not be started; none is left.
+        processes: the job's.
+        directory: keeps the exit code for other commands; None: no other command knows of the job.
     """
-    processes = tuple(
-        RenderedProcess(title=command.title, argv=command.argv, env=command.env) for command in rendered.commands
-    )
-    local = ProcessGroupSpec(command=processes[0].argv, python="")
-    return SupervisedJob(RenderedProcessGroup(spec=local, processes=processes), starter=starter)
 
-
-class ForegroundJob(JobHandle):
-    """A job that this process supervises."""
-
-    def __init__(self, job: ProcessGroup, directory: Path) -> None:
-        self._job = job
+    def __init__(self, processes: ProcessGroup, directory: Path | None) -> None:
+        self._processes = processes
         self._directory = directory
         self._code: int | None = None
-        for name in (EXIT_CODE, _ASKED):
-            with suppress(OSError):  # of the run's last job, which other machines would take for this one's
-                (directory / name).unlink(missing_ok=True)
+        if directory is not None:
+            for name in (EXIT_CODE, _ASKED):
+                with suppress(OSError):  # of the run's last job, which other machines would take for this one's
+                    (directory / name).unlink(missing_ok=True)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that still run."""
+        return self._processes.pids
 
     @property
     def reference(self) -> dict[str, Any]:
@@ -382,12 +405,12 @@ class ForegroundJob(JobHandle):
 
     def cancel(self) -> None:
         """Ask the processes to stop, then kill them."""
-        self._job.cancel()
+        self._processes.cancel()
 
     def wait(self) -> int:
         """Supervise the job to its end."""
         try:
-            code = self._job.wait()
+            code = self._processes.wait()
         except BaseException as error:  # of a script in this process, whose end it is
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             self.ended_with(error.exit_code if isinstance(error, PacelineError) else code)
@@ -397,8 +420,9 @@ class ForegroundJob(JobHandle):
     def ended_with(self, code: int) -> int:
         """Keep the exit code for others who ask."""
         self._code = code
-        with suppress(OSError):
-            write_atomically(self._directory / EXIT_CODE, f"{self._code}\n".encode())
+        if self._directory is not None:
+            with suppress(OSError):
+                write_atomically(self._directory / EXIT_CODE, f"{self._code}\n".encode())
         return self._code
 
 

@@ -24,10 +24,10 @@ from paceline.core.options import Interval, flag, parse_best, parse_interval
 from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.task import Task
 from paceline.core.task_loading import build_task, load_task_class, parse_assignments
-from paceline.launch.launcher import Command, LaunchSpec, RenderedJob
+from paceline.launch.launcher import Command, LaunchSpec
 from paceline.launch.ray_cluster import import_ray, require_answer
 from paceline.launch.ray_node import cluster_command
-from paceline.launch.supervisor import RankStarter, start_commands
+from paceline.launch.supervisor import RankStarter, SupervisedJob
 from paceline.runs.directory import RunDirectory
 from paceline.tune.search import (
     CostEstimate,
@@ -408,18 +408,16 @@ def run(
     driver = (sys.executable, "-m", "paceline.tune.run_search", str(path), *(("--quiet",) if quiet else ()))
     if address is not None:
         say(f"the Ray cluster at {address} runs the trials; {path} must be a directory that it shares.")
-        command = Command(title="the search", argv=driver, env={"RAY_ADDRESS": address})
-        return _start(LaunchSpec(command=driver, name="tune", directory=path), command)
+        return _start(Command(title="the search", argv=driver, env={"RAY_ADDRESS": address}))
     # A cluster's files are its own: one whose command was killed may still be ending beside this one.
     with tempfile.TemporaryDirectory(prefix=".ray-", dir=path) as own:
         spec = LaunchSpec(command=driver, name="tune", directory=Path(own))
         argv = cluster_command(spec, driver, cpus=cpus, gpus=None if search.gpus else 0)
-        return _start(spec, Command(title="a Ray cluster on this machine, and the search in it", argv=argv))
+        return _start(Command(title="a Ray cluster on this machine, and the search in it", argv=argv))
 
 
-def _start(spec: LaunchSpec, command: Command) -> int:
-    rendered = RenderedJob(spec=spec, commands=(command,))
-    return start_commands(rendered, RankStarter(name="the search", says_why=True)).wait()
+def _start(command: Command) -> int:
+    return SupervisedJob((command,), starter=RankStarter(name="the search", says_why=True)).wait()
 
 
 def own_cpus() -> int:

@@ -7,17 +7,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.core.process_group import ProcessGroupSpec
 from paceline.elastic.agent import Agent
-from paceline.launch.local_processes import get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.directory import RunDirectory
 
 nproc, max_restarts = (int(word) for word in sys.argv[1:3])
 faults = json.loads(Path("job.json").read_text())["faults"].values()
-spec = ProcessGroupSpec(
-    command=("-m", "paceline.training.worker", str(Path("job.json").resolve())),
-    nproc=nproc,
-    directory=RunDirectory(Path.cwd()),
+spec = LaunchSpec(
+    command=(sys.executable, "-m", "paceline.training.worker", str(Path("job.json").resolve())),
+    nproc=(nproc,),
+    log_directory=RunDirectory(Path.cwd()),
     grace_s=5,
     threads=1,
     recover=sys.argv[3],
@@ -25,6 +24,6 @@ spec = ProcessGroupSpec(
     # Whoever is not told to be silent may be kept from the processor for as long as it takes.
     heartbeat_s=1.5 if any(kind == "stop" for _, kind in faults) else 60.0,
 )
-rendered = get_local_launcher("spawn").render(spec)
-fork_server = replace(rendered.processes[0], argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
-sys.exit(Agent(replace(rendered, processes=(fork_server,))).wait())
+[forkserver] = get_launcher("spawn").render(spec).commands
+scripted = replace(forkserver, argv=(sys.executable, str(Path(__file__).with_name("scripted.py"))))
+sys.exit(Agent(spec, scripted).wait())

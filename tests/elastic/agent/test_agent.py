@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tests.conftest import children, runs
 
-from paceline.core.process_group import ProcessGroupSpec
-from paceline.elastic.consensus.discovery import PeerDirectory
+from paceline.core.launch_spec import LaunchSpec
+from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
 from paceline.elastic.consensus.messages import NodeSet
 from paceline.elastic.consensus.witness import FileWitness
 from paceline.runs.directory import RunDirectory
@@ -140,8 +140,18 @@ def test_a_stderr_on_a_full_disk_does_not_end_the_agent() -> None:
 
 def test_why_a_lease_cannot_be_taken_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = RunDirectory(tmp_path)
-    company = PeerDirectory(ProcessGroupSpec(command=("job.toml",), directory=directory), directory, None)
-    company.begin(None, FileWitness(tmp_path / "nowhere", "0" * 32))
+    meeting = DiscoveryInfo(
+        name="a",
+        is_first=True,
+        address="127.0.0.1",
+        interface="lo",
+        endpoints=(),
+        token=b"",
+        listener=None,
+        hello={},
+        witness=FileWitness(tmp_path / "nowhere", "0" * 32),
+    )
+    company = PeerDirectory(LaunchSpec(command=("job.toml",), log_directory=directory), directory, meeting, None)
     for _ in range(3):
         assert company.acquire_witness(NodeSet(1, ("a", "b")), frozenset("a")) is None
     assert capsys.readouterr().err.count("cannot be used: No such file or directory") == 1

@@ -21,7 +21,7 @@ from tests.launch.preflight.examined import found, not_passed
 from tests.small_disk import small_disk
 
 from paceline.launch.preflight.spec import CHECKS, PreflightReport, PreflightSpec, parse_command
-from paceline.launch.rank_env import expand_placeholders
+from paceline.launch.rank import expand_placeholders
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import commit
 

@@ -14,9 +14,7 @@ from tests.conftest import Processes
 from tests.lab.sshd import SshLab
 
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import ProcessGroupSpec
-from paceline.launch.launcher import LaunchSpec
-from paceline.launch.local_processes import get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.launch.rank import rank_command
 
 # As under the parameter server strategy: workers and servers serve for ever, the chief listens while at work.
@@ -114,9 +112,10 @@ def test_a_deaf_process_is_killed_after_the_grace_period(
     (tmp_path / "cluster.py").write_text(CLUSTER)
     driver = """
 import sys
-from paceline.launch.local_processes import ProcessGroupSpec, get_local_launcher
-spawn = get_local_launcher("spawn")
-spec = ProcessGroupSpec(command=("cluster.py",), nproc=1, env_style="tensorflow", grace_s=0.2, threads=1)
+import sys
+from paceline.launch.launcher import LaunchSpec, get_launcher
+spawn = get_launcher("spawn")
+spec = LaunchSpec(command=(sys.executable, "cluster.py"), nproc=(1,), env_style="tensorflow", grace_s=0.2, threads=1)
 sys.exit(spawn.submit(spawn.render(spec)).wait())
 """
     started = run_processes.start([sys.executable, "-c", driver])
@@ -126,10 +125,10 @@ sys.exit(spawn.submit(spawn.render(spec)).wait())
 
 
 def test_each_process_has_a_free_port(tmp_path: Path) -> None:
-    spec = ProcessGroupSpec(command=("train.py",), nproc=3, env_style="tensorflow")
-    first, second = (get_local_launcher("spawn").render(spec) for _ in range(2))
+    spec = LaunchSpec(command=(sys.executable, "train.py"), nproc=(3,), env_style="tensorflow")
+    first, second = (get_launcher("spawn").render(spec) for _ in range(2))
     ports = [
-        [int(worker.rpartition(":")[2]) for worker in json.loads(r.processes[0].env["TF_CONFIG"])["cluster"]["worker"]]
+        [int(worker.rpartition(":")[2]) for worker in json.loads(r.commands[0].env["TF_CONFIG"])["cluster"]["worker"]]
         for r in (first, second)
     ]
     for row in ports:
@@ -139,10 +138,10 @@ def test_each_process_has_a_free_port(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
-    spawn = get_local_launcher("spawn")
-    spec = ProcessGroupSpec(command=("train.py",), nproc=2, env_style="tensorflow", python="none")
+    spawn = get_launcher("spawn")
+    spec = LaunchSpec(command=("none", "train.py"), nproc=(2,), env_style="tensorflow")
     rendered = spawn.render(spec)
-    address = json.loads(rendered.processes[1].env["TF_CONFIG"])["cluster"]["worker"][1]
+    address = json.loads(rendered.commands[1].env["TF_CONFIG"])["cluster"]["worker"][1]
     port = int(address.rpartition(":")[2])
     with (
         socket.create_server(("127.0.0.1", port)),

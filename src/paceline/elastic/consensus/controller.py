@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import selectors
 import signal
 import time
 from collections import deque
@@ -12,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.process_group import ProcessGroupSpec
+from paceline.core.launch_spec import LaunchSpec
 from paceline.core.signals import ECHO_S, StopRequests
-from paceline.data.ledger import generations
 from paceline.elastic.consensus.discovery import DiscoveryInfo, PeerDirectory
 from paceline.elastic.consensus.messages import (
     AddressBook,
@@ -46,9 +46,7 @@ from paceline.elastic.consensus.paxos import (
     StopLeading,
 )
 from paceline.elastic.consensus.transport import PeerNetwork
-from paceline.elastic.consensus.witness import FileWitness
-from paceline.elastic.controller import JobController, append_event, print_status
-from paceline.elastic.coordinator import Coordinator
+from paceline.elastic.controller import JobController, append_event, make_coordinator, print_status
 from paceline.elastic.node import Ended, NodeWorkers, Order, Said
 from paceline.elastic.worker_channel import GroupBroken
 from paceline.runs.directory import RunDirectory
@@ -160,7 +158,7 @@ _NUMBERS_A_TERM = 1 << 20  # worker numbers that one leader can give
 
 
 class ConsensusDriver:
-    """One agent's part in it. A job on one machine is a roster of one, which agrees with itself at once.
+    """One agent's part in it.
 
     Args:
         spec: the job's, as this machine was given it.
@@ -178,7 +176,7 @@ class ConsensusDriver:
 
     def __init__(
         self,
-        spec: ProcessGroupSpec,
+        spec: LaunchSpec,
         directory: RunDirectory,
         node: NodeWorkers,
         company: PeerDirectory,
@@ -193,7 +191,7 @@ class ConsensusDriver:
         self._patience_at = math.inf
         self._paused = ""
         self.leader: JobController | None = None
-        self.follower = Follower(spec.nproc, node, company, partial(self.clear, self._name))
+        self.follower = Follower(spec.local_world_size, node, company, partial(self.clear, self._name))
         self.node_set = NodeSet(0, (self._name,))
         self.is_removed = False
 
@@ -365,17 +363,9 @@ class ConsensusDriver:
     def _lead(self, term: Term, roster: NodeSet) -> None:
         follows = term.number > 1
         seats = self._node.seats
-        recorded = max(generations(self._directory.ledger), default=-1)
-        coordinator = Coordinator(
-            nodes={},
-            max_workers=self._spec.nproc * self._spec.nodes,
-            generation=max([recorded, *(generation for generation, _ in seats.values())]),
-            spares=self._spec.spares,
-            initial_nodes=self._spec.nodes,
-            min_nodes=self._spec.least_nodes,
-        )
+        coordinator = make_coordinator(self._spec, self._directory, seats.values())
         if follows:
-            coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.nproc * len(roster.nodes))
+            coordinator.take_over(term.number * _NUMBERS_A_TERM, self._spec.local_world_size * len(roster.nodes))
             append_event(self._directory, "takeover", node=self._name, term=term.number)
         self.node_set = roster
         self.leader = JobController(
@@ -383,7 +373,9 @@ class ConsensusDriver:
         )
         self._peers.add_self()
         self._resumed()
-        self.leader.node_joins(self._name, self._node, self._spec.nproc, {w: s for w, (_, s) in seats.items()})
+        self.leader.node_joins(
+            self._name, self._node, self._spec.local_world_size, {w: s for w, (_, s) in seats.items()}
+        )
         for end in self.follower.drain_buffer():
             self.leader.ended(end)
         self._settle()
@@ -434,32 +426,34 @@ class AgentController:
         spec: the job's, as this machine was given it.
         directory: the run's; the same one on all machines.
         node: this machine's workers.
-        meeting: how to meet the others; None where there will be none.
+        meeting: how to meet the others.
+        selector: of the agent's loop.
     """
 
     def __init__(
         self,
-        spec: ProcessGroupSpec,
+        spec: LaunchSpec,
         directory: RunDirectory,
         node: NodeWorkers,
-        meeting: DiscoveryInfo | None,
+        meeting: DiscoveryInfo,
+        selector: selectors.BaseSelector,
     ) -> None:
         self._spec, self._directory, self._node = spec, directory, node
-        self._peers = PeerDirectory(spec, directory, meeting)
+        self._network = PeerNetwork(selector, meeting.listener, meeting.token, meeting.hello, self, spec.heartbeat_s)
+        self._peers = PeerDirectory(spec, directory, meeting, self._network)
         self._consensus = ConsensusDriver(spec, directory, node, self._peers, self._leave)
         self._code: int | None = None
         self._requests = StopRequests(ECHO_S)  # Ctrl-C may reach the agents of all machines
         self._asked: int | None = None  # the signal that asked this machine to leave
 
-    def begin(self, mesh: PeerNetwork | None, lease: FileWitness | None) -> None:
-        """Start to lead, or to look for who does.
-
-        Args:
-            mesh: the links to other agents; None where there will be none.
-            lease: breaks ties among them; who does not found the job learns of it from the others.
-        """
-        self._peers.begin(mesh, lease)
+    def begin(self) -> None:
+        """Start to lead, or to look for the agent that does."""
+        self._peers.begin()
         self._consensus.begin()
+
+    def close(self) -> None:
+        """End all links to other agents."""
+        self._network.close()
 
     @property
     def name(self) -> str:
@@ -472,9 +466,9 @@ class AgentController:
         return self._consensus.leader
 
     @property
-    def node_set(self) -> NodeSet:
+    def nodes(self) -> tuple[str, ...]:
         """The machines that the agents have agreed on."""
-        return self._consensus.node_set
+        return self._consensus.node_set.nodes
 
     # The end.
 
@@ -638,7 +632,7 @@ class AgentController:
         """A machine was asked to stop: it leaves, where enough others stay; else the job stops."""
         if self.leader is None:
             return
-        elastic = (self._spec.most_nodes or 1) > self._spec.nodes
+        elastic = self._spec.nodes[1] > self._spec.nodes[0]
         if elastic and len(self.leader.nodes) > self._spec.least_nodes:
             with suppress(ConfigError):  # the job is ending anyway
                 self.leader.retire([peer])

@@ -21,9 +21,8 @@ from paceline.core.access import TOKEN_BYTES, create_token, read_token
 from paceline.core.environment import parse_endpoint
 from paceline.core.errors import ConfigError, RunDirectoryError
 from paceline.core.files import write_atomically
-from paceline.core.process_group import ProcessGroupSpec
+from paceline.core.launch_spec import LaunchSpec
 from paceline.core.sockets import (
-    LOOPBACK,
     address_towards,
     interface_address,
     interface_of,
@@ -63,6 +62,7 @@ class DiscoveryInfo:
         endpoints: where to call first.
         token: the job's secret.
         hello: what others learn of this agent with the handshake.
+        witness: breaks ties among the agents, where this one founds the job; others learn of it by a hello.
     """
 
     name: str
@@ -73,17 +73,15 @@ class DiscoveryInfo:
     token: bytes
     listener: Listener
     hello: dict[str, Any]
+    witness: FileWitness | None
 
 
-def discover(spec: ProcessGroupSpec, directory: RunDirectory) -> tuple[DiscoveryInfo, FileWitness | None]:
+def discover(spec: LaunchSpec, directory: RunDirectory) -> DiscoveryInfo:
     """Listen, and find out whom to call.
 
     Args:
         spec: the job's.
         directory: the run's.
-
-    Returns:
-        The meeting, and the leases where this agent founds the job: others learn of them by a hello.
 
     Raises:
         ConfigError: an address or the token file cannot work, or the job to join cannot be found.
@@ -117,12 +115,12 @@ def discover(spec: ProcessGroupSpec, directory: RunDirectory) -> tuple[Discovery
     if listener is None:
         listener = Listener(address, 0, token, hello)
     hello |= {"host": listener.host, "port": listener.port}
-    lease = None
+    witness = None
     if founds:
-        lease = FileWitness.create(directory.path / "agents")
-        hello["lease"] = lease.key
+        witness = FileWitness.create(directory.path / "agents")
+        hello["lease"] = witness.key
         record_agents(directory, [(name, (listener.host, listener.port))], spec.command[-1])
-    meeting = DiscoveryInfo(
+    return DiscoveryInfo(
         name=name,
         is_first=founds,
         address=address,
@@ -131,8 +129,8 @@ def discover(spec: ProcessGroupSpec, directory: RunDirectory) -> tuple[Discovery
         token=token,
         listener=listener,
         hello=hello,
+        witness=witness,
     )
-    return meeting, lease
 
 
 def _where_looked_for(host: str, address: str, interface: str | None) -> str:
@@ -190,7 +188,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _token(spec: ProcessGroupSpec, directory: RunDirectory, creates: bool) -> bytes:
+def _token(spec: LaunchSpec, directory: RunDirectory, creates: bool) -> bytes:
     path = spec.token_file or directory.path / "agents.token"
     if creates and spec.token_file is None and not path.exists():
         with suppress(ConfigError):  # another agent on this machine was faster
@@ -233,12 +231,13 @@ _SHOWS_S = 10.0  # how late a shared file system may show what another machine h
 
 
 class PeerDirectory:
-    """What an agent knows of the others of its job; on one machine, there are none.
+    """What an agent knows of the others of its job.
 
     Args:
         spec: the job's, as this machine was given it.
         directory: the run's; the same one on all machines.
-        meeting: how to meet the others; None where there will be none.
+        meeting: how to meet the others.
+        network: the links to them.
 
     Attributes:
         name: this agent's.
@@ -246,32 +245,23 @@ class PeerDirectory:
         founds: whether this agent is the first.
     """
 
-    def __init__(self, spec: ProcessGroupSpec, directory: RunDirectory, meeting: DiscoveryInfo | None) -> None:
-        self._spec, self._directory, self._meeting = spec, directory, meeting
-        self.name = socket.gethostname() if meeting is None else meeting.name
-        self.address = LOOPBACK if meeting is None else meeting.address
-        self.is_first = meeting is None or meeting.is_first
-        self._mesh: PeerNetwork | None = None
-        self._witness: FileWitness | None = None
+    def __init__(self, spec: LaunchSpec, directory: RunDirectory, meeting: DiscoveryInfo, network: PeerNetwork) -> None:
+        self._spec, self._directory, self._meeting, self._network = spec, directory, meeting, network
+        self.name = meeting.name
+        self.address = meeting.address
+        self.is_first = meeting.is_first
+        self._witness = meeting.witness
         self._book: list[tuple[str, Address]] = []  # where the agents listen, in the order in which they came
         self._give_up_at = math.inf  # looking for the others
         self._unseen_until = math.inf  # the first agent's directory, by this machine
         self._unseen_by = ""
         self._no_witness = ""  # why the last one could not be taken
 
-    def begin(self, mesh: PeerNetwork | None, lease: FileWitness | None) -> None:
-        """Look for the others, unless this agent is the first.
-
-        Args:
-            mesh: the links to other agents; None where there will be none.
-            lease: breaks ties among them; who does not found the job learns of it from the others.
-        """
-        self._mesh, self._witness = mesh, lease
+    def begin(self) -> None:
+        """Look for the others, unless this agent is the first."""
         if not self.is_first:
-            assert mesh is not None
-            assert self._meeting is not None
             self._give_up_at = time.monotonic() + self._spec.init_timeout_s
-            mesh.call(self._meeting.endpoints)
+            self._network.call(self._meeting.endpoints)
 
     def stop_looking(self) -> None:
         """The others are found."""
@@ -282,13 +272,12 @@ class PeerDirectory:
     @property
     def deadline(self) -> float:
         """When :meth:`expire` is due, by the monotonic clock."""
-        mesh = math.inf if self._mesh is None else self._mesh.deadline
-        return min(mesh, self._give_up_at, self._unseen_until)
+        return min(self._network.deadline, self._give_up_at, self._unseen_until)
 
     def expire(self, now: float) -> str:
         """Do what is due; return why to give up, or "" to go on."""
-        if self._mesh is not None and now >= self._mesh.deadline:
-            self._mesh.expire(now)
+        if now >= self._network.deadline:
+            self._network.expire(now)
         if now >= self._unseen_until:
             self._unseen_until = math.inf
             return (
@@ -298,11 +287,9 @@ class PeerDirectory:
             )
         if now >= self._give_up_at:
             self._give_up_at = math.inf
-            assert self._meeting is not None
-            assert self._mesh is not None
             where = ", ".join(f"{host}:{port}" for host, port in self._meeting.endpoints)
             return (
-                f"no agent of this run answers at {where} ({self._mesh.last_error or 'no answer'}). "
+                f"no agent of this run answers at {where} ({self._network.last_error or 'no answer'}). "
                 "Start the first machine, check the address and the firewall; --init-timeout says how long "
                 "to wait."
             )
@@ -312,13 +299,12 @@ class PeerDirectory:
 
     def send(self, peer: str | None, message: Message) -> None:
         """Send; nothing happens where there is no link."""
-        if self._mesh is not None and peer is not None:
-            self._mesh.send(peer, write(message))
+        if peer is not None:
+            self._network.send(peer, write(message))
 
     def drop(self, peer: str) -> None:
         """End the link with a peer; where this agent had called it, it calls again."""
-        assert self._mesh is not None
-        self._mesh.drop(peer)
+        self._network.drop(peer)
 
     def sees_directory_of(self, peer: str, hello: Mapping[str, Any]) -> bool:
         """Whether the run's directory here is the one that a newly linked peer uses.
@@ -326,7 +312,7 @@ class PeerDirectory:
         A file system may show it late: then the link is to be dropped, and this is asked again with the
         next one. It has its limit, which :meth:`expire` notices.
         """
-        if self._witness is not None or "lease" not in hello or self._meeting is None:
+        if self._witness is not None or "lease" not in hello:
             return True
         lease = FileWitness(self._directory.path / "agents", str(hello["lease"]))
         if not lease.is_shared():
@@ -361,23 +347,23 @@ class PeerDirectory:
             peer: its name.
             others: how many others compete with it for a place; 0 where it has one.
         """
-        theirs = {} if self._mesh is None else self._mesh.hello_of(peer)
-        foreign = differences(self._meeting.hello, theirs) if self._meeting else []
+        foreign = differences(self._meeting.hello, self._network.hello_of(peer))
         if foreign:
             return f"this machine's software or task is not the run's: {'; '.join(foreign)}. Make them equal."
-        most = self._spec.most_nodes or self._spec.nodes
+        most = self._spec.nodes[1]
         if others >= most:
             return f"the run has its {most} machines already (--nodes)."
         return ""
 
     def add_self(self) -> None:
         """Note where this agent listens."""
-        if self._mesh is not None and self.name not in dict(self._book):
-            self._book.append((self.name, (self._mesh.listener.host, self._mesh.listener.port)))
+        if self.name not in dict(self._book):
+            listener = self._network.listener
+            self._book.append((self.name, (listener.host, listener.port)))
 
     def add(self, peer: str, nodes: Iterable[str]) -> None:
         """Note where a peer listens, and tell all ``nodes``."""
-        address = None if self._mesh is None else self._mesh.address_of(peer)
+        address = self._network.address_of(peer)
         if address is not None and peer not in dict(self._book):
             self._book.append((peer, address))
             self._share_book(nodes)
@@ -404,5 +390,4 @@ class PeerDirectory:
             if name == self.name:
                 break
             earlier.append(address)
-        if self._mesh is not None:
-            self._mesh.call(earlier)
+        self._network.call(earlier)

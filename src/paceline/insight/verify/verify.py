@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,6 @@ from typing import Any, Literal
 
 from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
-from paceline.core.process_group import ProcessGroupSpec
 from paceline.insight.verify.cases import (
     FIXED,
     Class,
@@ -42,7 +42,7 @@ from paceline.insight.verify.compare import (
     read_recorded_steps,
     read_steps,
 )
-from paceline.launch.local_processes import get_local_launcher
+from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.failures import FailureRecord
 
 # --- What became of each method, and of the task's arithmetic. No torch ---
@@ -196,18 +196,18 @@ class WorkerGroups:
         path = self._root / f"plan-{self._groups}.json"
         plan.write(path)
         world_size = trainings[0].world_size
-        launcher = get_local_launcher("spawn")
+        launcher = get_launcher("spawn")
         rendered = launcher.render(
-            ProcessGroupSpec(
-                command=("-m", "paceline.insight.verify.worker", str(path)),
-                nproc=world_size,
+            LaunchSpec(
+                command=(sys.executable, "-m", "paceline.insight.verify.worker", str(path)),
+                nproc=(world_size,),
                 threads=trainings[0].options["threads"],
             )
         )
         logs = [self._root / f"group-{self._groups}-rank-{r}.log" for r in range(world_size)]
         rendered = replace(
             rendered,
-            processes=tuple(replace(process, log=log) for process, log in zip(rendered.processes, logs, strict=True)),
+            commands=tuple(replace(command, log=log) for command, log in zip(rendered.commands, logs, strict=True)),
         )
         on = f"{world_size} process{'' if world_size == 1 else 'es'}"
         self._tell(f"{on}: {', '.join(training.name for training in trainings)}")

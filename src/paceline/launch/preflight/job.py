@@ -15,7 +15,7 @@ from paceline.core.sockets import LOOPBACK
 from paceline.launch.launcher import Command, JobHandle, Launcher, LaunchSpec
 from paceline.launch.preflight.node import REPORT, lead_alone, stoppable
 from paceline.launch.preflight.spec import NodePlace, PreflightReport, PreflightSpec
-from paceline.launch.rank_env import expand_placeholders
+from paceline.launch.rank import expand_placeholders
 from paceline.launch.submit import finish, submit
 
 _LAST_LINES = 20

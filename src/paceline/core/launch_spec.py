@@ -1,0 +1,243 @@
+"""A job, described once: every launcher renders this, and each node's agent runs its part of it. No torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from paceline.core.environment import Environment, default_threads
+from paceline.core.errors import ConfigError
+from paceline.core.options import flag
+from paceline.core.process_config import EnvStyle, RankLauncher
+
+if TYPE_CHECKING:
+    from paceline.runs.directory import RunDirectory
+
+ONCE_A_RANK: tuple[RankLauncher, ...] = ("srun", "mpi", "horovod")
+"""These start each rank themselves; under the others one command is started on each machine."""
+
+Recovery = Literal["inplace", "restart", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """What is to run, on how many machines, and what each process is told.
+
+    Attributes:
+        command: a program and its arguments: ``("python", "train.py", "--lr", "0.1")``. In them
+            ``{master_addr}``, ``{master_port}``, ``{node_rank}`` and ``{nnodes}`` are replaced at the start.
+        name: shown in lists and by the cluster's own tools.
+        directory: absolute, and shared by the machines: what is rendered, and the job's logs, are kept there.
+        is_recorded: other commands may ask for the job later: ``directory`` keeps its exit code for them.
+        nodes: the least and the greatest number of machines.
+        nproc: processes a machine: one number for all, or one for each.
+        gpus_per_node: to ask the cluster for.
+        cpus_per_task: CPUs of each process, to ask the cluster for.
+        walltime_s: how long the job may take.
+        env: variables for every process.
+        threads: OMP_NUM_THREADS of every process; default: what the rank launcher does.
+        rank_launcher: what starts the ranks.
+        env_style: which variables tell a process its place.
+        roles: with the tensorflow env style: what each rank is, such as ``("chief", "worker", "ps")``.
+        is_task: the command trains a Paceline task: ``paceline train``, which the agent may start, or a worker.
+        run: the run's directory, of a task.
+        interface: the network interface to other machines.
+        master_port: where rank 0 listens; default: made from the job's number, so that jobs do not clash; on one
+            machine a free one.
+        workdir: where the command runs.
+        python: the interpreter on the machines.
+        preflight: runs first on each machine, where the job is started once on each; the job is only started
+            where it ends with 0. It has the same placeholders.
+
+    The place of one node in the job, where that is known:
+
+    Attributes:
+        node_rank: this machine's number.
+        rdzv_endpoint: HOST:PORT of machine 0, where several machines meet.
+        rdzv_id: a name that all machines of the job share.
+        hosts: what the machines know each other by, in their order, where it is known; perhaps of the first
+            one alone.
+        joins: this machine joins a job that runs.
+        log_directory: the run in which ranks above 0 log, and failures are recorded; None: all print to the terminal.
+
+    What happens when a worker dies, where Paceline's agent or torchrun sees to that:
+
+    Attributes:
+        recover: "inplace": the worker is replaced, and the others continue; "restart": all are started again;
+            "none": the job ends.
+        max_restarts: replacements without progress after which the job ends; of torchrun, restarts in all.
+        grace_s: how long the others may take to end after one rank failed.
+        heartbeat_s: a worker or an agent that is silent for so long is taken for lost.
+        spares: processes, over all machines, that hold the state and compute only once others are lost.
+        task_code: a digest of the task's code and options; equal on all machines of a job.
+        token_file: holds the secret that the job's agents share; default: in the run's directory.
+        init_timeout_s: how long to look for the other machines.
+    """
+
+    command: tuple[str, ...]
+    name: str = "job"
+    directory: Path = field(default_factory=Path.cwd)
+    is_recorded: bool = False
+    nodes: tuple[int, int] = (1, 1)
+    nproc: tuple[int, ...] = (1,)
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    walltime_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    rank_launcher: RankLauncher = "torchrun"
+    env_style: EnvStyle = "torch"
+    roles: tuple[str, ...] = ()
+    is_task: bool = False
+    run: Path | None = None
+    interface: str | None = None
+    master_port: int | None = None
+    workdir: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
+    preflight: tuple[str, ...] = ()
+
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "paceline"
+    hosts: tuple[str, ...] = ()
+    joins: bool = False
+    log_directory: RunDirectory | None = None
+
+    recover: Recovery = "none"
+    max_restarts: int = 0
+    grace_s: float = 10.0
+    heartbeat_s: float = 2.0
+    spares: int = 0
+    task_code: str = ""
+    token_file: Path | None = None
+    init_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("there is no command to launch. Give it after --, such as: -- python train.py")
+        least, most = self.nodes
+        for name, number in (("nproc", min(self.nproc)), ("nodes", least)):
+            if number < 1:
+                raise ConfigError(f"--{name} must be at least 1, but is {number}.")
+        if len(self.nproc) > 1 and not least == most == len(self.nproc):
+            raise ConfigError(
+                f"--nproc {','.join(map(str, self.nproc))} lists {len(self.nproc)} machines, but --nodes is "
+                f"{least if least == most else f'{least}:{most}'}."
+            )
+        for name in ("gpus_per_node", "cpus_per_task", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "gpus_per_node" else 1):
+                raise ConfigError(f"{flag(name)} must be a positive number, but is {value}.")
+        check_node_rank(self.node_rank, most)
+
+    def processes_on(self, node_rank: int) -> int:
+        """How many processes a machine starts."""
+        return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
+
+    @property
+    def world_size(self) -> int:
+        """Processes over the least number of machines."""
+        return sum(self.nproc) if len(self.nproc) > 1 else self.nproc[0] * self.nodes[0]
+
+    @property
+    def local_world_size(self) -> int:
+        """Processes on this node."""
+        return self.processes_on(self.node_rank or 0)
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest rank on this node."""
+        return sum(self.processes_on(node_rank) for node_rank in range(self.node_rank or 0))
+
+    @property
+    def is_single_node(self) -> bool:
+        """Whether the job has this node only, now and later."""
+        return self.nodes[1] == 1 and not self.joins
+
+    @property
+    def least_nodes(self) -> int:
+        """With fewer machines a job that recovers waits for others; one of a fixed size continues with one."""
+        least, most = self.nodes
+        return least if most > least else 1
+
+    @property
+    def starts_each_rank(self) -> bool:
+        """Whether the command is started once for each rank, not once on each machine."""
+        return self.rank_launcher in ONCE_A_RANK
+
+    def thread_variables(self) -> dict[str, str]:
+        """OMP_NUM_THREADS as a worker must find it, so that it is the same under every launcher."""
+        if self.threads is None and "OMP_NUM_THREADS" in {**os.environ, **self.env}:
+            return {}
+        nproc = self.local_world_size
+        share = Environment(world_size=nproc, local_world_size=nproc)
+        return {"OMP_NUM_THREADS": str(default_threads(share, self.threads, {}))}
+
+
+def check_node_rank(node_rank: int | None, nodes: int) -> None:
+    """Make sure that a machine's number, where it has one, is one of so many machines'.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if node_rank is not None and not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank must be between 0 and {nodes - 1}, but is {node_rank}.")
+
+
+def split_python(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The interpreter, and the script or ``-m`` module with its arguments; ("", command) for anything else.
+
+    Also for an interpreter with options of its own, such as ``-u`` or ``-c``: torchrun knows none but ``-m``.
+    """
+    is_python = Path(command[0]).name.rstrip("0123456789.") == "python"
+    has_options = len(command) > 1 and command[1].startswith("-") and command[1] != "-m"
+    if is_python and not has_options:
+        return command[0], tuple(command[1:])
+    return "", tuple(command)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A process to start on this machine.
+
+    Attributes:
+        title: says what it is, above its text.
+        argv: a program and its arguments.
+        env: added to this process's own variables.
+        stdin: what it reads.
+        rank: of a process that is a rank.
+        log: takes its output; default: this process's terminal.
+        serves: it serves the others and never ends by itself, so it is ended after them.
+    """
+
+    title: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""
+    rank: int | None = None
+    log: Path | None = None
+    serves: bool = False
+
+    @property
+    def text(self) -> str:
+        """The command for a shell, ready to be pasted."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        words.append(shlex.join(self.argv))
+        if self.log is not None:
+            words.append(f">>{shlex.quote(str(self.log))} 2>&1")
+        text = f"# {self.title}\n" + " \\\n  ".join(words)
+        if not self.stdin:
+            return f"{text}\n"
+        end = "END"
+        while end in self.stdin.splitlines():
+            end += "_"
+        return f"{text} <<'{end}'\n{self.stdin}{end}\n"
+
+    def to_json(self) -> Mapping[str, object]:
+        """What ``--dry-run --json`` prints of it."""
+        return {"title": self.title, "argv": self.argv, "env": self.env, "stdin": self.stdin}
