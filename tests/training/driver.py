@@ -30,7 +30,7 @@ import paceline
 from paceline.insight.verify.reference import PipeDreamReference
 from paceline.parallel import load_balancing, reducer, world
 from paceline.parallel.pipeline.stages import cut, find_blocks
-from paceline.training import async_ps, run_context
+from paceline.training import parameter_server, run_context
 
 
 class Restless(load_balancing.WorkSplitter):
@@ -41,8 +41,8 @@ class Restless(load_balancing.WorkSplitter):
     def observe(self, window: load_balancing.Window) -> bool:
         self.windows += 1
         chosen = random.Random(self.windows)
-        cuts = sorted(chosen.sample(range(1, sum(self.shares)), len(self.shares) - 1))
-        self.shares = tuple(b - a for a, b in itertools.pairwise([0, *cuts, sum(self.shares)]))
+        cuts = sorted(chosen.sample(range(1, sum(self.work_split)), len(self.work_split) - 1))
+        self.work_split = tuple(b - a for a, b in itertools.pairwise([0, *cuts, sum(self.work_split)]))
         return True
 
 
@@ -58,7 +58,7 @@ def restless(computing: int) -> Iterator[None]:
 
     with (
         mock.patch.object(world, "open_world", with_spares),
-        mock.patch.multiple(load_balancing, Balancer=Restless, WINDOW_STEPS=1, WINDOW_S=0.0),
+        mock.patch.multiple(load_balancing, WorkSplitter=Restless, WINDOW_STEPS=1, WINDOW_S=0.0),
     ):
         yield
 
@@ -78,7 +78,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     tasks.interruption.calls, tasks.interruption.at = 0, job.get("stop_at", 0)
     task = getattr(tasks, job["task"])(**job.get("fields", {}))
     try:
-        order = mock.patch.object(async_ps.AsyncParameterServerTrainer, "order", iter(job.get("arrival", ())))
+        order = mock.patch.object(parameter_server.AsyncServerEngine, "order", iter(job.get("arrival", ())))
         network = mock.patch.object(reducer, "supported", return_value=False)
         with (
             restless(job["computing"]) if "computing" in job else nullcontext(),

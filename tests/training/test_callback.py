@@ -47,11 +47,11 @@ class Diary(Callback):
     def on_step_end(self, step: int, loss: float) -> None:
         self._note(f"step {step}")
 
-    def evaluated(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    def on_eval_end(self, split: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
         self._note(f"{split} evaluated")
         return {**metrics, "doubled": 2 * metrics["loss"]}
 
-    def epoch_ends(self, epoch: int) -> None:
+    def on_epoch_end(self, epoch: int) -> None:
         self._note(f"epoch {epoch} ends")
         self.should_stop = epoch + 1 == self._enough
 

@@ -137,7 +137,7 @@ def test_features_of_the_run_took_part(by_world: dict[int, Any]) -> None:
 
 def test_verification_changes_no_bit(by_world: dict[int, Any]) -> None:
     assert by_world[2]["verified"]["model_sha256"] == by_world[2]["everything"]["model_sha256"]
-    assert by_world[4]["fast-verified"]["model_sha256"] == by_world[4]["fast-twooptimizers"]["model_sha256"]
+    assert by_world[4]["fast-verified"]["model_sha256"] == by_world[4]["allreduce-twooptimizers"]["model_sha256"]
 
 
 def test_verification_is_refused_where_bits_may_differ(by_world: dict[int, Any]) -> None:

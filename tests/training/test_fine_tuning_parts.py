@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from paceline.core.config import Lora, RunConfig, parse_lora, parse_lr_scale
 from paceline.core.errors import ConfigError
 from paceline.training.fine_tuning import add_adapters, freeze, initialise, merge_adapters
-from paceline.training.optim import current_lr, scale_lr, scaled_lr
-from paceline.training.parameter_patterns import matches
+from paceline.training.optim import current_lr, matches, scale_lr, scaled_lr
 
 
 def _model(classes: int = 3) -> nn.Sequential:

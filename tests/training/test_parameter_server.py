@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.order import DeterministicSampler
 from paceline.parallel.parameter_server import partition_parameters
 from paceline.runs.checkpoint_state import model_sha256
-from paceline.training.async_trainer import Staleness, StalenessBound, SyncPoints, most_stale
+from paceline.training.asynchronous import Staleness, StalenessBound, SyncPoints, most_stale
 from paceline.training.reproducibility import seed_model
 from paceline.training.resolve import DataSetup
 from paceline.training.state import TrainProgress

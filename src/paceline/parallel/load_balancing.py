@@ -285,6 +285,11 @@ class LoadBalancer:
         speeds = self._balancer.speeds
         return speeds[self._rank] if speeds and self._rank < len(speeds) else self._earlier
 
+    @property
+    def measures_speed(self) -> bool:
+        """Whether ranks share by speed, and so measure theirs."""
+        return self._speed_meter is not None
+
     def watch(self, timer: PhaseTimer, device: torch.device, step: int) -> None:
         """Measure from now on, before the first step but ``step``."""
         if self._by_speed:

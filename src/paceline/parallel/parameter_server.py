@@ -154,7 +154,7 @@ class ServerTransport:
 #
 # Each step, the workers push the sums of their micro-batches to the servers, each server adds up its parameters'
 # part along the tree, and its optimizer updates them; then everybody gets the new parameters. Same additions,
-# same optimizer: the bits of ``ddp``. The asynchronous modes are in :mod:`paceline.training.async_ps`.
+# same optimizer: the bits of ``ddp``. The asynchronous modes are in :mod:`paceline.training.parameter_server`.
 
 
 class ServerParameters:

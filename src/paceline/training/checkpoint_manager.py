@@ -308,7 +308,7 @@ class CheckpointManager:
 
     def is_due(self, progress: TrainProgress) -> bool:
         """Whether a save is due by steps or epochs, or because this is the best model so far."""
-        since = self._run.sync_schedule.interval_start(progress)
+        since = self._run.schedule.sync_schedule.interval_start(progress)
         return progress.best_version == progress.version or any(is_due(every, progress, since) for every in self._every)
 
     def is_due_by_clock(self) -> bool:

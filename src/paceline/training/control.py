@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from paceline.core.signals import ECHO_S, WORKER_STOP_SIGNALS, StopRequests
 from paceline.parallel.load_balancing import SPEED_WIDTH
+from paceline.parallel.world import World
 from paceline.runs.metrics import ROW_WIDTH, finite
 
 # --- Whoever compares several runs: asked after each evaluation whether this one goes on ---
@@ -39,19 +40,27 @@ class TrialSchedulerClient:
         self._address = address
         self._socket: socket.socket | None = None
 
-    def should_continue(self, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool) -> bool:
-        """Tell of an evaluation, and wait for the answer.
+    def should_continue(
+        self, world: World, *, step: int, epoch: int, metrics: Mapping[str, float], finished: bool
+    ) -> bool:
+        """Tell of an evaluation, and wait for the answer; all ranks call this together.
 
         Args:
+            world: the ranks; rank 0 asks.
             step: steps done.
             epoch: whole epochs done.
             metrics: of the validation split.
             finished: no step is left; the answer changes nothing.
 
         Returns:
-            Whether to go on; not where nobody answers any more, since nobody wants the rest then.
+            Whether to continue; not where nobody answers any more, since nobody wants the rest then.
         """
-        said = {"step": step, "epoch": epoch, "metrics": finite(dict(metrics)), "finished": finished}
+        answer = False
+        if world.rank == 0:
+            answer = self._ask({"step": step, "epoch": epoch, "metrics": finite(dict(metrics)), "finished": finished})
+        return bool(world.broadcast_object(answer)) or finished
+
+    def _ask(self, evaluation: Mapping[str, Any]) -> bool:
         try:
             if self._socket is None:
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -59,7 +68,7 @@ class TrialSchedulerClient:
                 self._socket.connect(str(self._address))
                 self._socket.settimeout(None)
                 self._answers = self._socket.makefile("rb")
-            self._socket.sendall((json.dumps(said) + "\n").encode())
+            self._socket.sendall((json.dumps(evaluation) + "\n").encode())
             return bool(json.loads(self._answers.readline() or b"{}").get("go_on"))
         except (OSError, ValueError):
             return False

@@ -15,13 +15,17 @@ import torch
 from torch import nn
 
 from paceline.core.callback import BatchInfo
+from paceline.core.config import RunConfig
 from paceline.core.errors import TaskError
 from paceline.core.stats import Estimate, Floats, mean, ratio
 from paceline.core.task import Loss, Task
 from paceline.data.loader import EvalBatches
 from paceline.data.samples import MicroBatch
 from paceline.parallel.world import ParallelDims, World, translate_peer_errors
+from paceline.runs.monitor import Monitor
 from paceline.training.reproducibility import seed_evaluation
+from paceline.training.schedule import Deadline, ModelSelector
+from paceline.training.state import TrainingState
 
 # --- How sure the metrics of an evaluation are: what the task said of each sample, gathered block by block
 
@@ -377,3 +381,88 @@ def as_loss(task: Task, value: Any, samples: int) -> Loss:
         return loss
     # Multiplied in float32: bfloat16 has only 8 bits for the product.
     return Loss((total.float() if total.dtype.itemsize < 4 else total) * samples, float(samples))
+
+
+# --- The evaluations that a run makes while it trains, and what follows from them ---
+
+
+class Validation:
+    """On the validation split.
+
+    Args:
+        evaluator: of the split; None where the task has none.
+        config: says which evaluation is the best.
+        deadline: learns how long evaluations take.
+
+    Attributes:
+        metrics: of the last evaluation that was applied, as they were judged.
+    """
+
+    def __init__(self, evaluator: Evaluator | None, config: RunConfig, deadline: Deadline) -> None:
+        self.metrics: Mapping[str, float] = {}
+        self._evaluator, self._deadline = evaluator, deadline
+        self._selector = ModelSelector(config)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the task has a validation split."""
+        return self._evaluator is not None
+
+    def measure(
+        self,
+        mesh: ParallelDims,
+        state: TrainingState,
+        monitor: Monitor,
+        stop: Callable[[], int],
+        *,
+        in_step: bool = False,
+    ) -> dict[str, float]:
+        """Evaluate; nothing changes.
+
+        Args:
+            mesh: all its ranks evaluate together.
+            state: its model is evaluated.
+            monitor: told what is done.
+            stop: what asks for a stop, as in the control word.
+            in_step: whoever calls the model needs the other ranks to call theirs.
+
+        Returns:
+            The metrics, by name.
+
+        Raises:
+            EvaluationStopped: somebody asked for a stop.
+        """
+        assert self._evaluator is not None
+        monitor.set_status("evaluating val")
+        began = time.monotonic()
+        state.callback.on_eval_begin("val", state.evaluated_module)
+        try:
+            return self._evaluator.run(mesh, state.evaluated_module, stop, in_step=in_step)
+        finally:
+            self._deadline.evaluation_took(time.monotonic() - began)
+
+    def apply(self, measured: Mapping[str, float], state: TrainingState, monitor: Monitor) -> bool:
+        """Have plateau schedules, early stop and the best model follow.
+
+        Args:
+            measured: the metrics.
+            state: makes one transition.
+            monitor: told of the metrics.
+
+        Returns:
+            Whether the model is the best so far.
+        """
+        metrics = self.metrics = state.callback.on_eval_end("val", measured)
+        progress = state.progress
+        progress.evaluated_step = progress.step
+        progress.version += 1
+        improved = self._selector.apply(metrics, progress)
+        state.step_plateaus(self._selector.value(metrics))
+        epoch = progress.epoch - 1 if progress.step_in_epoch == 0 else progress.epoch
+        monitor.on_eval_end("val", progress.step, epoch, metrics)
+        return improved
+
+    def close(self) -> None:
+        """Close the split."""
+        if self._evaluator is not None:
+            self._evaluator.close()

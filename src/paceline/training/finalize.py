@@ -13,6 +13,7 @@ import torch
 from paceline.core.errors import CheckpointError
 from paceline.parallel.sharded_state import load_module
 from paceline.parallel.strategy_selection import strategy_name
+from paceline.parallel.world import World
 from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.checkpoint_store import find_version
 from paceline.runs.checkpointer import load
@@ -20,27 +21,29 @@ from paceline.runs.metrics import finite
 from paceline.runs.phases import OUTSIDE_STEPS
 from paceline.training.evaluation import EvaluationStopped
 from paceline.training.fine_tuning import drift, load_pretrained_copy
+from paceline.training.group_context import GroupContext
 from paceline.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
 
-def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
+def conclude(trainer: Trainer, group: GroupContext, started: float) -> dict[str, Any]:
     """Evaluate on the test split; return the content of ``result.json``, the same on every rank.
 
     Args:
         trainer: after its ``fit``. Its model becomes the best one.
+        group: the ranks.
         started: ``time.perf_counter()`` when this process began.
 
     Raises:
         CheckpointError: the best model's checkpoint is damaged.
         StopRequested: somebody asked for it; the run is trained, and concluded when it is resumed.
     """
-    run, world, progress = trainer.run, trainer.world, trainer.state.progress
+    run, world, progress = trainer.run, group.world, trainer.state.progress
     config = run.config
     world.progress_tracker.begin("evaluation")
     seconds = time.perf_counter() - started
-    phases = trainer.phases()
+    phases = group.phases()
     training_s = sum(s for phase, s in phases.items() if phase not in OUTSIDE_STEPS)
     weights = trainer.states.full_model_state_dict(world)
     sha256 = world.broadcast_object(model_sha256(weights) if world.rank == 0 else None)
@@ -50,22 +53,22 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
     test = run.build_evaluator("test")
     if test is not None:
         with closing(test):
-            _load_best(trainer)
-            trainer.monitor.set_status("evaluating test")
+            _load_best(trainer, world)
+            group.monitor.set_status("evaluating test")
             trainer.state.callback.on_eval_begin("test", trainer.state.evaluated_module)
             try:
                 measured = test.run(
-                    trainer.mesh,
+                    group.mesh,
                     trainer.state.evaluated_module,
-                    trainer.stop_reason,
+                    group.stop_reason,
                     in_step=trainer.states.in_step,
                 )
             except EvaluationStopped as stopped:
-                trainer.stop(stopped.stop)
+                trainer.stop(group, stopped.stop)
             metrics["test"] = dict(trainer.state.callback.on_eval_end("test", measured))
-            trainer.monitor.on_eval_end("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
-    found = _drift(trainer)
-    phases = trainer.phases()
+            group.monitor.on_eval_end("test", progress.step, max(0, progress.epoch - 1), metrics["test"])
+    found = _drift(trainer, group)
+    phases = group.phases()
     return {
         "task": run.task_name,
         "run": str(run.directory.path),
@@ -83,13 +86,13 @@ def conclude(trainer: Trainer, started: float) -> dict[str, Any]:
         "best_step": progress.best_step,
         "metrics": finite(metrics),  # JSON has no NaN
         **({} if found is None else {"drift": found}),
-        **trainer.extra_results,
+        **group.engine.extra_results,
         "model_sha256": sha256,
         **world.broadcast_object(starts(run.directory.read_events()) if world.rank == 0 else None),
         "seconds": round(seconds, 3),
-        "samples_per_s": round(trainer.samples / training_s, 1) if trainer.samples else None,
-        **trainer.strategy.stats,
-        "checkpoint_stall_s": round(trainer.checkpoint_manager.stall_s, 4),
+        "samples_per_s": round(trainer.carryover.samples / training_s, 1) if trainer.carryover.samples else None,
+        **group.strategy.stats,
+        "checkpoint_stall_s": round(group.checkpoint_manager.stall_s, 4),
         "phases_s": {name: round(value, 3) for name, value in phases.items()},
         "threads": torch.get_num_threads(),
         "device": str(run.device.type),
@@ -105,15 +108,15 @@ def starts(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {"restarts": max(0, len(started) - 1), "recoveries": sum(views.values())}
 
 
-def _drift(trainer: Trainer) -> dict[str, Any] | None:
+def _drift(trainer: Trainer, group: GroupContext) -> dict[str, Any] | None:
     """How far the evaluated model is from what the run began with, if that was another run's; all ranks."""
-    run, world = trainer.run, trainer.world
+    run, world = trainer.run, group.world
     if run.config.init_from is None:
         return None
     weights = trainer.states.full_evaluated_weights(world)
     found, problem = None, None
     if world.rank == 0:
-        trainer.monitor.set_status("comparing with the parent")
+        group.monitor.set_status("comparing with the parent")
         try:
             found = drift(run, load_pretrained_copy(run.directory), weights)
         except CheckpointError as error:
@@ -123,9 +126,9 @@ def _drift(trainer: Trainer) -> dict[str, Any] | None:
     return dict(found)
 
 
-def _load_best(trainer: Trainer) -> None:
+def _load_best(trainer: Trainer, world: World) -> None:
     """Put the best model's weights into the module that is evaluated."""
-    world, progress, module = trainer.world, trainer.state.progress, trainer.state.evaluated_module
+    progress, module = trainer.state.progress, trainer.state.evaluated_module
     if progress.best_version is None or progress.best_step == progress.step:
         return
     trainer.states.valid = False  # from here on the model is not that of the run's end

@@ -30,7 +30,7 @@ from paceline.runs.checkpointer import load
 from paceline.runs.directory import RunDirectory
 from paceline.runs.package import open_package
 from paceline.runs.rank_log import silence_loggers
-from paceline.training.parameter_patterns import join_names, matches, require_match
+from paceline.training.optim import join_names, matches, require_match
 from paceline.training.reproducibility import seed_adapters
 from paceline.training.run_context import RunContext
 

@@ -22,14 +22,17 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.core.errors import ConfigError, NonFiniteLossError
-from paceline.elastic.worker_channel import AgentClient
+from paceline.core.errors import ConfigError
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.transports import map_shared
-from paceline.parallel.world import ParallelDims, World, translate_peer_errors
-from paceline.training.async_trainer import AsyncTrainer
+from paceline.parallel.world import World, translate_peer_errors
+from paceline.training.asynchronous import Staleness, SyncPoints, compute_step, gather_requests, require_asynchronous
+from paceline.training.control import ControlFlags
+from paceline.training.group_context import GroupContext
 from paceline.training.run_context import RunContext
-from paceline.training.step import describe_non_finite
+from paceline.training.state_manager import StateManager
+from paceline.training.step import require_finite
+from paceline.training.trainer import Engine
 
 _ALIGNMENT = 64
 _TAKEN, _APPLIED = 0, 1
@@ -114,58 +117,65 @@ class SharedModel:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
-class HogwildTrainer(AsyncTrainer):
-    """Trains with all processes updating one model.
+class HogwildEngine(Engine):
+    """All processes update one model.
 
-    A cut comes at least every ``--log-every`` steps: nobody sees what the others do before.
+    A sync point comes at least every ``--log-every`` steps: no process sees what the others do before.
     """
 
-    def __init__(self, run: RunContext, member: AgentClient | None = None) -> None:
-        super().__init__(run, member)
-        self._worker_steps: list[int] = []
+    validate = staticmethod(require_asynchronous)
 
-    def join_group(self, mesh: ParallelDims) -> None:
-        self._model = SharedModel(self.state.module, mesh.world, str(self.run.directory.path))
-        self._of_world.callback(self._model.close)
-        super().join_group(mesh)
-        self._scheduled = self.state.progress.step
-        self._worker_steps = [0] * mesh.world.world_size
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        super().__init__(run, states, world)
+        self._model = SharedModel(states.state.module, world, str(run.directory.path))
+        self._sync_points = SyncPoints(run.config, run.data)
+        self._staleness = Staleness()
+        self._scheduled = states.state.progress.step
+        self._worker_steps = [0] * world.world_size
+
+    def close(self) -> None:
+        """Close the shared model."""
+        self._model.close()
 
     @property
     def extra_results(self) -> dict[str, Any]:
-        return {**super().extra_results, "worker_steps": self._worker_steps}
+        """How old gradients were, and how many steps each process computed."""
+        staleness = self._world.broadcast_object(self._staleness.report() if self._world.rank == 0 else None)
+        return {"staleness": staleness, "worker_steps": self._worker_steps}
 
-    def _run_to_sync_point(self, steps: int) -> None:
-        steps = min(steps, self.run.config.log_every)
-        progress, world = self.state.progress, self.world
+    def run_interval(self, group: GroupContext) -> ControlFlags:
+        """Take one step after another, until all up to the next sync point are taken."""
+        state, world, tracker = self._states.state, self._world, self._world.progress_tracker
+        progress = state.progress
+        steps = min(self._sync_points.steps_to_next(progress), self._run.config.log_every)
         first, first_in_epoch = progress.step, progress.step_in_epoch
-        before = [buffer.clone() for buffer in self.state.module.buffers()]
+        before = [buffer.clone() for buffer in state.module.buffers()]
         self._model.begin(world)
         done: list[tuple[int, dict[str, Any], int]] = []
-        with self.states.mutating():
+        with self._states.mutating():
             while (number := self._model.take(steps)) is not None:
                 applied = self._model.applied()
-                sums = self._compute(first + number, first_in_epoch + number)
-                if not sums.finite:
-                    at = dataclasses.replace(progress, step_in_epoch=first_in_epoch + number)
-                    raise NonFiniteLossError(describe_non_finite(self.run.directory, at, self.run.data.order, sums))
+                sums = compute_step(group, self._states, first + number, first_in_epoch + number)
+                require_finite(self._run, dataclasses.replace(progress, step_in_epoch=first_in_epoch + number), sums)
                 self._move_schedules_to(first + number)
-                self._update()
+                self._states.update()
                 self._scheduled += 1
                 done.append((number, {**dataclasses.asdict(sums), "rows": []}, self._model.apply() - applied))
-                self.monitor.timer.mark("optimizer")
-                world.progress_tracker.begin("step")
+                group.monitor.timer.mark("optimizer")
+                tracker.begin("step")
             progress.step = first
-            world.progress_tracker.begin("waiting")
+            tracker.begin("waiting")
             told = world.all_gather_object(done)
-            world.progress_tracker.begin("step")
+            tracker.begin("step")
             self._merge_buffers(before, len(done))
             for _, sums_of_step, behind in sorted(entry for of_rank in told for entry in of_rank):
-                self._commit(StepSums(**sums_of_step), (), {})
-                self.staleness.observe(behind)
+                group.commit(StepSums(**sums_of_step))
+                self._staleness.observe(behind)
             self._move_schedules_to(progress.step)
         for rank, of_rank in enumerate(told):
             self._worker_steps[rank] += len(of_rank)
+        tracker.end()
+        return gather_requests(group)
 
     def _move_schedules_to(self, step: int) -> None:
         """Have the learning rates be those of a step, whoever made the steps before."""
@@ -173,22 +183,22 @@ class HogwildTrainer(AsyncTrainer):
             # A process may get its first step late.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             while self._scheduled < step:
-                for scheduler in self.state.schedulers.values():
+                for scheduler in self._states.state.schedulers.values():
                     if not isinstance(scheduler, ReduceLROnPlateau):
                         scheduler.step()
                 self._scheduled += 1
 
     @torch.no_grad()
     def _merge_buffers(self, before: list[torch.Tensor], steps: int) -> None:
-        """Every process has buffers of its own between two cuts: take their mean, and add up counters."""
-        world = self.world
+        """Every process has buffers of its own between two sync points: take their mean, and add up counters."""
+        world = self._world
         if world.group is None:
             return
         total = torch.tensor([float(steps)])
         world.progress_tracker.begin_collective("all-reduce")
         with translate_peer_errors():
             dist.all_reduce(total, group=world.group)
-            for buffer, old in zip(self.state.module.buffers(), before, strict=True):
+            for buffer, old in zip(self._states.state.module.buffers(), before, strict=True):
                 if buffer.is_floating_point():
                     summed = buffer.double() * steps
                     dist.all_reduce(summed, group=world.group)

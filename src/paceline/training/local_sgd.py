@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,12 @@ from paceline.parallel.world import ParallelDims
 from paceline.training.control import ROW_LENGTH
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState, TrainProgress
+from paceline.training.step import StepHook
 
 _TIMEOUT_S = 1800.0
+
+RecordStep = Callable[[TrainProgress, int, int, StepSums], None]
+"""Enters a step into the ledger: the progress after it, its epoch, its number there, its sums."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StepRecord:
     Attributes:
         progress: after the step.
         epoch, step_in_epoch: the step's.
-        sums: this rank's; the checksum is that of all micro-batches once the ranks have come together.
+        sums: this rank's.
     """
 
     progress: TrainProgress
@@ -35,7 +39,7 @@ class StepRecord:
     sums: StepSums
 
 
-class LocalSGD:
+class LocalSGD(StepHook):
     """Averages the state of ranks that train apart, at the end of each round.
 
     Parameters, buffers and what optimizers keep of each parameter become the mean over the ranks, weighted by
@@ -53,13 +57,13 @@ class LocalSGD:
 
     def __init__(self, run: RunContext, mesh: ParallelDims, state: TrainingState, shares: Sequence[int]) -> None:
         self._mesh, self._state = mesh, state
-        self._sync_schedule, self._order = run.sync_schedule, run.data.order
+        self._sync_schedule, self._order = run.schedule.sync_schedule, run.data.order
         self._averager = ParameterAverager(mesh.world, shares, ROW_LENGTH + self._sync_schedule.every, _TIMEOUT_S)
         self._round: list[StepRecord] = []
         if state.outer is not None:
             state.outer.begin()
 
-    def synchronize_metadata(self, sums: StepSums) -> StepSums:
+    def after_reduce(self, sums: StepSums) -> StepSums:
         """This rank's sums with the samples of all, and finite where all ranks can apply the step.
 
         With a gradient scaler all of them skip it, or none; that takes a number from each in every step.
@@ -72,43 +76,42 @@ class LocalSGD:
         finite = all(told[0] for told in self._mesh.gather_rows([float(sums.finite)]))
         return dataclasses.replace(sums, finite=finite)
 
-    def on_step_end(
-        self, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float]
-    ) -> tuple[list[StepRecord], list[Sequence[float]]]:
-        """Take in a step; where it is its round's last, come together.
+    def commit(
+        self, epoch: int, step_in_epoch: int, sums: StepSums, row: Sequence[float], record: RecordStep
+    ) -> StepSums:
+        """Take in a step; where it is its round's last, average the state and record the round's steps.
 
         Args:
             epoch: the step's.
             step_in_epoch: the step's.
             sums: of this rank's micro-batches.
             row: this rank's numbers, which every rank gets to see.
+            record: enters a step into the ledger.
 
         Returns:
-            The steps of the round, with the checksums of all micro-batches, and every rank's row; nothing within a
-            round.
+            The sums with every rank's row, where a round ends; within a round with none.
 
         Raises:
-            PeerLostError: a rank went away.
+            PeerLostError: a rank is gone.
         """
         progress = self._state.progress
         self._round.append(StepRecord(dataclasses.replace(progress), epoch, step_in_epoch, sums))
         if not self._sync_schedule.is_sync_step(progress):
-            return [], []
-        checksums = [float(record.sums.checksum) for record in self._round]
+            return dataclasses.replace(sums, rows=[])
+        checksums = [float(step.sums.checksum) for step in self._round]
         headers = self._averager.average(tensors_to_average(self._state), [*row, *checksums])
         if self._state.outer is not None:
             self._state.outer.step()
-        done, self._round = self._round, []
-        rows = [header[:ROW_LENGTH] for header in headers]
-        return [self._of_all(record, headers, number) for number, record in enumerate(done)], rows
+        steps, self._round = self._round, []
+        for number, step in enumerate(steps):
+            # The ledger has the checksum of all micro-batches.
+            checksum = int(sum(header[ROW_LENGTH + number] for header in headers))
+            record(step.progress, step.epoch, step.step_in_epoch, dataclasses.replace(step.sums, checksum=checksum))
+        return dataclasses.replace(sums, rows=[header[:ROW_LENGTH] for header in headers])
 
     def close(self) -> None:
         """Free the memory that the ranks share."""
         self._averager.close()
-
-    def _of_all(self, record: StepRecord, headers: Sequence[Sequence[float]], number: int) -> StepRecord:
-        checksum = int(sum(header[ROW_LENGTH + number] for header in headers))
-        return dataclasses.replace(record, sums=dataclasses.replace(record.sums, checksum=checksum))
 
 
 def tensors_to_average(state: TrainingState) -> list[torch.Tensor]:

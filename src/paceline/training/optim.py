@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,8 +18,51 @@ from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.core.config import parse_lr_scale
+from paceline.core.errors import ConfigError
 from paceline.parallel.sharded_state import ShardedOptimizer, local_shard
-from paceline.training.parameter_patterns import matches, require_match
+
+# --- Patterns that name layers or parameters, with ``*`` for any: ``--lr-scale``, ``--freeze`` ---
+
+
+_MOST_NAMES = 6
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a parameter: by its own name, or by that of a layer around it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def require_match(option: str, pattern: str, module: nn.Module, others: Iterable[str] = ()) -> None:
+    """Refuse a pattern that names nothing in a model.
+
+    Args:
+        option: who gave it, such as ``--freeze``.
+        pattern: what it gave.
+        module: the model.
+        others: names that will do, too.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    if any(matches(pattern, name) for name in (*parameters, *others)):
+        return
+    layers = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters())]
+    near = difflib.get_close_matches(pattern.removesuffix(".*"), [*layers, *parameters], n=3, cutoff=0.5)
+    hint = (
+        f"Did you mean {' or '.join(near)}?"
+        if near
+        else f"Its layers with parameters: {join_names(layers or parameters)}."
+    )
+    raise ConfigError(f"{option} {pattern}: nothing in the model has such a name. {hint}")
+
+
+def join_names(found: Iterable[str], most: int = _MOST_NAMES) -> str:
+    """Names with commas; of many the first, and how many more there are."""
+    kept = list(found)
+    more = len(kept) - most
+    return ", ".join(kept[:most]) + (f" and {more} more" if more > 0 else "")
+
 
 # --- The moving average of the weights ---
 

@@ -111,6 +111,11 @@ class DataSetup:
         """None for streams."""
         return None if self.order is None else self.order.steps_per_epoch
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return self.carved is not None or self.val is not None
+
 
 def set_up_data(config: RunConfig, task: Task) -> DataSetup:
     """Build the training and validation datasets and the order of the samples.

@@ -35,7 +35,7 @@ from paceline.runs.trackers import RUN_ID, RunInfo, TrackerWriter, load_tracker
 from paceline.training.control import ROW_LENGTH, StopSignals
 from paceline.training.evaluation import Evaluator
 from paceline.training.resolve import DataSetup
-from paceline.training.schedule import Deadline, SyncSchedule
+from paceline.training.schedule import Deadline, Schedule
 
 if TYPE_CHECKING:
     from paceline.runs.profiler import StepProfiler
@@ -95,10 +95,10 @@ class RunContext:
         assert self.config.global_batch_size is not None
         return self.config.global_batch_size
 
-    @property
-    def sync_schedule(self) -> SyncSchedule:
-        """When ranks that train apart come together."""
-        return SyncSchedule(self.config.local_sgd_steps or 1, self.data.steps_per_epoch, self.data.total_steps)
+    @cached_property
+    def schedule(self) -> Schedule:
+        """When epochs, evaluations, synchronizations and the run end."""
+        return Schedule(self.config, self.data)
 
     @property
     def run_schedule(self) -> RunSchedule:

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from paceline.data.samples import Loader
 from paceline.parallel.microbatches import ReducerStrategy
 from paceline.parallel.strategy import Strategy
 from paceline.parallel.world import World
+from paceline.runs.phases import PhaseTimer
 from paceline.training import control
+from paceline.training.control import ControlFlags
 from paceline.training.reproducibility import verification_key
 from paceline.training.run_context import RunContext
 from paceline.training.state import TrainingState
-from paceline.training.step import microbatch_loss
+from paceline.training.step import StepHook, microbatch_loss
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ def require_verifiable(run: RunContext) -> None:
         )
 
 
-class SDCChecker:
+class SDCChecker(StepHook):
     """Has one micro-batch of every Nth step computed a second time, by a rank that does not have it.
 
     Which one, and who, is a function of seed and step. Two numbers travel with the step's sums, so
@@ -58,23 +61,27 @@ class SDCChecker:
         run: whose ``sdc_check_every`` it is.
         world: the ranks.
         state: what they are the gradients of.
+        timer: of the phases.
     """
 
-    def __init__(self, run: RunContext, world: World, state: TrainingState) -> None:
-        self._run, self._world, self._state = run, world, state
+    def __init__(self, run: RunContext, world: World, state: TrainingState, timer: PhaseTimer) -> None:
+        self._run, self._world, self._state, self._timer = run, world, state, timer
         self._strategy: ReducerStrategy | None = None
         self._loader: Loader | None = None
         self._microbatch = self._owner = self._second = 0
         self._recomputed = 0
 
-    @property
-    def fingerprints(self) -> dict[str, int]:
-        """This rank's part of the control word."""
+    def report(self, flags: ControlFlags) -> ControlFlags:
+        """Add what this rank computed of the micro-batch that is verified."""
         computed = 0 if self._strategy is None else self._strategy.reducer.watched
-        return {"computed": computed, "recomputed": self._recomputed}
+        return replace(flags, computed=computed, recomputed=self._recomputed)
 
-    def begin_step(self, strategy: Strategy) -> None:
-        """Choose this step's micro-batch, if it is the step's turn; called once the strategy's step has begun."""
+    def before_microbatches(self, strategy: Strategy) -> None:
+        """Choose this step's micro-batch, if it is the step's turn, and compute it if that is this rank's part."""
+        self._begin_step(strategy)
+        self._timer.mark("other")
+
+    def _begin_step(self, strategy: Strategy) -> None:
         assert isinstance(strategy, ReducerStrategy), "the options allow no other"
         self._strategy = strategy
         run, progress, ranks = self._run, self._state.progress, self._world.world_size

@@ -1,4 +1,4 @@
-"""One run in this process: the trainer that its options ask for, from the first group to the result."""
+"""A run in this process, from its options to its result: in one group of ranks, or in one after another."""
 
 from __future__ import annotations
 
@@ -6,229 +6,346 @@ import dataclasses
 import logging
 import secrets
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import CheckpointError, PacelineError, PeerLostError
-from paceline.elastic.worker_channel import AgentClient
-from paceline.elastic.worker_group import StateSource, elect_source, transfer_state
-from paceline.parallel.planning.auto_strategy import memory_per_process
+import torch
+
+from paceline.core.errors import CheckpointError, PacelineError, PeerLostError, StopRequested
+from paceline.elastic.worker_channel import AgentClient, Assignment
+from paceline.elastic.worker_group import StateSource, elect_source, open_process_group, transfer_state
+from paceline.parallel.planning.auto_strategy import memory_per_process, require_replaceable
 from paceline.parallel.world import ParallelDims, World
 from paceline.runs.checkpoint_manifest import CheckpointInfo
 from paceline.runs.checkpoint_store import holds_version
+from paceline.runs.checkpointer import Checkpointer
 from paceline.runs.directory import RunDirectory
 from paceline.training import run_setup
 from paceline.training.checkpoint_manager import ledger_has_gap, newest_checkpoint, retry
-from paceline.training.control import StopSignals
+from paceline.training.control import StopSignals, exit_code
 from paceline.training.finalize import conclude
 from paceline.training.fine_tuning import read_pretrained
 from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest
-from paceline.training.trainer import Trainer
-
-# --- The trainers by strategy ---
-
-
-def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer:
-    """The trainer that the run's strategy needs; arguments are a trainer's.
-
-    Raises:
-        UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
-    """
-    if "hogwild" in run.config.strategies:
-        from paceline.training.hogwild import HogwildTrainer
-
-        return HogwildTrainer(run, member)
-    if "ps" in run.config.strategies and run.config.asynchronous:
-        from paceline.training.async_ps import AsyncParameterServerTrainer
-
-        return AsyncParameterServerTrainer(run, member)
-    if "ps" in run.config.strategies:
-        from paceline.training.async_trainer import SyncParameterServerTrainer
-
-        return SyncParameterServerTrainer(run, member)
-    return Trainer(run, member)
-
-
-# --- From a run to its end: agree on the state, train, conclude ---
-
+from paceline.training.trainer import Engine, SyncEngine, Trainer
 
 _log = logging.getLogger(__name__)
 
+TrainInGroup = Callable[..., dict[str, Any] | None]
+""":func:`train_in_group` for one trainer: takes the world, and what to call once this rank can train."""
 
-def train(request: RunRequest, world: World, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
+# --- The path of a run: find what there is, set up, train in groups ---
+
+
+def train(request: RunRequest, groups: Groups, directory: RunDirectory, signals: StopSignals) -> dict[str, Any]:
     """Create or continue the run in ``directory``, and train it to its end.
 
-    Called by every rank alike; rank 0 holds the directory's lock.
+    Args:
+        request: what was asked for; the same on every rank.
+        groups: of ranks, in which this process takes part.
+        directory: the run's; rank 0 or its agent holds the lock.
+        signals: who asks for a stop.
 
     Returns:
         The content of ``result.json``. A run that has finished already is not trained again.
 
     Raises:
+        Retired: the agent does not need this process any more.
         UserError: options, task, data or directory cannot work; the run is as it was.
         StopRequested: a signal asked for a stop; the state is saved.
         PacelineError: the training failed; the last checkpoint is good.
     """
     started = time.perf_counter()
-    found: dict[str, Any] | None = None
-    if world.rank == 0:
-        found = run_setup.load_manifest(directory)
-    found = world.broadcast_object(found)
-    assert found is not None
+    found = groups.load_manifest(directory)
     if found["result"] is not None:
-        run_setup.validate(request, found["manifest"], world.world_size)
-        if world.rank == 0:
-            _say_finished(request, directory)
+        run_setup.validate(request, found["manifest"], groups.world_size)
+        if groups.announces:
+            _say(request.quiet, f"{directory.path} has finished; nothing is left to train.")
         return dict(found["result"])
-    memory = memory_per_process(world.device, world.local_world_size)
     run, notes = run_setup.setup_run(
         request,
         found["manifest"],
         directory,
         signals,
-        device=world.device,
-        world_size=world.world_size,
-        processes=world.local_world_size,
-        memory=min(world.all_gather_object(memory)),
+        device=groups.device,
+        world_size=groups.world_size,
+        processes=groups.processes,
+        memory=groups.memory_per_process(),
     )
-    with build_trainer(run) as trainer:
+    if groups.member is not None:
+        require_replaceable(run.config, request.config)
+    with build_trainer(run, groups.member) as trainer:
+        return groups.train(trainer, partial(train_in_group, trainer, notes, started))
+
+
+def build_trainer(run: RunContext, member: AgentClient | None = None) -> Trainer:
+    """The run's trainer, with the engine that its strategy needs.
+
+    Args:
+        run: what is trained.
+        member: the agent's client, where ranks come and go; None where the group is to stay.
+
+    Raises:
+        UserError: the task's model, optimizers or data cannot be built, or do not work with the strategy.
+    """
+    engine: type[Engine] = SyncEngine
+    if "hogwild" in run.config.strategies:
+        from paceline.training.hogwild import HogwildEngine as engine
+    elif "ps" in run.config.strategies and run.config.asynchronous:
+        from paceline.training.parameter_server import AsyncServerEngine as engine
+    elif "ps" in run.config.strategies:
+        from paceline.training.parameter_server import SyncServerEngine as engine
+    return Trainer(run, engine, member)
+
+
+def train_in_group(
+    trainer: Trainer, notes: list[str], started: float, world: World, joined: Callable[[], None] = lambda: None
+) -> dict[str, Any] | None:
+    """Agree on the state, train to the end and conclude; all ranks of ``world`` do so together.
+
+    Args:
+        trainer: the run's, in whichever group.
+        notes: what to say aloud when the run is created.
+        started: ``time.perf_counter()`` when this process began.
+        world: the ranks.
+        joined: called once this rank has the state and can train.
+
+    Returns:
+        The content of ``result.json``; None where the ranks left together before the end.
+
+    Raises:
+        PeerLostError: a rank is gone.
+        PacelineError: as :func:`train` says.
+    """
+    run = trainer.run
+    mesh = run.build_mesh(world)
+    agree_on_state(trainer, mesh, notes)
+    group = trainer.join_group(mesh)
+    joined()
+    if not trainer.fit(group):
+        return None
+    result = conclude(trainer, group, started)
+    if world.rank == 0:
+        retry(partial(run.directory.write_result, result))
+        run.directory.append_event("finished")
+    group.monitor.finish(result)
+    trainer.leave_group()
+    world.barrier()
+    return result
+
+
+# --- Where groups come from: the launcher gives one that stays, an agent one after another ---
+
+
+class FixedGroup:
+    """The one group that a launcher has started: when a rank is lost, all of them end.
+
+    Args:
+        world: its ranks.
+
+    Attributes:
+        device: this process's.
+        world_size: how many processes begin the run.
+        processes: how many of them share this machine.
+        member: the agent's client; there is no agent.
+        announces: whether this process tells the user that nothing is left to train.
+    """
+
+    member: AgentClient | None = None
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.device, self.world_size, self.processes = world.device, world.world_size, world.local_world_size
+        self.announces = world.rank == 0
+
+    def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
+        """The run's manifest and result, as rank 0 sees them."""
+        found = run_setup.load_manifest(directory) if self._world.rank == 0 else {}
+        return dict(self._world.broadcast_object(found))
+
+    def memory_per_process(self) -> int:
+        """Bytes that each process may take, the same for all of them."""
+        told: list[int] = self._world.all_gather_object(memory_per_process(self.device, self.processes))
+        return min(told)
+
+    def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
+        """Train to the run's result."""
         try:
-            result = ElasticLoop(trainer, notes, started).run_group(world)
+            result = train_in_group(self._world)
         except Exception as error:
             # Paceline's own errors say it where it matters.
             if trainer.states.valid and (isinstance(error, PeerLostError) or not isinstance(error, PacelineError)):
                 error.add_note(f"in step {trainer.state.progress.step + 1}")
             raise
-    assert result is not None, "the ranks of a world that stays do not leave it"
-    world.barrier()
-    return result
-
-
-class ElasticLoop:
-    """A trainer's way through one world after another.
-
-    Args:
-        trainer: whose run it is.
-        notes: what to say aloud when the run is created.
-        started: ``time.perf_counter()`` when this process began.
-    """
-
-    def __init__(self, trainer: Trainer, notes: list[str], started: float) -> None:
-        self.run = trainer.run
-        self._trainer = trainer
-        self._notes = notes
-        self._started = started
-
-    def run_group(self, world: World, joined: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
-        """Agree on the state, train to the end and conclude; all ranks of ``world`` do so together.
-
-        Args:
-            world: the ranks.
-            joined: called once this rank has the state and can train.
-
-        Returns:
-            The content of ``result.json``; None where the ranks left together before the end.
-
-        Raises:
-            PeerLostError: a rank is gone.
-            PacelineError: as :func:`train` says.
-        """
-        trainer = self._trainer
-        mesh = self.run.build_mesh(world)
-        self._agree_on_state(mesh)
-        trainer.join_group(mesh)
-        joined()
-        if not trainer.fit():
-            return None
-        result = conclude(trainer, self._started)
-        if world.rank == 0:
-            retry(partial(self.run.directory.write_result, result))
-            self.run.directory.append_event("finished")
-        trainer.monitor.finish(result)
-        self.exit_group()
-        world.barrier()
+        assert result is not None, "the ranks of a fixed group do not leave it before the end"
+        self._world.barrier()
         return result
 
-    def exit_group(self) -> None:
-        """Close what belongs to the world; a second call does nothing."""
-        self._trainer.leave_group()
 
-    def _agree_on_state(self, mesh: ParallelDims) -> None:
-        """Have every rank hold the state that the furthest one holds, or else the newest that is saved."""
-        trainer, world = self._trainer, mesh.world
-        agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
-        if agreement.source is not None:
-            state = trainer.states.export_state() if world.rank == agreement.source else None
-            received = transfer_state(world, agreement, state)
-            if received is not None:
-                trainer.states.import_state(received)
-            if not self._something_is_lost(world):
-                return
-        with suppress(CheckpointError):
-            trainer.checkpointer.wait()  # what is on disk is looked at next
-        world.barrier()
-        directory = self.run.directory
-        new = bool(world.broadcast_object(not directory.exists()))
-        run_id = str(world.broadcast_object(secrets.token_hex(8) if new else self.run.run_id))
-        saved = newest_checkpoint(self.run, world, run_id)
-        parent = read_pretrained(self.run, world) if saved is None else None
-        trainer.states.restore(mesh, saved, None if parent is None else parent.weights)
-        if world.rank == 0:
-            # Only now: where the model could not be built, no run was created.
-            if new:
-                run_setup.create(self.run, run_id, parent)
-                for note in self._notes:
-                    _say(self.run.quiet, note)
-            self.run.directory.append_event(
-                "started",
-                generation=world.generation,
-                world_size=world.world_size,
-                microbatches=self.run.num_microbatches,
-                step=trainer.state.progress.step,
-                total_steps=self.run.data.total_steps,
+class ElasticGroups:
+    """The groups that an agent forms, as processes come and go.
+
+    A process prepares itself alone, whether the run begins or has long been running, and then takes part in one group
+    after another. After a loss it continues from its own state, or from another rank's.
+
+    Args:
+        member: the agent's client.
+        processes: how many processes there are to be on this machine.
+        world_size: how many processes begin the run.
+        on_rank_0: called whenever this process becomes rank 0.
+
+    Attributes: as those of :class:`FixedGroup`.
+    """
+
+    announces = False
+
+    def __init__(self, member: AgentClient, *, processes: int, world_size: int, on_rank_0: Callable[[], None]) -> None:
+        self.member: AgentClient | None = member
+        self._member, self._on_rank_0 = member, on_rank_0
+        self.device, self.processes, self.world_size = torch.device("cpu"), processes, world_size
+
+    def load_manifest(self, directory: RunDirectory) -> dict[str, Any]:
+        """The run's manifest and result; this process has met no other one yet."""
+        return run_setup.load_manifest(directory)
+
+    def memory_per_process(self) -> int:
+        """Bytes that each process of this machine may take."""
+        return memory_per_process(self.device, self.processes)
+
+    def train(self, trainer: Trainer, train_in_group: TrainInGroup) -> dict[str, Any]:
+        """Train in one group after another, to the run's result."""
+        signals = trainer.run.signals
+        generation, why = -1, "has just started"
+        while True:
+            place = self._member.next_group(
+                generation, why, lambda: bool(signals.received) and not trainer.states.valid
             )
+            if place is None:
+                raise StopRequested(
+                    "stopped before the first step, as requested; there is nothing to save.",
+                    exit_code=exit_code(signals.received),
+                )
+            if place.rank == 0:
+                self._on_rank_0()
+            result, why = self._train_once(trainer, train_in_group, place)
+            # A process that loses the others only after the run's end has nothing left to do.
+            result = result or trainer.run.directory.read_result()
+            if result is not None:
+                return result
+            generation = place.generation
 
-    def _something_is_lost(self, world: World) -> bool:
-        """Whether the best model, or what the ledger must say, was only in a process that is gone.
+    def _train_once(
+        self, trainer: Trainer, train_in_group: TrainInGroup, place: Assignment
+    ) -> tuple[dict[str, Any] | None, str]:
+        """The run's result, or None and why this process left the group."""
+        result, why = None, "left it as asked, after a step"
+        try:
+            with open_process_group(place, self._member, device=self.device) as world:
+                try:
+                    result = train_in_group(world, partial(self._member.joined, place.generation))
+                except PeerLostError as error:
+                    why = str(error)
+                    _clear_frames(error)
+                # Not while the error is handled: its frames would keep the group's connections open.
+                trainer.leave_group()
+        except PeerLostError as error:
+            why = str(error)
+            _clear_frames(error)
+        return result, why
 
-        Then a part of the run is done again, from the newest checkpoint, to get it back.
-        """
-        trainer, directory = self._trainer, self.run.directory
-        best = trainer.state.progress.best_version
-        missing, lost = False, False
-        if world.rank == 0:
-            lost = ledger_has_gap(directory.ledger, trainer.states.recent)
-            missing = (
-                best not in (None, trainer.state.progress.version)
-                and not trainer.checkpointer.has_in_memory(best or 0)
-                and not holds_version(directory.checkpoints, best or 0)
-            )
-        missing, lost = world.broadcast_object([missing, lost])
-        if lost or not missing:
-            return bool(lost)
-        assert best is not None
-        with suppress(CheckpointError):
-            trainer.checkpointer.wait()
-        holders = world.all_gather_object(trainer.checkpointer.has_in_memory(best))
-        if any(holders):
-            self._give_best(world, holders.index(True))
-        return not any(holders)
 
-    def _give_best(self, world: World, holder: int) -> None:
-        """Copy the best model to rank 0, which owes it to the disk from now on."""
-        checkpointer = self._trainer.checkpointer
-        held = checkpointer.in_memory() if world.rank == holder else None
-        info = world.broadcast_object(held and dataclasses.asdict(held.manifest.info), holder)
-        given = StateSource(holder, info["state_version"], (0,))
-        received = transfer_state(world, given, held.state if held else None)
+Groups = FixedGroup | ElasticGroups
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the frames that an error holds: what they refer to, such as the group, would live on."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+# --- Which state a group continues from ---
+
+
+def agree_on_state(trainer: Trainer, mesh: ParallelDims, notes: list[str]) -> None:
+    """Have every rank hold the state that the furthest one holds, or else the newest that is saved.
+
+    Args:
+        trainer: this rank's.
+        mesh: the ranks.
+        notes: what to say aloud when the run is created.
+    """
+    run, directory, world = trainer.run, trainer.run.directory, mesh.world
+    agreement = elect_source(world, valid=trainer.states.valid, version=trainer.states.version)
+    if agreement.source is not None:
+        state = trainer.states.export_state() if world.rank == agreement.source else None
+        received = transfer_state(world, agreement, state)
         if received is not None:
-            checkpointer.keep_in_memory(received, CheckpointInfo(**info))
+            trainer.states.import_state(received)
+        if not _something_is_lost(trainer, world):
+            return
+    with suppress(CheckpointError):
+        trainer.checkpointer.wait()  # what is on disk is looked at next
+    world.barrier()
+    new = bool(world.broadcast_object(not directory.exists()))
+    run_id = str(world.broadcast_object(secrets.token_hex(8) if new else run.run_id))
+    saved = newest_checkpoint(run, world, run_id)
+    parent = read_pretrained(run, world) if saved is None else None
+    trainer.states.restore(mesh, saved, None if parent is None else parent.weights)
+    if world.rank == 0:
+        # Only now: where the model could not be built, no run was created.
+        if new:
+            run_setup.create(run, run_id, parent)
+            for note in notes:
+                _say(run.quiet, note)
+        directory.append_event(
+            "started",
+            generation=world.generation,
+            world_size=world.world_size,
+            microbatches=run.num_microbatches,
+            step=trainer.state.progress.step,
+            total_steps=run.data.total_steps,
+        )
 
 
-def _say_finished(request: RunRequest, directory: RunDirectory) -> None:
-    _say(request.quiet, f"{directory.path} has finished; nothing is left to train.")
+def _something_is_lost(trainer: Trainer, world: World) -> bool:
+    """Whether the best model, or what the ledger must say, was only in a process that is gone.
+
+    Then a part of the run is done again, from the newest checkpoint, to get it back.
+    """
+    directory = trainer.run.directory
+    best = trainer.state.progress.best_version
+    missing, lost = False, False
+    if world.rank == 0:
+        lost = ledger_has_gap(directory.ledger, trainer.states.recent)
+        missing = (
+            best not in (None, trainer.state.progress.version)
+            and not trainer.checkpointer.has_in_memory(best or 0)
+            and not holds_version(directory.checkpoints, best or 0)
+        )
+    missing, lost = world.broadcast_object([missing, lost])
+    if lost or not missing:
+        return bool(lost)
+    assert best is not None
+    with suppress(CheckpointError):
+        trainer.checkpointer.wait()
+    holders = world.all_gather_object(trainer.checkpointer.has_in_memory(best))
+    if any(holders):
+        _give_best(trainer.checkpointer, world, holders.index(True))
+    return not any(holders)
+
+
+def _give_best(checkpointer: Checkpointer, world: World, holder: int) -> None:
+    """Copy the best model to rank 0, which owes it to the disk from now on."""
+    held = checkpointer.in_memory() if world.rank == holder else None
+    info = world.broadcast_object(held and dataclasses.asdict(held.manifest.info), holder)
+    given = StateSource(holder, info["state_version"], (0,))
+    received = transfer_state(world, given, held.state if held else None)
+    if received is not None:
+        checkpointer.keep_in_memory(received, CheckpointInfo(**info))
 
 
 def _say(quiet: bool, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -178,6 +179,16 @@ class StateManager:
     def clip_gradients(self, max_norm: float) -> None:
         """Scale the gradients of the whole model down to a 2-norm; all ranks call this together."""
         self._layout.clip_gradients(self.state.module, max_norm)
+
+    def update(self, finite: bool = True) -> None:
+        """Apply the gradients: clip, step, and move schedules and average along; all ranks call this together.
+
+        Args:
+            finite: whether the gradients of all ranks are; if not, a scaler skips the step.
+        """
+        clip_norm = self._run.config.clip_norm
+        clip = None if clip_norm is None else partial(self.clip_gradients, clip_norm)
+        self.state.update(clip, finite=finite)
 
     @property
     def in_step(self) -> bool:

@@ -1,4 +1,4 @@
-"""One micro-batch: its forward and backward pass, and what must not happen in it."""
+"""The parts of a step: a micro-batch's forward and backward, and what options add to them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from paceline.core.callback import BatchInfo
-from paceline.core.errors import DataError, TaskError
+from paceline.core.errors import DataError, NonFiniteLossError, TaskError
 from paceline.core.task import Loss
 from paceline.data.order import DeterministicSampler
 from paceline.data.samples import Loader, MicroBatch
+from paceline.parallel.load_balancing import LoadBalancer
 from paceline.parallel.progress import ProgressTracker
 from paceline.parallel.reducer import StepSums
 from paceline.parallel.strategy import Strategy
@@ -23,6 +24,7 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.phases import PhaseTimer
 from paceline.training.control import ControlFlags
 from paceline.training.evaluation import as_loss
+from paceline.training.optim import LEAST_SCALE, ShardedGradScaler
 from paceline.training.reproducibility import seed_microbatch
 from paceline.training.run_context import RunContext
 from paceline.training.schedule import Schedule
@@ -31,7 +33,31 @@ from paceline.training.state import TrainingState, TrainProgress
 # --- Which step, micro-batch and samples made a loss or gradient NaN or infinite, and what to do about it ---
 
 
-def describe_non_finite(
+def require_finite(
+    run: RunContext, progress: TrainProgress, sums: StepSums, scaler: ShardedGradScaler | None = None
+) -> None:
+    """Refuse to apply a step whose loss or gradient is not finite.
+
+    Args:
+        run: what is trained.
+        progress: before the step.
+        sums: the step's.
+        scaler: of the gradients, with --precision fp16. Where only gradients overflow it skips the step and tries
+            a smaller scale, as long as there is one.
+
+    Raises:
+        NonFiniteLossError: says where the number is from.
+    """
+    if sums.finite:
+        return
+    scale = None if scaler is None else scaler.get_scale()
+    overflow = sums.bad_microbatch is None and math.isfinite(sums.loss)
+    if scale is not None and overflow and scale > LEAST_SCALE:
+        return
+    raise NonFiniteLossError(_describe_non_finite(run.directory, progress, run.data.order, sums, scale))
+
+
+def _describe_non_finite(
     directory: RunDirectory,
     progress: TrainProgress,
     order: DeterministicSampler | None,
@@ -72,70 +98,7 @@ def describe_non_finite(
     )
 
 
-# --- When a step overlaps with the next one, for strategies that can: whenever all ranks just go on ---
-
-
-class StepOverlap:
-    """Reads one step ahead, and decides where the ranks must have done a step before the next one begins.
-
-    That is before an epoch's end, an evaluation, a save and the run's end, which follow from the progress
-    alone, and in the step after one in which a rank asked for something: so all ranks decide alike.
-
-    Args:
-        schedule: when epochs, evaluations and the run end.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._read: tuple[int, list[MicroBatch]] | None = None
-        self._asked = False
-        self.overlapping = False
-        """Whether the next step has begun within the one that was done last."""
-
-    def fetch(self, loader: Loader, strategy: Strategy, progress: TrainProgress) -> list[MicroBatch]:
-        """The micro-batches of the step that comes now."""
-        read, self._read = self._read, None
-        if read is not None and read[0] == progress.step:
-            return read[1]
-        return loader.fetch(progress.epoch, progress.step_in_epoch, strategy.microbatches)
-
-    def begin_next(
-        self,
-        loader: Loader,
-        strategy: Strategy,
-        progress: TrainProgress,
-        save_is_due: Callable[[TrainProgress], bool],
-    ) -> None:
-        """Have the step that was begun overlap with the next one, unless something comes in between."""
-        after = dataclasses.replace(
-            progress,
-            version=progress.version + 1,
-            step=progress.step + 1,
-            step_in_epoch=progress.step_in_epoch + 1,
-        )
-        schedule = self._schedule
-        self.overlapping = strategy.overlaps_steps and not (
-            self._asked
-            or schedule.finished(after)
-            or schedule.epoch_ends(after)
-            or schedule.evaluation_is_due(after)
-            or save_is_due(after)
-        )
-        if self.overlapping:
-            following = loader.fetch(after.epoch, after.step_in_epoch, strategy.microbatches)
-            self._read = (after.step, following)
-            strategy.overlap_next(following)
-
-    def defer(self, word: ControlFlags) -> ControlFlags:
-        """What of a control word is obeyed now: nothing while steps overlap, but soon."""
-        if not self.overlapping:
-            self._asked = False
-            return word
-        self._asked = bool(word.stop or word.save or word.reform)
-        return ControlFlags()
-
-
-# --- What one micro-batch computes in a step, and what a rank does that has none ---
+# --- What one micro-batch computes in a step ---
 
 
 def microbatch_loss(run: RunContext, model: nn.Module, step: int, microbatch: MicroBatch) -> Loss:
@@ -197,26 +160,125 @@ class MicrobatchRunner:
         self._timer.mark("backward")
 
 
-class DummyMicrobatch:
+# --- What options add to a step: the group context makes a hook for each that is set ---
+
+
+class StepHook:
+    """What an option adds to a synchronous step; each method does nothing unless it is overridden."""
+
+    def before_microbatches(self, strategy: Strategy) -> None:
+        """The strategy's step has begun; forward and backward come next."""
+
+    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """The last backward of this rank's micro-batches has been run, or enqueued."""
+
+    def report(self, flags: ControlFlags) -> ControlFlags:
+        """This rank's control flags, before they travel with the step's sums."""
+        return flags
+
+    def after_reduce(self, sums: StepSums) -> StepSums:
+        """The step's sums, before anything is made of them."""
+        return sums
+
+    def filter_request(self, flags: ControlFlags) -> ControlFlags:
+        """What the ranks obey after the step, of the control flags of all."""
+        return flags
+
+
+class StepOverlap(StepHook):
+    """Reads one step ahead where a strategy can begin the next step within the current one (PipeDream).
+
+    It decides where the ranks must have finished a step before the next one begins: before an epoch's end, an
+    evaluation, a save and the run's end, which follow from the progress alone, and in the step after one in which
+    a rank asked for something. So all ranks decide alike.
+
+    Args:
+        schedule: when epochs, evaluations and the run end.
+        loader: of the training data.
+        state: says where the run stands.
+        save_is_due: whether a save is due at some progress.
+    """
+
+    def __init__(
+        self, schedule: Schedule, loader: Loader, state: TrainingState, save_is_due: Callable[[TrainProgress], bool]
+    ) -> None:
+        self._schedule, self._loader, self._state, self._save_is_due = schedule, loader, state, save_is_due
+        self._read: tuple[tuple[int, int], list[MicroBatch]] | None = None
+        self._asked = False
+        self._overlapping = False
+
+    def fetch(self, epoch: int, step: int, microbatches: range) -> list[MicroBatch]:
+        """As :meth:`Loader.fetch`; what was read ahead is not read again."""
+        read, self._read = self._read, None
+        if read is not None and read[0] == (epoch, step):
+            return read[1]
+        return self._loader.fetch(epoch, step, microbatches)
+
+    def before_microbatches(self, strategy: Strategy) -> None:
+        """Have the step overlap with the next one, unless something comes in between."""
+        progress, schedule = self._state.progress, self._schedule
+        after = dataclasses.replace(
+            progress,
+            version=progress.version + 1,
+            step=progress.step + 1,
+            step_in_epoch=progress.step_in_epoch + 1,
+        )
+        self._overlapping = not (
+            self._asked
+            or schedule.finished(after)
+            or schedule.epoch_ends(after)
+            or schedule.evaluation_is_due(after)
+            or self._save_is_due(after)
+        )
+        if self._overlapping:
+            following = self._loader.fetch(after.epoch, after.step_in_epoch, strategy.microbatches)
+            self._read = ((after.epoch, after.step_in_epoch), following)
+            strategy.overlap_next(following)
+
+    def filter_request(self, flags: ControlFlags) -> ControlFlags:
+        """Nothing while steps overlap, but soon: the next step then waits for all ranks."""
+        if not self._overlapping:
+            self._asked = False
+            return flags
+        self._asked = bool(flags.stop or flags.save or flags.reform)
+        return ControlFlags()
+
+
+class SpeedMeasurement(StepHook):
+    """Measures this rank's forwards and backwards for the load balancer."""
+
+    def __init__(self, balancer: LoadBalancer) -> None:
+        self._balancer = balancer
+
+    def before_microbatches(self, strategy: Strategy) -> None:
+        """Begin to measure."""
+        self._balancer.begin()
+
+    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
+        """End, and count the micro-batches."""
+        self._balancer.end(len(microbatches))
+
+
+class DummyMicrobatch(StepHook):
     """Data seen before, for the backwards of a rank that has fewer micro-batches in a step than others wait for."""
 
-    def __init__(self, run: RunContext) -> None:
-        self._run = run
+    def __init__(self, run: RunContext, state: TrainingState) -> None:
+        self._run, self._state = run, state
         self._batch: Any = None
 
-    def run(self, strategy: Strategy, microbatches: Sequence[MicroBatch], epoch: int) -> None:
+    def after_microbatches(self, strategy: Strategy, microbatches: Sequence[MicroBatch]) -> None:
         """Remember a batch, and run as many backwards that weigh nothing as the strategy asks for."""
         if microbatches:
             self._batch = microbatches[-1].batch
         for _ in range(strategy.num_dummy_steps):
-            self._run_one(strategy, epoch)
+            self._run_one(strategy)
 
-    def _run_one(self, strategy: Strategy, epoch: int) -> None:
+    def _run_one(self, strategy: Strategy) -> None:
         run = self._run
         if self._batch is None:
             # Apart from the loader, whose streams must stay where they are.
             with closing(run.build_loader()) as loader:
-                first = loader.fetch(epoch, 0, range(run.num_microbatches))
+                first = loader.fetch(self._state.progress.epoch, 0, range(run.num_microbatches))
             if not first:
                 return  # nor has anybody else; the reducer says so
             self._batch = first[0].batch

@@ -33,9 +33,11 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import describe, exit_code_of, failure_of, read_failure, record_failure
 
 if TYPE_CHECKING:
+    from paceline.core.config import RunConfig
     from paceline.core.task import Task
     from paceline.elastic.worker_channel import AgentClient
     from paceline.parallel.world import World
+    from paceline.training.run_setup import RunRequest
 
 _SETTLE_S = 1.0
 _runs = itertools.count()
@@ -60,7 +62,7 @@ def preload() -> None:
     import torch._inductor.config  # noqa: F401
 
     import paceline.runs.console
-    import paceline.training.elastic_worker  # noqa: F401
+    import paceline.training.session  # noqa: F401
     from paceline.runs.metrics import preload_tensorboard
 
     preload_tensorboard()
@@ -102,49 +104,30 @@ def main_member(job_file: Path, channel: int, slot: int, terminal: tuple[int, in
 def _run_member(
     job: WorkerConfig, member: AgentClient, directory: RunDirectory, slot: int, terminal: tuple[int, int]
 ) -> None:
-    from paceline.core.task_loading import TaskReference
-    from paceline.runs.rank_log import capture_rank_output, show_on
+    from paceline.runs.rank_log import show_on
     from paceline.training.control import StopSignals
-    from paceline.training.elastic_worker import run_elastic_worker
-    from paceline.training.run_setup import RunRequest
+    from paceline.training.session import ElasticGroups, train
 
     config, processes, world_size = job.config, job.config.nproc, job.world_size
     assert isinstance(processes, int), "an agent counts the processes"
     assert world_size is not None
-    task = None if job.fields is None else TaskReference(config.task, job.fields).load()
+    task = _load_task(job)
     environment = Environment(
         rank=slot, world_size=processes, local_rank=slot, local_world_size=processes, source="variables"
     )
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals(launched=True))
-        directory.error_of(slot).unlink(missing_ok=True)
-        stack.enter_context(capture_rank_output(directory, slot, processes))
-        stack.enter_context(_messages_shown(job.quiet))
+        _open_log(stack, directory, slot, processes, quiet=job.quiet)
         shown = slot == 0
 
-        def at_rank_0() -> None:
+        def show_at_rank_0() -> None:
             nonlocal shown
             if not shown:
                 shown = True
                 show_on(terminal, stack)
 
-        run_elastic_worker(
-            RunRequest(
-                explicit_options=job.explicit_options,
-                config=config,
-                task=task,
-                started=job.started,
-                default_threads=default_threads(environment),
-                quiet=job.quiet,
-                trial_scheduler=_trial_scheduler(job),
-            ),
-            member,
-            directory,
-            signals,
-            processes=processes,
-            world_size=world_size,
-            at_rank_0=at_rank_0,
-        )
+        groups = ElasticGroups(member, processes=processes, world_size=world_size, on_rank_0=show_at_rank_0)
+        train(_request(job, config, task, environment), groups, directory, signals)
 
 
 def run_reported(
@@ -189,73 +172,99 @@ def run(job: WorkerConfig, environment: Environment, task: Task | None = None) -
     Raises:
         PacelineError: as :func:`paceline.training.session.train` says.
     """
-    from paceline.core.task_loading import TaskReference
-    from paceline.parallel.rendezvous import agree_once
-    from paceline.parallel.world import open_world
-    from paceline.runs.rank_log import capture_rank_output
     from paceline.training.control import StopSignals
     from paceline.training.reproducibility import preserve_numerics
-    from paceline.training.run_setup import RunRequest
-    from paceline.training.session import train
+    from paceline.training.session import FixedGroup, train
+
+    # A script may train several runs, and after a restart trains them again in the same order.
+    key = f"paceline/run/{next(_runs)}"
+    task = _load_task(job) if task is None else task
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
+        stack.enter_context(preserve_numerics())
+        world, directory = _open_group(job, environment, key, stack)
+        _open_log(stack, directory, world.rank, world.world_size, quiet=job.quiet)
+        _watch_over(job, world, directory, stack)
+        config = dataclasses.replace(job.config, run_dir=str(directory.path))
+        return train(_request(job, config, task, environment), FixedGroup(world), directory, signals)
+
+
+def _open_group(job: WorkerConfig, environment: Environment, key: str, stack: ExitStack) -> tuple[World, RunDirectory]:
+    """Join the launcher's group, and have all its ranks use the same run directory, which rank 0 locks.
+
+    Args:
+        job: what to do.
+        environment: who this process is.
+        key: names the run among those of the job.
+        stack: closes the group.
+    """
+    from paceline.parallel.rendezvous import agree_once
+    from paceline.parallel.world import open_world
 
     config = job.config
     init_timeout_s = parse_duration_s(config.init_timeout, "init_timeout")
     kept = partial(agree_once, environment, rdzv_endpoint=config.rdzv_endpoint, timeout_s=init_timeout_s)
-    # A script may train several runs, and after a restart trains them again in the same order.
-    key = f"paceline/run/{next(_runs)}"
-    if task is None and job.fields is not None:
-        task = TaskReference(config.task, job.fields).load()
-    with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals(launched=environment.source != "single"))
-        stack.enter_context(preserve_numerics())
-        mine = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
-        if environment.rank == 0:
-            if config.run_dir is None:
-                mine = RunDirectory(Path(kept(key, lambda: str(mine.path))))
-            mine.create()
-            stack.enter_context(mine.locked())
-        # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
-        with handle_signals(WORKER_STOP_SIGNALS, signal.SIG_DFL):
-            world = stack.enter_context(
-                open_world(
-                    environment,
-                    device=config.device,
-                    backend=config.backend,
-                    interface=config.interface,
-                    init_timeout_s=init_timeout_s,
-                    comm_debug=config.comm_debug,
-                    generation=_next_generation(mine) if environment.rank == 0 else 0,
-                )
+    mine = RunDirectory(Path(config.run_dir or default_run_path(config.task)))
+    if environment.rank == 0:
+        if config.run_dir is None:
+            mine = RunDirectory(Path(kept(key, lambda: str(mine.path))))
+        mine.create()
+        stack.enter_context(mine.locked())
+    # While ranks wait for each other nothing can be saved, and a handler in Python would not even run.
+    with handle_signals(WORKER_STOP_SIGNALS, signal.SIG_DFL):
+        world = stack.enter_context(
+            open_world(
+                environment,
+                device=config.device,
+                backend=config.backend,
+                interface=config.interface,
+                init_timeout_s=init_timeout_s,
+                comm_debug=config.comm_debug,
+                generation=_next_generation(mine) if environment.rank == 0 else 0,
             )
-        if environment.rank == 0 and config.resume != "auto":
-
-            def checked() -> str:
-                mine.check_resume(config.resume)
-                return config.resume
-
-            # Once a job: torchrun's restarts find the run that the job itself began.
-            kept(f"{key}/resume", checked)
-        # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
-        directory = RunDirectory(Path(world.broadcast_object(str(mine.path))))
-        directory.create()
-        directory.error_of(world.rank).unlink(missing_ok=True)
-        stack.enter_context(capture_rank_output(directory, world.rank, world.world_size))
-        stack.enter_context(_messages_shown(job.quiet))
-        _watch_over(job, world, directory, stack)
-        request = RunRequest(
-            explicit_options=job.explicit_options,
-            config=dataclasses.replace(config, run_dir=str(directory.path)),
-            task=task,
-            started=job.started,
-            default_threads=default_threads(environment),
-            quiet=job.quiet,
-            trial_scheduler=_trial_scheduler(job),
         )
-        return train(request, world, directory, signals)
+    if environment.rank == 0 and config.resume != "auto":
+
+        def checked() -> str:
+            mine.check_resume(config.resume)
+            return config.resume
+
+        # Once a job: torchrun's restarts find the run that the job itself began.
+        kept(f"{key}/resume", checked)
+    # Rank 0 names the run; on another machine the same path must lead there, or to a place for logs.
+    directory = RunDirectory(Path(world.broadcast_object(str(mine.path))))
+    directory.create()
+    return world, directory
 
 
-def _trial_scheduler(job: WorkerConfig) -> Path | None:
-    return None if job.trial_scheduler is None else Path(job.trial_scheduler)
+def _open_log(stack: ExitStack, directory: RunDirectory, rank: int, ranks: int, *, quiet: bool) -> None:
+    """Write what this process prints into its log, and show Paceline's own messages."""
+    from paceline.runs.rank_log import capture_rank_output
+
+    directory.error_of(rank).unlink(missing_ok=True)
+    stack.enter_context(capture_rank_output(directory, rank, ranks))
+    stack.enter_context(_messages_shown(quiet))
+
+
+def _load_task(job: WorkerConfig) -> Task | None:
+    """The job's task, where the job holds its fields; else the run's set-up loads it."""
+    from paceline.core.task_loading import TaskReference
+
+    return None if job.fields is None else TaskReference(job.config.task, job.fields).load()
+
+
+def _request(job: WorkerConfig, config: RunConfig, task: Task | None, environment: Environment) -> RunRequest:
+    from paceline.training.run_setup import RunRequest
+
+    return RunRequest(
+        explicit_options=job.explicit_options,
+        config=config,
+        task=task,
+        started=job.started,
+        default_threads=default_threads(environment),
+        quiet=job.quiet,
+        trial_scheduler=None if job.trial_scheduler is None else Path(job.trial_scheduler),
+    )
 
 
 def _watch_over(job: WorkerConfig, world: World, directory: RunDirectory, stack: ExitStack) -> None:

@@ -122,7 +122,7 @@ def test_member_tells_where_it_stands(agent: tuple[WorkerChannel, AgentClient]) 
     channel.send(ReportRequest())
     told = heard(channel, StallSnapshot)
     assert (told.generation, told.rank, told.step, told.stage) == (5, 0, 8, "step")
-    assert (told.exchange, told.entered, told.left, told.overdue) == ("all-reduce", 1, 0, False)
+    assert (told.exchange, told.collective_seq, told.left, told.overdue) == ("all-reduce", 1, 0, False)
     assert told.where
     assert "test_member_tells_where_it_stands" in told.stacks
 

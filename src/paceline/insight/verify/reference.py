@@ -41,11 +41,10 @@ from paceline.parallel.strategy import (
 from paceline.parallel.world import ParallelDims, World
 from paceline.training.local_sgd import tensors_to_average
 from paceline.training.run_context import RunContext
-from paceline.training.session import ElasticLoop
+from paceline.training.session import build_trainer, train_in_group
 from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import ExampleBatch, microbatch_loss
-from paceline.training.trainer import Trainer
 
 # --- What PipeDream computes, in one process: the same weights for the same micro-batches, one after the other ---
 #
@@ -156,7 +155,7 @@ def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]
     with closing(run.build_loader(workers=0)) as loader:
         while states[0].progress.step < run.data.total_steps:
             _step(run, states, microbatches, loader)
-            if run.sync_schedule.is_sync_step(states[0].progress):
+            if run.schedule.sync_schedule.is_sync_step(states[0].progress):
                 _sync_replicas(states, shares)
             for state in states:
                 if state.progress.step_in_epoch == order.steps_per_epoch:
@@ -373,8 +372,8 @@ def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Ten
         generation=0,
         one_host=True,
     )
-    with Trainer(alone) as trainer:
-        ElasticLoop(trainer, [], time.perf_counter()).run_group(world)
+    with build_trainer(alone) as trainer:
+        train_in_group(trainer, [], time.perf_counter(), world)
         return dict(trainer.state.module.state_dict())
 
 

@@ -1,0 +1,174 @@
+"""Asynchronous training: each rank computes whole steps, and all hold the same state at sync points only.
+
+Asynchronous updates have no moment at which the state is whole: some step is always under way. So the run is divided
+into intervals. Within one, steps are computed and applied in whatever order; it ends when all its steps are applied,
+and every rank then has the same parameters. At this sync point the state is that of any other strategy's run after so
+many steps: evaluated, saved, stopped and continued as such. :mod:`paceline.training.parameter_server` and
+:mod:`paceline.training.hogwild` are the two engines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.callback import Callback
+from paceline.core.config import RunConfig
+from paceline.core.errors import ConfigError, TaskError
+from paceline.core.options import Interval, parse_interval
+from paceline.data.stream import StreamLoader
+from paceline.parallel.reducer import StepSums
+from paceline.training.control import ControlFlags
+from paceline.training.group_context import GroupContext
+from paceline.training.resolve import DataSetup
+from paceline.training.run_context import RunContext
+from paceline.training.state import TrainProgress
+from paceline.training.state_manager import StateManager
+
+# --- Who may begin a step when, and how old the parameters are that a gradient was computed from. Pure ---
+#
+# Stale-synchronous parallel: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+# Parameter Server", 2013. A worker's clock counts the steps that it has finished; it may begin another while
+# its clock is at most ``bound`` ahead of the slowest worker's. Between the moment a worker gets parameters
+# and the moment its gradient is applied, each other worker can then finish at most ``2 * bound + 1`` steps.
+
+
+class StalenessBound:
+    """The workers' clocks, from one cut of the run to the next.
+
+    Args:
+        workers: how many there are; they are numbered from 0.
+        bound: how far ahead of the slowest a worker may begin a step; None: as far as it likes.
+    """
+
+    def __init__(self, workers: int, bound: int | None) -> None:
+        self._done = [0] * workers
+        self._bound = bound
+
+    def can_start(self, worker: int) -> bool:
+        """Whether the worker may begin a step now. The slowest always may."""
+        return self._bound is None or self._done[worker] <= min(self._done) + self._bound
+
+    def finished(self, worker: int) -> None:
+        """The worker's gradient was applied."""
+        self._done[worker] += 1
+
+
+def most_stale(workers: int, bound: int) -> int:
+    """The most versions that a gradient's parameters can be behind, with so many workers and this bound."""
+    return (workers - 1) * (2 * bound + 1)
+
+
+class Staleness:
+    """How many updates of others came between each gradient's parameters and its own update."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def observe(self, behind: int) -> None:
+        """An update was made from parameters that were ``behind`` versions old."""
+        self._counts[behind] += 1
+
+    def report(self) -> dict[str, Any]:
+        """Mean, maximum and histogram; empty where nothing was observed."""
+        updates = sum(self._counts.values())
+        if not updates:
+            return {}
+        total = sum(behind * times for behind, times in self._counts.items())
+        return {
+            "mean": round(total / updates, 4),
+            "max": max(self._counts),
+            # JSON has no numbers for keys.
+            "histogram": {str(behind): self._counts[behind] for behind in sorted(self._counts)},
+        }
+
+
+# --- Where an interval ends, what a rank computes in it, and what it refuses ---
+
+
+class SyncPoints:
+    """Where stretches end: wherever something is due that looks at the whole state. Pure.
+
+    Args:
+        config: the run's options.
+        data: how long it goes on.
+    """
+
+    def __init__(self, config: RunConfig, data: DataSetup) -> None:
+        intervals = [
+            parse_interval(config.eval_every, "eval_every", allow_time=False),
+            *(parse_interval(text, "checkpoint_every") for text in config.checkpoint_every),
+        ]
+        assert data.total_steps is not None
+        assert data.steps_per_epoch is not None
+        self._every = _steps(intervals)
+        self._total_steps, self._steps_per_epoch = data.total_steps, data.steps_per_epoch
+
+    def steps_to_next(self, progress: TrainProgress) -> int:
+        """Steps from a cut to the next: to the end of the run or the epoch, an evaluation or a save."""
+        return min(
+            self._total_steps - progress.step,
+            self._steps_per_epoch - progress.step_in_epoch,
+            *(every - progress.step % every for every in self._every),
+        )
+
+
+def _steps(intervals: Sequence[Interval]) -> list[int]:
+    return [interval.steps for interval in intervals if interval.steps is not None]
+
+
+def compute_step(group: GroupContext, states: StateManager, step: int, step_in_epoch: int) -> StepSums:
+    """Compute the gradient of a whole step, at the parameters that this rank has now.
+
+    Args:
+        group: this rank's part in it.
+        states: this rank's copy of the state.
+        step: its number in the run, which keys its randomness.
+        step_in_epoch: its number in the epoch, which says which samples are its.
+    """
+    progress, strategy = states.state.progress, group.strategy
+    mark, move = group.monitor.timer.mark, group.world.progress_tracker.move
+    progress.step = step
+    move("data")
+    microbatches = group.fetch(progress.epoch, step_in_epoch, strategy.microbatches)
+    mark("data")
+    strategy.begin_step([microbatch.index for microbatch in microbatches])
+    strategy.run_microbatches(microbatches, group.runner)
+    sums = strategy.reduce(ControlFlags().row())
+    mark("reduction")
+    return sums
+
+
+def gather_requests(group: GroupContext) -> ControlFlags:
+    """What asks for a stop, on any rank, and whether a save is due by the clock; all ranks call this together."""
+    mine = [group.stop_reason(), group.checkpoint_manager.is_due_by_clock()]
+    told = group.world.all_gather_object(mine)
+    return ControlFlags(stop=max(stop for stop, _ in told), save=any(save for _, save in told))
+
+
+def require_no_callback(run: RunContext, states: StateManager) -> None:
+    """Refuse a task with a callback: all ranks call it alike, and they do not do alike.
+
+    Raises:
+        TaskError: it has one.
+    """
+    if type(states.state.callback) is not Callback:
+        raise TaskError(
+            f"--strategy {run.config.strategies[0]} does not work with the callback of {run.task_name}, which "
+            "all ranks call alike in each step. Use --strategy ddp."
+        )
+
+
+def require_asynchronous(run: RunContext, states: StateManager) -> None:
+    """Refuse what cannot be trained by steps that are computed out of turn.
+
+    Raises:
+        UserError: says why.
+    """
+    require_no_callback(run, states)
+    if isinstance(states.loader, StreamLoader):
+        raise ConfigError(
+            f"--strategy {run.config.strategies[0]} computes steps out of turn, and a stream must be read "
+            "in turn. Use a map-style dataset, --strategy ddp, or --strategy ps --ps-mode sync."
+        )

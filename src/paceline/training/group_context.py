@@ -1,0 +1,286 @@
+"""What a rank holds of one group: from the moment it joins until it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.callback import RankInfo
+from paceline.data.samples import data_workers
+from paceline.elastic.worker_channel import AgentClient
+from paceline.parallel.load_balancing import LoadBalancer, Speed
+from paceline.parallel.microbatches import ExternalReduceStrategy
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.strategy import Strategy
+from paceline.parallel.world import ParallelDims, World
+from paceline.runs.checkpointer import Checkpointer
+from paceline.runs.phases import PHASES
+from paceline.training import control
+from paceline.training.checkpoint_manager import CheckpointManager
+from paceline.training.local_sgd import LocalSGD
+from paceline.training.run_context import RunContext
+from paceline.training.sdc import SDCChecker
+from paceline.training.state_manager import StateManager
+from paceline.training.step import DummyMicrobatch, MicrobatchRunner, SpeedMeasurement, StepHook, StepOverlap
+
+if TYPE_CHECKING:
+    from paceline.parallel.torch_ddp import PowerSGD
+    from paceline.training.trainer import Engine
+
+
+@dataclass
+class Carryover:
+    """What a process takes from one group into the next, besides the state.
+
+    Attributes:
+        samples: of the steps that this process took part in.
+        phases: seconds by phase, over the groups that it has left.
+        speed: the last that was measured.
+    """
+
+    samples: int = 0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    speed: Speed | None = None
+
+
+class GroupContext:
+    """A rank's part in one group. All ranks construct it together; it is whole then, and closed once.
+
+    Attributes:
+        mesh, world: the ranks.
+        balancer: how they share the micro-batches.
+        strategy: computes and sums a step's micro-batches.
+        engine: computes and applies steps, through the strategy.
+        monitor: shows and records progress.
+        checkpoint_manager: writes checkpoints and the ledger.
+        profiler: with ``--profile``.
+        local_sgd: with ``--local-sgd-steps``.
+        hooks: what other options add to a step; empty where none is set.
+        fetch: this rank's micro-batches of a step: (epoch, step in epoch, numbers).
+        runner: the forward and backward of a micro-batch.
+
+    Args:
+        run: what is trained.
+        states: this rank's copy of the state, which all ranks hold.
+        mesh: the ranks.
+        engine: the engine's class.
+        checkpointer: this process's.
+        carryover: from earlier groups; kept up to date.
+        member: the agent's client, where ranks come and go.
+
+    Raises:
+        UserError: the strategy cannot work with so many processes, or the run directory is not writable.
+        PeerLostError: a rank is gone.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        states: StateManager,
+        mesh: ParallelDims,
+        engine: type[Engine],
+        *,
+        checkpointer: Checkpointer,
+        carryover: Carryover,
+        member: AgentClient | None,
+    ) -> None:
+        self._run, self._states, self._member, self._carryover = run, states, member, carryover
+        self.mesh, self.world = mesh, mesh.world
+        world, progress = mesh.world, states.state.progress
+        world.progress_tracker.helpers = data_workers
+        with ExitStack() as stack:
+            # Before the strategy: with --strategy hogwild it moves the model into shared memory.
+            self.engine = stack.enter_context(closing(engine(run, states, world)))
+            # In asynchronous training each rank computes whole steps by itself.
+            self._strategy_mesh = ParallelDims(_alone(world), {"dp": 1}) if run.config.asynchronous else mesh
+            self.balancer = LoadBalancer(
+                self._strategy_mesh.data,
+                run.num_microbatches,
+                by_speed=run.balances_load,
+                speed=carryover.speed,
+                directory=run.directory,
+                servers=0 if run.config.asynchronous else run.config.num_servers(world.world_size),
+            )
+            self.strategy = self._build_strategy()
+            stack.callback(lambda: self.strategy.close())
+            stack.callback(lambda: self.strategy.rollback())
+            states.gather_positions(world)
+            self.local_sgd: LocalSGD | None = None
+            if run.config.local_sgd_steps:
+                self.local_sgd = LocalSGD(run, mesh, states.state, self.balancer.work_split)
+                stack.enter_context(closing(self.local_sgd))
+            self.monitor = stack.enter_context(run.build_monitor(world, progress.step))
+            stack.callback(self._keep_phases)
+            self.checkpoint_manager = stack.enter_context(
+                CheckpointManager(
+                    run,
+                    world,
+                    progress,
+                    states.recent,
+                    checkpointer,
+                    copies=member is not None and not states.in_step,
+                )
+            )
+            self.profiler = run.build_profiler(self.monitor, progress.step)
+            if self.profiler is not None:
+                stack.enter_context(closing(self.profiler))
+            self.runner = MicrobatchRunner(run, states.state, world.progress_tracker, self.monitor.timer)
+            self.strategy.module.train()
+            self.monitor.timer.mark("other")
+            self.balancer.watch(self.monitor.timer, run.device, progress.step)
+            stack.callback(self._keep_speed)
+            self.fetch = states.loader.fetch
+            self.hooks = self._build_hooks(stack)
+            states.state.callback.attach(self._rank_info(), step=progress.step, epoch=progress.epoch)
+            self._report_progress()
+            self._resources = stack.pop_all()
+
+    def _build_strategy(self) -> Strategy:
+        state = self._states.state
+        strategy = self._run.build_strategy(state.module, self._strategy_mesh, self.balancer.work_split)
+        saved, state.pending_powersgd_state = state.pending_powersgd_state, None
+        if saved is not None and (powersgd := self._powersgd(strategy)) is not None:
+            powersgd.load(saved)
+        return strategy
+
+    def _build_hooks(self, stack: ExitStack) -> list[StepHook]:
+        """A hook for each option that is set, in the order in which a step calls them."""
+        run, state, hooks = self._run, self._states.state, list[StepHook]()
+        if self.strategy.overlaps_steps:
+            overlap = StepOverlap(run.schedule, self._states.loader, state, self.checkpoint_manager.is_due)
+            self.fetch = overlap.fetch
+            hooks.append(overlap)
+        if run.config.sdc_check_every:
+            checker = SDCChecker(run, self.world, state, self.monitor.timer)
+            hooks.append(stack.enter_context(closing(checker)))
+        if self.balancer.measures_speed:
+            hooks.append(SpeedMeasurement(self.balancer))
+        if isinstance(self.strategy, ExternalReduceStrategy):
+            hooks.append(DummyMicrobatch(run, state))
+        if self.local_sgd is not None:
+            hooks.append(self.local_sgd)
+        return hooks
+
+    def _rank_info(self) -> RankInfo:
+        run, world = self._run, self.world
+        return RankInfo(
+            rank=world.rank,
+            world_size=world.world_size,
+            local_rank=world.local_rank,
+            device=run.device,
+            directory=run.directory.path,
+            log_every=run.config.log_every,
+            gather=world.all_gather_object,
+        )
+
+    def close(self) -> None:
+        """Leave the group; a step that is not whole is undone."""
+        self._resources.close()
+
+    def _keep_phases(self) -> None:
+        self._carryover.phases = self.phases()
+
+    def _keep_speed(self) -> None:
+        self._carryover.speed = self.balancer.speed
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, over this group and those before."""
+        now = self.monitor.timer.seconds
+        return {phase: seconds + now[phase] for phase, seconds in self._carryover.phases.items()}
+
+    @property
+    def should_reform(self) -> bool:
+        """Whether the agent asks the ranks to leave this group, after a step, for another one."""
+        return self._member is not None and self._member.should_reform(self.world.generation)
+
+    def stop_reason(self, *, evaluates: bool = False) -> int:
+        """What asks for a stop, as in the control flags.
+
+        Args:
+            evaluates: an evaluation would come before the next such question.
+        """
+        due = self.world.rank == 0 and self._run.deadline.is_due(
+            save_s=self.checkpoint_manager.save_s, evaluates=evaluates and self._run.data.has_validation
+        )
+        return self._run.signals.received or (control.WALLTIME if due else 0)
+
+    def commit(
+        self,
+        sums: StepSums,
+        row: Sequence[float] = (),
+        logged: Mapping[str, float] = MappingProxyType({}),
+    ) -> StepSums:
+        """Make a step count: one transition of the state, one ledger entry, one report.
+
+        Args:
+            sums: the step's.
+            row: this rank's, which travelled with them.
+            logged: what the task logs besides.
+
+        Returns:
+            The sums, with the rows of all ranks.
+        """
+        state, monitor = self._states.state, self.monitor
+        progress = state.progress
+        epoch, step_in_epoch = progress.epoch, progress.step_in_epoch
+        progress.version += 1
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.samples += sums.samples
+        self.count_samples(sums)
+        self._report_progress()
+        record = partial(self.checkpoint_manager.record_step, shares=self.balancer.work_split)
+        if self.local_sgd is None:
+            record(progress, epoch, step_in_epoch, sums)
+        else:
+            self.world.progress_tracker.move("reduction")
+            sums = self.local_sgd.commit(epoch, step_in_epoch, sums, row, record)
+            monitor.timer.mark("reduction")
+        rows = partial(control.statuses, sums.rows)
+        state.callback.on_step_end(progress.step, sums.loss)
+        monitor.on_step_end(progress.step, epoch, sums.samples, sums.loss, state.learning_rates, rows, logged)
+        monitor.timer.mark("other")
+        self.world.progress_tracker.end()
+        return sums
+
+    def count_samples(self, sums: StepSums) -> None:
+        """Count a step in which this process took part, whoever commits it."""
+        self._carryover.samples += sums.samples
+
+    def _report_progress(self) -> None:
+        """Have the agent and a hang's diagnosis know where this rank stands."""
+        progress = self._states.state.progress
+        self.world.progress_tracker.step = progress.step
+        if self._member is not None:
+            self._member.pulse.step, self._member.pulse.version = progress.step, progress.version
+
+    def rebalance(self) -> None:
+        """Share the micro-batches as the balancer says, between two steps; all ranks do so together."""
+        self._states.gather_positions(self.world, self.strategy.microbatches)
+        self.strategy.close()
+        self.strategy = self._build_strategy()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state to save, on rank 0; all ranks call this together."""
+        state = self._states.full_state_dict(self.world)
+        if (powersgd := self._powersgd(self.strategy)) is not None:
+            state["powersgd"] = powersgd.gather_state()
+        return self.engine.gather_state(state)
+
+    def _powersgd(self, strategy: Strategy) -> PowerSGD | None:
+        """What compresses gradients with a memory that belongs to the state, with ``--comm-hook powersgd``."""
+        if self._run.config.comm_hook != "powersgd":
+            return None
+        from paceline.parallel.torch_ddp import TorchDDP
+
+        assert isinstance(strategy, TorchDDP)
+        return strategy.powersgd
+
+
+def _alone(world: World) -> World:
+    """This rank as a world of its own."""
+    return replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1, active=None, subgroup=None)

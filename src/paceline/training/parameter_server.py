@@ -1,0 +1,434 @@
+"""Training with parameter servers (``--strategy ps``): only the servers hold optimizer state and update.
+
+With ``--ps-mode sync`` all workers compute each step together. With ``async`` and ``ssp`` the unit of work is a step:
+a worker gets the next step's number with the parameters as they are, computes the gradient of the whole global batch,
+and pushes it; the servers apply gradients as they arrive, with the task's own optimizer and scheduler. The first
+server decides that order and tells it to the others: all servers make the same updates, and the parameters that a
+worker gets are all from between the same two. So a run is a function of its options and of the order of arrival
+(``order``), and of nothing else.
+
+Dean et al., "Large Scale Distributed Deep Networks", 2012 (Downpour SGD); the bound of ``ssp`` is in
+:mod:`paceline.training.asynchronous`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from paceline.elastic.worker_group import StateSource, transfer_state
+from paceline.parallel.messages import AnySourceReceiver, TensorBundle
+from paceline.parallel.parameter_server import ServerParameters
+from paceline.parallel.reducer import StepSums
+from paceline.parallel.world import World, translate_peer_errors
+from paceline.training.asynchronous import (
+    Staleness,
+    StalenessBound,
+    SyncPoints,
+    compute_step,
+    gather_requests,
+    require_asynchronous,
+    require_no_callback,
+)
+from paceline.training.control import ControlFlags
+from paceline.training.group_context import GroupContext
+from paceline.training.run_context import RunContext
+from paceline.training.state import TrainProgress
+from paceline.training.state_manager import StateManager
+from paceline.training.step import require_finite
+from paceline.training.trainer import Engine, SyncEngine
+
+# --- What the servers hold: each its range of the parameters, and their optimizer state ---
+
+
+class OptimizerServers:
+    """The first ranks, which alone update: each the parameters of its range.
+
+    Args:
+        run: what is trained.
+        states: this rank's copy of the state; the optimizer state of other ranks' parameters is freed.
+        world: the ranks.
+
+    Attributes:
+        number: of servers.
+        parameters: each server's.
+
+    Raises:
+        ConfigError: there are fewer parameters than servers.
+    """
+
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        self._states, self._world = states, world
+        self.number = run.config.num_servers(world.world_size)
+        self.parameters = ServerParameters(states.state.module, self.number)
+        mine = {id(parameter) for parameter in self.parameters.parameters[world.rank]} if self.is_server else set()
+        for optimizer in states.state.optimizers.values():
+            for parameter in [p for p in optimizer.state if id(p) not in mine]:
+                del optimizer.state[parameter]
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank is one."""
+        return self._world.rank < self.number
+
+    def update(self, finite: bool) -> None:
+        """Apply each server's gradients there, and give every rank the parameters; all ranks call this together."""
+        if self.is_server:
+            self.parameters.keep_gradients_of(self._world.rank)
+            self._states.update(finite)
+        self.parameters.publish(self._world)
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Add the optimizer state that the other servers hold, on rank 0; all ranks call this together.
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        if self.number == 1:
+            return state
+        merged = {name: dict(optimizer["state"]) for name, optimizer in state["optimizers"].items()}
+        for server in range(1, self.number):
+            mine = merged if self._world.rank == server else None
+            received = transfer_state(self._world, StateSource(server, 0, (0,)), mine)
+            for name, entries in (received or {}).items():
+                merged[name].update(entries)
+        whole = {
+            name: {**optimizer, "state": dict(sorted(merged[name].items()))}
+            for name, optimizer in state["optimizers"].items()
+        }
+        return {**state, "optimizers": whole}
+
+
+class SyncServerEngine(Engine):
+    """The steps are those of :class:`SyncEngine`, but only the servers update."""
+
+    validate = staticmethod(require_no_callback)
+
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        super().__init__(run, states, world)
+        self._servers = OptimizerServers(run, states, world)
+        self._steps = SyncEngine(run, states, world, self._servers.update)
+
+    def run_interval(self, group: GroupContext) -> ControlFlags:
+        return self._steps.run_interval(group)
+
+    def end_interval(self, group: GroupContext) -> None:
+        self._steps.end_interval(group)
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._servers.gather_state(state)
+
+
+# --- Asynchronous: what workers and servers send each other ---
+
+
+class _Tag(IntEnum):
+    COMMAND = 1001
+    PARAMETERS = 1002
+    HEADER = 1003
+    GRADIENTS = 1004
+    BUFFERS = 1005
+
+
+class _Command(IntEnum):
+    END = 0
+    """The interval is over."""
+    COMPUTE = 1
+    """To a worker: compute a step."""
+    SEND = 2
+    """To a server: send the parameters to a worker."""
+    APPLY = 3
+    """To a server: apply the gradients of a worker."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Push:
+    """What a worker tells of a step, in float64 numbers, beside its gradients.
+
+    Attributes:
+        version: updates made in this interval before it got its parameters.
+        bad_microbatch: -1 for none.
+        stop: what asks the worker for a stop, as in the control word.
+    """
+
+    step: float
+    step_in_epoch: float
+    version: float
+    samples: float
+    weight: float
+    loss: float
+    checksum: float
+    bad_microbatch: float
+    finite: float
+    stop: float
+
+    @property
+    def sums(self) -> StepSums:
+        """As the trainer takes them."""
+        return StepSums(
+            samples=int(self.samples),
+            weight=self.weight,
+            loss=self.loss,
+            checksum=int(self.checksum),
+            rows=[],
+            bad_microbatch=None if self.bad_microbatch < 0 else int(self.bad_microbatch),
+            finite=bool(self.finite),
+        )
+
+
+_PUSH_LENGTH = len(dataclasses.fields(_Push))
+
+
+# --- Asynchronous: who does what in an interval ---
+
+
+class AsyncServerEngine(Engine):
+    """The servers apply whole steps' gradients as they arrive.
+
+    Attributes:
+        order: which worker's gradient is applied next, numbered from 0, for a run that is to be repeated;
+            None: whichever arrives.
+    """
+
+    order: Iterator[int] | None = None
+
+    validate = staticmethod(require_asynchronous)
+
+    def __init__(self, run: RunContext, states: StateManager, world: World) -> None:
+        super().__init__(run, states, world)
+        module = states.state.module
+        self._sync_points = SyncPoints(run.config, run.data)
+        self._staleness = Staleness()
+        self._worker_steps: list[int] = []
+        self._applied: dict[int, StepSums] = {}  # steps that wait for earlier ones, by number in the epoch
+        self._servers = OptimizerServers(run, states, world)
+        self._parameters = self._servers.parameters
+        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._buffers = list(module.buffers())
+        self._buffer_bundle = TensorBundle(self._buffers)
+        self._changed_buffers = TensorBundle([*self._buffers, *self._buffers])  # after the step, and before
+        self._workers = range(self._servers.number, world.world_size)
+        self._inbox: AnySourceReceiver | None = None
+        if world.rank == 0:
+            self._worker_steps = [0] * len(self._workers)
+            self._inbox = AnySourceReceiver(world, self._workers, _PUSH_LENGTH, _Tag.HEADER)
+
+    def close(self) -> None:
+        """Receive no more."""
+        if self._inbox is not None:
+            self._inbox.close()
+
+    @property
+    def extra_results(self) -> dict[str, Any]:
+        """Rank 0's counts: how old gradients were, and how many steps each worker computed."""
+        staleness = self._world.broadcast_object(self._staleness.report() if self._world.rank == 0 else None)
+        worker_steps = self._world.broadcast_object(self._worker_steps)
+        return {"staleness": staleness, "worker_steps": worker_steps}
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._servers.gather_state(state)
+
+    def run_interval(self, group: GroupContext) -> ControlFlags:
+        """Train up to the next sync point, each rank in its part: chief, server or worker."""
+        if self._world.rank == 0:
+            with self._states.mutating():
+                self._run_chief(group, self._sync_points.steps_to_next(self._states.state.progress))
+            assert not self._applied
+        elif self._servers.is_server:
+            self._serve()
+        else:
+            self._work(group)
+        self._synchronize()
+        self._world.progress_tracker.end()
+        return gather_requests(group)
+
+    def _synchronize(self) -> None:
+        """Have every rank hold the parameters and buffers, and know where the run stands."""
+        self._world.progress_tracker.begin("step")
+        self._parameters.publish(self._world)
+        if self._world.rank == 0:
+            self._buffer_bundle.pack(self._buffers)
+        self._buffer_bundle.broadcast(self._world, 0)
+        if self._world.rank != 0:
+            self._buffer_bundle.unpack(self._buffers)
+        progress = self._world.broadcast_object(dataclasses.asdict(self._states.state.progress))
+        if self._world.rank != 0:
+            self._states.state.progress = TrainProgress(**progress)
+
+    # The first server, the chief.
+
+    def _run_chief(self, group: GroupContext, steps: int) -> None:
+        """Hand out steps, and apply their gradients as they arrive."""
+        progress, inbox, workers = self._states.state.progress, self._inbox, self._workers
+        assert inbox is not None
+        first, first_in_epoch = progress.step, progress.step_in_epoch
+        clocks = StalenessBound(len(workers), self._run.config.ps_staleness)
+        idle, handed, applied = list(workers), 0, 0
+        more = True
+        while True:
+            for worker in list(idle):
+                if more and handed < steps and clocks.can_start(worker - workers.start):
+                    self._dispatch(worker, first + handed, first_in_epoch + handed, applied)
+                    inbox.expect(worker)
+                    idle.remove(worker)
+                    handed += 1
+            if len(idle) == len(workers):
+                break
+            # Nobody waits for this rank while it waits itself, however long a step takes.
+            self._world.progress_tracker.begin("waiting")
+            wanted = None if self.order is None else workers.start + next(self.order)
+            worker, message = inbox.next(wanted)
+            self._world.progress_tracker.begin("step")
+            push = _Push(*message)
+            self._apply_push(group, worker, push, behind=applied - int(push.version))
+            applied += 1
+            clocks.finished(worker - workers.start)
+            idle.append(worker)
+            if push.stop or group.stop_reason() or group.checkpoint_manager.is_due_by_clock():
+                self._run.signals.received = self._run.signals.received or int(push.stop)
+                more = False
+        for rank in range(1, self._world.world_size):
+            self._command(rank, _Command.END)
+
+    def _dispatch(self, worker: int, step: int, step_in_epoch: int, version: int) -> None:
+        for server in range(1, self._servers.number):
+            self._command(server, _Command.SEND, worker)
+        self._command(worker, _Command.COMPUTE, step, step_in_epoch, version)
+        self._send_parameters(worker)
+        self._buffer_bundle.pack(self._buffers)
+        self._buffer_bundle.send(self._world, worker, _Tag.BUFFERS)
+
+    def _apply_push(self, group: GroupContext, worker: int, push: _Push, *, behind: int) -> None:
+        """Apply a worker's gradient, and make its step count."""
+        sums, state = push.sums, self._states.state
+        at = dataclasses.replace(state.progress, step=int(push.step), step_in_epoch=int(push.step_in_epoch))
+        require_finite(self._run, at, sums)
+        for server in range(1, self._servers.number):
+            self._command(server, _Command.APPLY, worker)
+        mark = group.monitor.timer.mark
+        self._receive_gradients(worker)
+        self._changed_buffers.receive(self._world, worker, _Tag.BUFFERS)
+        mark("reduction")
+        self._apply()
+        self._take_buffers(behind)
+        mark("optimizer")
+        # They count in the order of their numbers, which is that of the data, once all before are applied: no
+        # state between two cuts is ever saved, and at a cut it makes no difference.
+        self._applied[int(push.step_in_epoch)] = sums
+        while state.progress.step_in_epoch in self._applied:
+            group.commit(self._applied.pop(state.progress.step_in_epoch))
+        self._staleness.observe(behind)
+        self._worker_steps[worker - self._workers.start] += 1
+
+    @torch.no_grad()
+    def _take_buffers(self, behind: int) -> None:
+        """Have the buffers change as they did on the worker, whatever others did to them meanwhile."""
+        number = len(self._buffers)
+        after, before = self._changed_buffers.views[:number], self._changed_buffers.views[number:]
+        for buffer, new, old in zip(self._buffers, after, before, strict=True):
+            if behind == 0 or buffer.dtype == torch.bool:
+                buffer.copy_(new)
+            else:
+                buffer.add_((new - old).to(buffer.device))
+
+    # All servers.
+
+    def _serve(self) -> None:
+        """Do as the first server says."""
+        while True:
+            self._world.progress_tracker.begin("waiting")
+            command, worker, *_ = self._next_command()
+            if command == _Command.END:
+                return
+            self._world.progress_tracker.begin("step")
+            if command == _Command.SEND:
+                self._send_parameters(worker)
+            else:
+                self._receive_gradients(worker)
+                self._apply()
+
+    def _send_parameters(self, worker: int) -> None:
+        rank = self._world.rank
+        self._parameters.parcels[rank].pack(self._parameters.parameters[rank])
+        self._parameters.parcels[rank].send(self._world, worker, _Tag.PARAMETERS)
+
+    def _receive_gradients(self, worker: int) -> None:
+        parcel, held = self._parameters.parcels[self._world.rank], self._parameters.parameters[self._world.rank]
+        parcel.receive(self._world, worker, _Tag.GRADIENTS)
+        for parameter, gradient in zip(held, parcel.views, strict=True):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+    def _apply(self) -> None:
+        self._states.update()
+        for parameter in self._parameters.parameters[self._world.rank]:
+            parameter.grad = None
+
+    # A worker.
+
+    def _work(self, group: GroupContext) -> None:
+        """Compute the steps that the first server hands out."""
+        world, mark = self._world, group.monitor.timer.mark
+        while True:
+            world.progress_tracker.begin("waiting")
+            command, step, step_in_epoch, version = self._next_command()
+            if command == _Command.END:
+                mark("other")
+                return
+            for server, parcel in enumerate(self._parameters.parcels):
+                parcel.receive(world, server, _Tag.PARAMETERS)
+                parcel.unpack(self._parameters.parameters[server])
+            self._buffer_bundle.receive(world, 0, _Tag.BUFFERS)
+            self._buffer_bundle.unpack(self._buffers)
+            mark("other")
+            world.progress_tracker.begin("step")
+            sums = compute_step(group, self._states, step, step_in_epoch)
+            group.count_samples(sums)
+            self._push(sums, step, step_in_epoch, version, stop=group.stop_reason())
+            world.progress_tracker.end()
+
+    def _push(self, sums: StepSums, step: int, step_in_epoch: int, version: int, *, stop: int) -> None:
+        push = _Push(
+            step=step,
+            step_in_epoch=step_in_epoch,
+            version=version,
+            samples=sums.samples,
+            weight=sums.weight,
+            loss=sums.loss,
+            checksum=sums.checksum,
+            bad_microbatch=-1 if sums.bad_microbatch is None else sums.bad_microbatch,
+            finite=sums.finite,
+            stop=stop,
+        )
+        self._send(0, _Tag.HEADER, torch.tensor(dataclasses.astuple(push), dtype=torch.float64))
+        gradients = [_gradient(parameter) for parameter in self._trainable]
+        self._changed_buffers.pack([*self._buffers, *self._buffer_bundle.views])
+        for server, (parcel, numbers) in enumerate(zip(self._parameters.parcels, self._parameters.ranges, strict=True)):
+            parcel.pack(gradients[numbers.start : numbers.stop])
+            parcel.send(self._world, server, _Tag.GRADIENTS)
+            if server == 0:
+                self._changed_buffers.send(self._world, 0, _Tag.BUFFERS)
+
+    # Commands: four int64 numbers.
+
+    def _command(self, rank: int, command: _Command, *values: int) -> None:
+        numbers: Sequence[int] = (command, *values, *[0] * (3 - len(values)))
+        self._send(rank, _Tag.COMMAND, torch.tensor(numbers))
+
+    def _next_command(self) -> list[int]:
+        command = torch.empty(4, dtype=torch.int64)
+        with translate_peer_errors():
+            dist.recv(command, group=self._world.group, tag=_Tag.COMMAND, group_src=0)
+        return command.tolist()
+
+    def _send(self, rank: int, tag: _Tag, message: torch.Tensor) -> None:
+        with translate_peer_errors():
+            dist.send(message, group=self._world.group, tag=tag, group_dst=rank)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
