@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("numerics")
             ("train", "tasks.py:Good", "--nprocs", "2"),
             ("--nprocs. Did you mean --nproc?", "paceline train --help"),
         ),
-        (("train", "tasks.py:Good", "again"), ("nothing to do with 'again'",)),
+        (("train", "tasks.py:Good", "again"), ("unexpected argument: 'again'",)),
         (
             ("train", "tasks.py:Good", "--nproc", "two"),
             ("--nproc must be a whole number, auto, or a list such as 8,4, but is 'two'.",),

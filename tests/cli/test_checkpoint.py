@@ -128,7 +128,7 @@ def test_prune_keeps_the_newest_good_one_and_the_best(paceline: Paceline, traine
     assert sorted(path.name for path in trained.glob("checkpoints/step-*")) == before
     code, out, _ = paceline("checkpoint", "prune", "run", "--keep", "1")
     assert code == 0
-    assert "1 damaged ones stay; --damaged removes them." in out
+    assert "1 damaged kept; --damaged removes them." in out
     left = {path.name for path in trained.glob("checkpoints/step-*")}
     assert left == set(before) - set(planned["removed"])
     assert any(name.startswith("step-00000030-") for name in left)
@@ -144,7 +144,7 @@ def test_prune_leaves_all_where_none_is_good(paceline: Paceline, trained: Path) 
         flip(path / "model.safetensors")
     code, out, _ = paceline("checkpoint", "prune", "run", "--damaged")
     assert code == 0
-    assert "None is good, so nothing was removed" in out
+    assert "No checkpoint is intact, so nothing was removed" in out
     assert sorted(trained.glob("checkpoints/step-*")) == before
 
 

@@ -210,7 +210,7 @@ def test_runs_show_tells_of_the_drift(here: Path, capfd: pytest.CaptureFixture[s
     capfd.readouterr()
     assert _paceline(["runs", "show", "child"]) == 0
     said = capfd.readouterr().out
-    assert "Began with parent (run " in said
+    assert "Initialised from parent (run " in said
     assert "test samples" in said
     assert "1 did not move" in said
     assert _paceline(["runs", "show", "child", "--json"]) == 0

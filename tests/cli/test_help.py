@@ -15,7 +15,7 @@ import pytest
 from cyclopts import App
 
 from paceline.cli import app, main
-from paceline.cli.launcher_options import in_question
+from paceline.cli.launcher_options import relevant_launchers
 from paceline.core.config import RunConfig
 from paceline.core.options import flag
 from paceline.launch.registry import LAUNCHER_NAMES
@@ -226,7 +226,7 @@ def test_a_launchers_own_options_are_shown_with_its_name(said: dict[str, tuple[i
     ],
 )
 def test_only_the_launchers_in_question_are_imported(words: str, launchers: tuple[str, ...]) -> None:
-    assert tuple(in_question(words.split())) == tuple(launchers)
+    assert tuple(relevant_launchers(words.split())) == tuple(launchers)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

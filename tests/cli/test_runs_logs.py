@@ -277,7 +277,7 @@ def test_folding_what_many_ranks_print() -> None:
 def test_only_lines_that_match(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs(str(run.path), grep=r"line 9[89] of 1\b") == 0
     assert capsys.readouterr().out == "rank 1 | line 98 of 1\nrank 1 | line 99 of 1\n"
-    with pytest.raises(ConfigError, match=r"--grep '\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"--grep '\(' is not a regular expression"):
         logs(str(run.path), grep="(")
 
 
@@ -330,7 +330,7 @@ def test_an_empty_log_and_bytes_that_are_no_text(run: RunDirectory, capsys: pyte
 def test_what_is_not_there_is_named(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"absent is not a run directory.*paceline runs"):
         logs(str(tmp_path / "absent"))
-    with pytest.raises(RunDirectoryError, match=r"no log of rank 12\. There are: 0, 1, 2, .*11\."):
+    with pytest.raises(RunDirectoryError, match=r"no log of rank 12\. Ranks with logs: 0, 1, 2, .*11\."):
         logs(str(run.path), rank=12)
     with pytest.raises(ConfigError, match="--lines must be 0 or more, but is -1"):
         logs(str(run.path), lines=-1)
@@ -449,7 +449,7 @@ def test_following_a_job_bears_with_a_system_that_is_away(
     assert len(asked) == 2
     printed = capsys.readouterr()
     assert printed.out == "rank 0 | saved\n"
-    assert printed.err == "paceline: the cluster is not reachable. Asking again, for 10 min.\n"
+    assert printed.err == "paceline: the cluster is not reachable. Retrying for 10 min.\n"
 
 
 @pytest.mark.integration

@@ -74,7 +74,9 @@ def test_azure_is_given_a_script_of_the_directory_that_it_copies(
     Path("t.py").touch()
     azure, options = get_launcher("azureml"), AzureMLOptions(**AZURE)
     assert azure.remote_path(str(tmp_path / "t.py"), options) == azure.remote_path("t.py", options) == "t.py"
-    with pytest.raises(ConfigError, match=r"no file /.*/elsewhere.py in this directory.* Put it there"):
+    with pytest.raises(
+        ConfigError, match=r"this directory does not contain /.*/elsewhere.py.* Copy it into this directory"
+    ):
         azure.remote_path(str(tmp_path.parent / "elsewhere.py"), options)
 
 
@@ -128,11 +130,11 @@ def test_a_google_job() -> None:
     [
         ("azureml", {"image": "i"}, {}, "needs --compute"),
         ("azureml", {"compute": "c"}, {}, "needs --image"),
-        ("azureml", AZURE, {"nodes": (1, 2)}, "--nodes MIN:MAX does not work with --on azureml"),
+        ("azureml", AZURE, {"nodes": (1, 2)}, "--nodes MIN:MAX is not supported by --on azureml"),
         ("azureml", AZURE, task("/data/a"), "Leave out --run-dir"),
         ("azureml", AZURE, {"env": {"API_KEY": "x"}}, "key vault"),
         ("google", {"image": "i"}, {}, "needs --machine-type"),
-        ("google", GOOGLE, {"gpus_per_node": 4}, "--accelerator TYPE and --gpus-per-node N belong together"),
+        ("google", GOOGLE, {"gpus_per_node": 4}, "--accelerator TYPE and --gpus-per-node N need each other"),
         ("google", GOOGLE, task("/data/a"), "--run-dir must be in a bucket"),
         ("google", GOOGLE, {"env": {"DB_PASSWORD": "x"}}, "Secret Manager"),
     ],

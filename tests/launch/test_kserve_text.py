@@ -73,10 +73,10 @@ def test_packages_in_a_volume_on_gpus() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"packages": ("fashion-mnist@prod",)}, "is nowhere in a pod"),
-        ({"packages": ("/m/../etc",), "volume": ("models:/m",)}, "is nowhere in a pod"),
-        ({"packages": ("s3://a/b", "s3://a/c")}, "KServe fetches one package"),
-        ({"packages": ("s3://a/Fashion_MNIST",)}, "refuse a service named 'Fashion_MNIST'.*Give --name"),
+        ({"packages": ("fashion-mnist@prod",)}, "does not exist in a pod"),
+        ({"packages": ("/m/../etc",), "volume": ("models:/m",)}, "does not exist in a pod"),
+        ({"packages": ("s3://a/b", "s3://a/c")}, "KServe downloads only one package"),
+        ({"packages": ("s3://a/Fashion_MNIST",)}, "the service name 'Fashion_MNIST' is not valid.*Give --name"),
         ({"namespace": "My Team"}, "--namespace"),
         ({"volume": ("models",)}, "--volume must be CLAIM:/PATH"),
         ({"memory": "2 GB"}, "--memory must be a quantity such as 4Gi"),
@@ -105,9 +105,9 @@ def test_the_command(run_processes: Processes) -> None:
     for missing, said in (
         (("--token-secret", "serving/token", "--trust"), "kubectl apply -f -"),
         (("--trust", "--dry-run"), "--token-secret SECRET/KEY"),
-        (("--token-secret", "serving/token", "--dry-run"), "nothing is trusted in a pod"),
-        (("--grpc-port", "8081", "--dry-run"), "mean nothing with --on kserve"),
-        (("--devices", "cpu,cuda:0", *rest), "Name each GPU once, and no CPU beside them"),
+        (("--token-secret", "serving/token", "--dry-run"), "a new pod trusts no package"),
+        (("--grpc-port", "8081", "--dry-run"), "are not supported by --on kserve"),
+        (("--devices", "cpu,cuda:0", *rest), "Name each GPU once, and no CPU together with GPUs"),
     ):
         done = run_processes.paceline(*words, *missing)
         assert done.returncode == 2

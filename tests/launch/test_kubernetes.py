@@ -187,20 +187,20 @@ def test_a_job_is_resized(api: ApiServer, kind: str, elastic: bool, changed: str
         resized = resized["replicatedJobs"][0]["template"]["spec"]
     assert (resized["parallelism"], resized["completions"]) == (3, 3)
     for wrong in (0, 4):
-        with pytest.raises(ConfigError, match=f"--nodes {wrong}: this job was submitted with --nodes 1:3"):
+        with pytest.raises(ConfigError, match=f"--nodes {wrong}: must be within the --nodes 1:3"):
             job.scale(wrong)
 
 
 @pytest.mark.parametrize(
     ("trouble", "kind", "message"),
     [
-        ("forbidden", "job", r'cannot create resource "jobs".*Ask for the right to do so'),
+        ("forbidden", "job", r'cannot create resource "jobs".*Request the permission'),
         ("not installed", "trainjob", r"could not find.*Install Kubeflow Trainer.*--kind jobset"),
-        ("not installed", "jobset", r"could not find.*Install JobSet there.*--kind job"),
+        ("not installed", "jobset", r"could not find.*Install JobSet in the cluster.*--kind job"),
         ("the same name", "job", r'services "t-1" already exists. Give another --name'),
         ("a wrong token", "job", r"Unauthorized. Log in to the cluster again"),
         ("another namespace", "job", r"forbidden.*choose another --namespace"),
-        ("a wrong context", "job", r"nothing says how to reach.*--context elsewhere"),
+        ("a wrong context", "job", r"no Kubernetes cluster is configured.*--context elsewhere"),
     ],
 )
 def test_a_refusal_is_passed_on_and_leaves_nothing(

@@ -172,7 +172,7 @@ def test_a_detached_job_is_followed_and_cancelled(
         assert not any(process.is_running() for process in (supervisor, *ranks))
         ended = json.loads(run_processes.paceline("status", job, "--json").stdout)
         assert ended["status"]["state"] == "cancelled"
-        assert "has ended already" in run_processes.paceline("cancel", job).stdout
+        assert "has already ended" in run_processes.paceline("cancel", job).stdout
     finally:
         for process in (*supervisor.children(recursive=True), supervisor) if supervisor.is_running() else ():
             process.kill()
@@ -268,7 +268,7 @@ def test_a_run_is_resumed_under_another_launcher(run_processes: Any, tmp_path: P
             ("slurm", "--rank-launcher", "srun", "--max-restarts", "2"),
             "does not work with --on slurm --rank-launcher srun",
         ),
-        (("spawn", "--foo", "3"), "--on spawn takes, besides what all launchers do: --node-rank, --rdzv"),
+        (("spawn", "--foo", "3"), "--on spawn also takes: --node-rank, --rdzv"),
         (("inprocess", "--env-style", "torch"), "--env-style torch does not work with --on inprocess"),
     ],
 )
@@ -442,12 +442,12 @@ def test_a_job_is_cancelled_that_was_recorded_as_failed_elsewhere(
     remembered(process, gone)
     cancel("j")
     assert sleeping.wait(30) is not None
-    assert "is asked to end" in capsys.readouterr().out
+    assert "is being cancelled" in capsys.readouterr().out
     assert find_record("j").ended is None
     assert find_record("j").status().state == "unknown"
     remembered(process, gone)
     cancel("j")
-    assert "has ended already: failed" in capsys.readouterr().out
+    assert "has already ended: failed" in capsys.readouterr().out
 
 
 def test_jobs_of_two_machines_with_one_number_are_both_kept(sleeping: psutil.Process) -> None:

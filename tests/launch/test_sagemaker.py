@@ -180,14 +180,14 @@ def test_each_of_sagemakers_distributions(distribution: str, said: dict[str, str
         (
             {},
             {"command": (*TASK, "--recover", "inplace"), "is_task": True, "run": RUN, "nodes": (2, 2)},
-            "--recover inplace on several machines",
+            "--recover inplace on several nodes",
         ),
-        ({"distribution": "pytorchddp"}, {"is_task": True, "run": RUN}, "Paceline's agent starts tasks"),
-        ({"distribution": "pytorchddp"}, {"nproc": (2,)}, "one process a GPU"),
+        ({"distribution": "pytorchddp"}, {"is_task": True, "run": RUN}, "starts scripts only, but this is a task"),
+        ({"distribution": "pytorchddp"}, {"nproc": (2,)}, "one process per GPU"),
         ({"distribution": "pytorchddp"}, {"command": ("./a.out",)}, "starts a .py file"),
-        ({"distribution": "pytorchddp"}, {"command": ("t.py", "--fast")}, "there is --fast"),
-        ({"distribution": "pytorchddp"}, {"command": ("t.py", "data")}, "there is data"),
-        ({"distribution": "pytorchddp"}, {"command": ("t.py", "--a=1", "--a=2")}, "there is --a"),
+        ({"distribution": "pytorchddp"}, {"command": ("t.py", "--fast")}, "which --fast is not"),
+        ({"distribution": "pytorchddp"}, {"command": ("t.py", "data")}, "which data is not"),
+        ({"distribution": "pytorchddp"}, {"command": ("t.py", "--a=1", "--a=2")}, "which --a is not"),
     ],
 )
 def test_what_sagemaker_would_refuse_is_refused_before(
@@ -331,8 +331,8 @@ def test_the_command_line(aws: str, run_processes: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
-        ("no bucket", r"refused to upload.*NoSuchBucket.*Make the bucket"),
-        ("the same name", r"refused to make the training job train-1: ResourceInUse.*another --name"),
+        ("no bucket", r"refused to upload.*NoSuchBucket.*Create the bucket"),
+        ("the same name", r"refused to create the training job train-1: ResourceInUse.*another --name"),
         ("no credentials", r"Unable to locate credentials. Run `aws configure`"),
         ("no answer", r"Could not connect to the endpoint URL.*Check the network and --region"),
     ],
@@ -395,7 +395,7 @@ def test_a_job_of_that_name_keeps_its_source(aws: str, tmp_path: Path) -> None:
 
 def test_nothing_is_left_where_the_job_was_not_made(aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_answers(monkeypatch, "CreateTrainingJob", carried_out=False)
-    with pytest.raises(LaunchError, match="make the training job"):
+    with pytest.raises(LaunchError, match="create the training job"):
         SageMaker().submit(render(workdir=empty(tmp_path)))
     assert uploaded() == []
 

@@ -82,16 +82,16 @@ def test_a_script_is_named_from_the_source(project: Path, source: str | None, wo
 @pytest.mark.parametrize(
     ("source", "script", "message"),
     [
-        (None, "nowhere.py", "there is no file nowhere.py in this directory"),
-        (None, "../outside.py", "there is no file ../outside.py in this directory"),
-        (None, "{project}/../outside.py", "/outside.py in this directory, and the machines get a copy"),
-        (None, "runs/x.py", "runs/x.py is not copied to the machines"),
-        (None, ".hidden/x.py", ".hidden/x.py is not copied to the machines"),
-        ("src", "src/main.py", "no file src/main.py in --source src, .* From there it is main.py."),
-        ("src", "train.py", "no file train.py in --source src"),
-        ("src", "outer.py", "outer.py is not copied to the machines: .* links that lead elsewhere"),
-        ("src", "linked/deep.py", "linked/deep.py is not copied to the machines"),
-        ("nowhere", "main.py", "--source .*nowhere: there is no such directory"),
+        (None, "nowhere.py", "this directory does not contain nowhere.py"),
+        (None, "../outside.py", "this directory does not contain ../outside.py"),
+        (None, "{project}/../outside.py", "/outside.py, and only its files are copied to the nodes"),
+        (None, "runs/x.py", "runs/x.py is not copied to the nodes"),
+        (None, ".hidden/x.py", ".hidden/x.py is not copied to the nodes"),
+        ("src", "src/main.py", "--source src does not contain src/main.py, .* Its path in it is main.py."),
+        ("src", "train.py", "--source src does not contain train.py"),
+        ("src", "outer.py", "outer.py is not copied to the nodes: .* links to other places"),
+        ("src", "linked/deep.py", "linked/deep.py is not copied to the nodes"),
+        ("nowhere", "main.py", "--source .*nowhere: this directory does not exist"),
     ],
 )
 def test_what_the_machines_would_not_find_is_refused(

@@ -335,7 +335,7 @@ def test_logs_status_and_cancel_from_another_process(jobs: Jobs) -> None:
     assert status["exit_code"] != 0
     [listed] = json.loads(jobs.paceline("jobs", "--json"))
     assert listed["status"] == status
-    assert "has ended already" in jobs.paceline("cancel", job)
+    assert "has already ended" in jobs.paceline("cancel", job)
 
 
 def test_waiting_ends_as_the_job_does(jobs: Jobs) -> None:
@@ -434,7 +434,7 @@ def test_in_an_allocation_the_job_is_a_step(jobs: Jobs) -> None:
         assert step.endswith(":10:00")
     done = jobs.cluster.run(*salloc, *launch, "--partition", "high", "--", "sums.py", env=env)
     assert done.returncode == 2
-    assert "--partition: here is an allocation of Slurm's already" in done.stderr
+    assert "--partition: only for submission, but this shell is in a Slurm allocation" in done.stderr
     train = (sys.executable, "-m", "paceline", "train", "small.py:Small", *OPTIONS, "--run-dir", "run")
     done = jobs.cluster.run(*salloc, *train, "--on", "slurm", *two[:4], env=env)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def no_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"requeue": True, "no_requeue": True}, {}, "--requeue and --no-requeue contradict"),
         ({"conda": "a", "venv": "b"}, {}, "--conda and --venv"),
-        ({"slurm": ("nodes=4",)}, {}, "--slurm nodes: Paceline has an option of its own for it: --nodes."),
+        ({"slurm": ("nodes=4",)}, {}, "--slurm nodes is not allowed, since Paceline sets it. Use --nodes."),
         ({"slurm": ("--nice=1", "a b=1")}, {}, "--slurm must be KEY=VALUE"),
         ({"comment": "two\nlines"}, {}, "--comment must be one line"),
         (
@@ -56,9 +56,9 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], changes: dict[str,
 def test_what_no_step_in_an_allocation_could_be_held_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     limits = {"walltime_s": 60.0, "gpus_per_node": 2}
-    with pytest.raises(ConfigError, match="--gpus-per-node, --walltime: in an allocation"):
+    with pytest.raises(ConfigError, match="--gpus-per-node, --walltime: in an existing Slurm allocation"):
         text(SCRIPT, rank_launcher="horovod", env_style="horovod", **limits)
-    with pytest.raises(ConfigError, match="--gpus-per-node: in an allocation"):
+    with pytest.raises(ConfigError, match="--gpus-per-node: in an existing Slurm allocation"):
         text(TASK, rank_launcher="mpi", **limits)
     assert "mpirun" in text(TASK, rank_launcher="mpi", walltime_s=60.0), "a task looks at the time itself"
 

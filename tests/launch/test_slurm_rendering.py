@@ -84,7 +84,7 @@ conda activate torch
 ulimit -l unlimited
 set +e
 rm -f /home/me/jobs/train/exit-code
-# Bash returns from wait when a signal comes, although the step goes on.
+# Bash returns from wait on a signal, although the step continues.
 steps=()
 signalled=
 trap 'signalled=1' INT TERM USR1
@@ -105,7 +105,7 @@ srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-ta
 steps+=("$!")
 wait_for "$!"
 code=$?
-# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+# 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
 if [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
@@ -141,7 +141,7 @@ def test_a_task_with_an_agent_on_each_machine() -> None:
 #SBATCH --requeue
 
 rm -f /home/me/runs/a/job/exit-code
-# Bash returns from wait when a signal comes, although the step goes on.
+# Bash returns from wait on a signal, although the step continues.
 steps=()
 signalled=
 trap 'signalled=1' INT TERM USR1
@@ -178,10 +178,10 @@ for step in "${steps[@]}"; do
     *) code=$ended ;;
   esac
 done
-# A machine that was lost fails its step, and the others may have finished without it.
+# The step of a lost node fails, but the others may have finished without it.
 if [ -n "$finished" ] && [ -e /home/me/runs/a/result.json ]; then code=0
 elif [ -n "$stopped" ]; then code=75; fi
-# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+# 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
 if [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
@@ -192,8 +192,8 @@ exit "$code"
 
 # /home/me/runs/a/job/machine.sh
 #!/bin/bash
-# Runs the agent of a machine. A job that may lose nodes survives that of job.sh too, and nobody would end it:
-# so wait until that machine answers, or Slurm has taken it out of the job.
+# Runs the agent of a node. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
+# so wait until that node answers, or Slurm has removed it from the job.
 trap : TERM USR1
 "$@"
 code=$?
@@ -242,7 +242,7 @@ def test_an_array_with_a_task_of_slurms_for_each_rank() -> None:
 #SBATCH --requeue
 
 rm -f /home/me/jobs/train/exit-code-"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-# Bash returns from wait when a signal comes, although the step goes on.
+# Bash returns from wait on a signal, although the step continues.
 steps=()
 signalled=
 trap 'signalled=1' INT TERM USR1
@@ -264,7 +264,7 @@ srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_N
 steps+=("$!")
 wait_for "$!"
 code=$?
-# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+# 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
 if [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
@@ -303,7 +303,7 @@ def test_a_script_that_starts_its_own_processes() -> None:
 #SBATCH --no-requeue
 
 rm -f /home/me/jobs/train/exit-code
-# Bash returns from wait when a signal comes, although the step goes on.
+# Bash returns from wait on a signal, although the step continues.
 steps=()
 signalled=
 trap 'signalled=1' INT TERM USR1
@@ -341,7 +341,7 @@ def test_in_an_allocation_there_is_no_queue(monkeypatch: pytest.MonkeyPatch) -> 
         == """\
 # /home/me/runs/a/job/job.sh
 #!/bin/bash
-# Bash returns from wait when a signal comes, although the step goes on.
+# Bash returns from wait on a signal, although the step continues.
 steps=()
 signalled=
 pass_on() {
@@ -385,7 +385,7 @@ for step in "${steps[@]}"; do
     *) code=$ended ;;
   esac
 done
-# A machine that was lost fails its step, and the others may have finished without it.
+# The step of a lost node fails, but the others may have finished without it.
 if [ -n "$finished" ] && [ -e /home/me/runs/a/result.json ]; then code=0
 elif [ -n "$stopped" ]; then code=75; fi
 exit "$code"
@@ -428,7 +428,7 @@ def test_horovodrun_reaches_the_other_machines_by_steps() -> None:
     expected = r"""
 export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:2/' | paste -sd, -)"
-# horovodrun starts ranks on other machines by ssh. In a job a step does that: no machine needs an ssh server.
+# horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
 starters="$(mktemp -d)"
 trap 'rm -r "$starters"' EXIT
 cat >"$starters/ssh" <<END

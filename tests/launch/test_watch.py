@@ -86,7 +86,7 @@ def test_a_question_that_is_not_answered_does_not_end_the_wait(
     monkeypatch.setattr(type(job), "status", answering(AWAY, AWAY, RUNNING, AWAY, SUCCEEDED))
     assert job.wait() == 0
     said = capsys.readouterr().err
-    assert said == "paceline: the cluster is not reachable. Asking again, for 10 min.\n" * 2
+    assert said == "paceline: the cluster is not reachable. Retrying for 10 min.\n" * 2
 
 
 @pytest.mark.parametrize("kind", ["slurm", "submitit", "kubernetes", "sagemaker"])

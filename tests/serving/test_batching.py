@@ -44,7 +44,7 @@ async def crowd(batcher: Batcher, batches: int) -> int:
     while batcher.refusal(4) is None:
         batcher.submit(BATCH)
     waiting = batcher.waiting_rows
-    with pytest.raises(Overloaded, match=f"{waiting} rows wait already"):
+    with pytest.raises(Overloaded, match=f"the queue is full with {waiting} rows"):
         batcher.submit(BATCH)
     return waiting
 

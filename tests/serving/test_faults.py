@@ -66,7 +66,7 @@ def test_another_package_without_a_failed_request(
 
     done = run_processes.paceline("deploy", faulty.url, "fashion-mnist@none", env=serving_env, timeout_s=240)
     assert done.returncode == 1
-    assert "the model stays as it is" in done.stderr
+    assert "the model was not replaced" in done.stderr
     assert ready(faulty)
 
 

@@ -52,7 +52,7 @@ async def _ask(server: Server, go_on: Callable[[], None]) -> None:
         refused = await client.post(PATH, content=BATCH)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
-        assert "rows wait already" in refused.json()["error"]
+        assert "the queue is full with " in refused.json()["error"]
         assert not any(task.done() for task in held)
 
         go_on()

@@ -97,7 +97,7 @@ def test_killed_in_the_middle_it_goes_on(
     some = np.arange(0, 6000, 37)
     expected = program(torch.from_numpy(pixels[some]))["probabilities"].detach().numpy()
     np.testing.assert_allclose(resumed[some], expected, atol=1e-5)
-    assert "is there already" in predict(*words[1:], code=2)
+    assert "already exists" in predict(*words[1:], code=2)
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,11 @@ def test_where_replicas_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     assert RayServeOptions.make(None, "1", options).address == "192.0.2.1:6379"
     assert RayServeOptions.make("auto", "1", options).address == "auto"
-    with pytest.raises(ConfigError, match=r"--ray-address .* runs on one of its machines"):
+    with pytest.raises(ConfigError, match=r"--ray-address .* must run on one of its nodes"):
         RayServeOptions.make("ray://head:10001", "1", options)
     with pytest.raises(ConfigError, match="--ray-address"):
         RayServeOptions.make("head", "1", options)
-    with pytest.raises(ConfigError, match=r"--devices cuda:0,cuda:1: .* it is cpu or cuda"):
+    with pytest.raises(ConfigError, match=r"--devices cuda:0,cuda:1: must be cpu or cuda with --on ray"):
         RayServeOptions.make(None, "1", ServingOptions(devices=("cuda:0", "cuda:1")))
 
 
@@ -145,8 +145,8 @@ def test_a_missing_library_names_its_command(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--ray-address", "h:1"), "--ray-address names a Ray cluster; say --on ray"),
-        (("--replicas", "1:2"), "--replicas 1:2: their number follows the load with --on ray"),
+        (("--ray-address", "h:1"), "--ray-address is only for --on ray. Add --on ray"),
+        (("--replicas", "1:2"), "--replicas 1:2: the number of replicas follows the load only with --on ray"),
         (
             ("--on", "ray", "--ray-address", "127.0.0.1:1"),
             "no Ray cluster answers at --ray-address 127.0.0.1:1",

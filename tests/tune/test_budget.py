@@ -34,7 +34,7 @@ def test_a_budget_knows_what_is_spent(text: str, price: float | None, used: floa
         ("0h", None, 1, "must be such as 2h"),
         ("$2h", None, 1, "must be such as 2h"),
         ("a lot", None, 1, "must be such as 2h"),
-        ("2.5trials", None, 1, "trials are whole"),
+        ("2.5trials", None, 1, "the number of trials must be whole"),
         ("$200", None, 1, "--price-per-hour"),
         ("$200", 0.0, 1, "--price-per-hour"),
         ("2h", 3.0, 1, "needs a --budget in dollars"),
@@ -75,6 +75,6 @@ def test_a_budget_below_one_trial_is_refused(text: str) -> None:
         gpus_per_trial=1,
     )
     budget = parse_budget(text, 2.0 if text.startswith("$") else None, 1)
-    with pytest.raises(ConfigError, match="less than one whole trial takes"):
+    with pytest.raises(ConfigError, match="less than the costs of one whole trial"):
         require_room(budget, expected, text)
     require_room(parse_budget("41s", None, 1), expected, "41s")

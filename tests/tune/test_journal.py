@@ -161,7 +161,7 @@ def test_the_result_names_the_best_and_its_command(tmp_path: Path) -> None:
 
 def test_settings_are_read_back_and_damage_is_told(tmp_path: Path) -> None:
     directory = SearchDirectory(tmp_path / "search")
-    with pytest.raises(RunDirectoryError, match="holds no search"):
+    with pytest.raises(RunDirectoryError, match="contains no search"):
         directory.read()
     directory.write(SEARCH)
     assert directory.read() == SEARCH
@@ -188,13 +188,13 @@ def test_a_search_is_not_written_over_another(tmp_path: Path) -> None:
     """Two commands may have looked for one at the same time, and both have found none."""
     directory = SearchDirectory(tmp_path / "search")
     directory.write(SEARCH, new=True)
-    with pytest.raises(RunDirectoryError, match="holds a search already"):
+    with pytest.raises(RunDirectoryError, match="already contains a search"):
         directory.write(replace(SEARCH, trials=9), new=True)
     assert directory.read() == SEARCH
 
 
 def test_nothing_is_changed_under_a_search_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.tune.search._PATIENCE_S", 0.0)
+    monkeypatch.setattr("paceline.tune.search._LOCK_TIMEOUT_S", 0.0)
     directory = SearchDirectory(tmp_path / "search")
     directory.write(SEARCH, new=True)
     with directory.locked(), pytest.raises(RunInUseError, match="in use by another process"):

@@ -63,7 +63,7 @@ def test_gpu_hours_are_warned_about_and_enforced(
     for number, seconds in enumerate((880.0, 40.0, 500.0, 20.0, 280.0, 60.0, 40.0)):
         observer.started(number)
         observer.result(number, said(1, seconds), ended=True)
-        observer.turn()
+        observer.poll()
         lines = capsys.readouterr().err.splitlines()
         noted.append([line for line in lines if "budget" in line])
         assert observer.closed == observer.spent == (number == 6)
@@ -112,17 +112,17 @@ def test_what_was_spent_since_the_last_evaluation_counts_in_the_next_start(
         observer.started(0)
         clock[0] += 4800
         observer.result(0, said(1, 4800.0), ended=False)
-        observer.turn()
+        observer.poll()
         assert not observer.spent
         clock[0] += 2400
-        observer.turn()
+        observer.poll()
         assert observer.spent
         observer.result(0, said(1, 2400.0, "waiting"), ended=True)
     assert spent(tmp_path) == pytest.approx((7200, 7200))
     assert read_trials(tmp_path / "journal.jsonl").trials[0].curve("loss") == [(10, 1.0)]
     again = observe(search, tmp_path, monkeypatch)
     with again:
-        again.turn()
+        again.poll()
         assert again.spent
         assert again.cost.gpu_hours == pytest.approx(4)
 
@@ -134,13 +134,13 @@ def test_what_a_search_spends_outlives_a_kill_and_counts_once(
         observer = observe(SEARCH, tmp_path, monkeypatch)
         observer.started(0)
         clock[0] += 100
-        observer.turn()
+        observer.poll()
         assert spent(tmp_path) == pytest.approx((100 + 120 * start,) * 2)
         clock[0] += 20
         observer.result(0, said(1 + start, 120.0), ended=False)
         assert spent(tmp_path) == pytest.approx((120 + 120 * start,) * 2)
     clock[0] += 50
-    observer.turn()
+    observer.poll()
     assert spent(tmp_path) == pytest.approx((290, 290))
     assert observe(SEARCH, tmp_path, monkeypatch).clock_s == pytest.approx(290)
 
@@ -185,7 +185,7 @@ def test_dollars_are_those_of_the_clock_over_all_starts(
     journal.close()
     search = replace(SEARCH, budget="$10000", price_per_hour=3600.0)
     observer = observe(search, tmp_path, monkeypatch)
-    observer.turn()
+    observer.poll()
     error = capsys.readouterr().err
     assert (warning or "") in error
     assert ("budget" in error) == (warning is not None)

@@ -32,5 +32,5 @@ def test_a_first_trial_that_diverges_does_not_end_the_search() -> None:
     facts = probe(SEARCH)
     assert set(facts.metrics) == {"near", "loss"}
     assert (facts.total_steps, facts.evaluations) == (20, 4)
-    with pytest.raises(ConfigError, match=r"is NaN or infinite .* \(tried with kind=relu, lr=1e30\)"):
+    with pytest.raises(ConfigError, match=r"is NaN or infinite .* \(with kind=relu, lr=1e30\)"):
         probe(replace(SEARCH, trials=1))

@@ -43,14 +43,14 @@ def test_a_finite_space_has_each_combination_once() -> None:
     [
         ("lr", "NAME=log:LOW:HIGH"),
         ("lr=log", "two numbers"),
-        ("lr=log:0:1", "begin above 0"),
+        ("lr=log:0:1", "start above 0"),
         ("lr=log:1:1e-3", "the lower one first"),
         ("lr=uniform:0.1:nan", "two numbers"),
         ("lr=uniform:0.1:x", "two numbers"),
         ("n=int:1.5:3", "two whole numbers"),
         ("n=choice:", "different values"),
         ("n=choice:1,1", "different values"),
-        ("n=normal:0:1", "no kind 'normal'"),
+        ("n=normal:0:1", "unknown kind 'normal'"),
         ("9=int:1:2", "NAME=log:LOW:HIGH"),
     ],
 )
@@ -62,7 +62,7 @@ def test_what_does_not_parse_is_refused(text: str, says: str) -> None:
 def test_a_field_twice_and_nothing_at_all_are_refused() -> None:
     with pytest.raises(ConfigError, match="lr twice"):
         parse_space(("lr=log:1:2", "lr=log:1:2"), seed=0)
-    with pytest.raises(ConfigError, match="nothing to search"):
+    with pytest.raises(ConfigError, match="a search needs at least one field"):
         parse_space((), seed=0)
 
 
@@ -74,7 +74,7 @@ def test_a_field_twice_and_nothing_at_all_are_refused() -> None:
         (("width=choice:4,many",), (), "width must be int, but 'many'"),
         (("kind=int:1:3",), (), "Search it with choice"),
         (("kind=choice:tanh,gelu",), (), "'gelu' was given"),
-        (("lr=log:1e-3:1",), ("lr=0.1",), "both given by --set and searched"),
+        (("lr=log:1e-3:1",), ("lr=0.1",), "both set by --set and searched"),
     ],
 )
 def test_fields_decide_what_can_be_searched(texts: tuple[str, ...], fixed: tuple[str, ...], says: str) -> None:

@@ -131,7 +131,7 @@ def test_pictures_and_tensorboard_files_are_written(searched: Searched) -> None:
 def test_a_search_that_is_there_is_not_overwritten(searched: Searched, run_processes: Processes) -> None:
     done = run_processes.paceline("tune", TASK, "--search", "lr=log:1e-3:1", "--run-dir", searched.path)
     assert done.returncode == 2
-    assert "holds a search already. Go on with it: paceline tune --resume" in done.stderr
+    assert "already contains a search. Continue it with: paceline tune --resume" in done.stderr
 
 
 def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: Processes) -> None:
@@ -140,7 +140,7 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
     words = ("tune", "--resume", "--run-dir", searched.path, "--trials", "8", "--budget", "1s", "--json")
     done = run_processes.paceline(*words, timeout_s=TIME_LIMIT_S)
     if done.returncode == 2:  # where a single trial takes more than that here
-        assert "less than one whole trial takes" in done.stderr
+        assert "less than the costs of one whole trial" in done.stderr
     else:
         assert done.returncode == 0, done.stderr
         assert "the budget is spent" in done.stderr
@@ -151,23 +151,23 @@ def test_a_spent_budget_begins_nothing_more(searched: Searched, run_processes: P
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--search", "lr=lag:1:2"), "there is no kind 'lag'"),
+        (("--search", "lr=lag:1:2"), "unknown kind 'lag'"),
         (("--search", "rate=log:1e-3:1"), "Line has no field 'rate'. Its fields: lr, width, kind"),
         (("--search", "lr=log:1e-3:1", "--metric", "accuracy:max"), "It has: near, loss"),
         (("--search", "lr=log:1e-3:1", "--metric", "near"), "METRIC:min or METRIC:max"),
         (("--search", "lr=log:1e-3:1", "--stop", "near"), "--stop must be NAME=VALUE"),
         (("--search", "lr=log:1e-3:1", "--budget", "much"), "--budget must be such as 2h"),
-        (("--search", "lr=log:1e-3:1", "--budget", "0.001s"), "less than one whole trial takes"),
+        (("--search", "lr=log:1e-3:1", "--budget", "0.001s"), "less than the costs of one whole trial"),
         (("--search", "lr=log:1e-3:1", "--set", "with_val=false"), "--val-fraction 0.1"),
         (("--search", "lr=log:1e-3:1", "--trials", "0"), "--trials must be at least 1"),
         (("--search", "lr=log:1e-3:1", "--nodes", "2"), "paceline launch --on slurm --rank-launcher ray"),
         (("--search", "lr=log:1e-3:1", "--ray-address", "head"), "--ray-address must be HOST:PORT"),
-        (("--resume",), "give the search's directory"),
-        (("--resume", "--run-dir", "x", "--scheduler", "asha"), "the search is the one that was begun"),
-        (("--resume", "--run-dir", "x", "--grace-period", "1"), "the search is the one that was begun"),
-        (("--resume", "--run-dir", "x", "--reduction-factor", "4"), "the search is the one that was begun"),
-        (("--resume", "--run-dir", "x", "--gpus-per-trial", "0"), "the search is the one that was begun"),
-        ((), "there is nothing to search"),
+        (("--resume",), "--resume needs the search's directory"),
+        (("--resume", "--run-dir", "x", "--scheduler", "asha"), "continues the search with its recorded options"),
+        (("--resume", "--run-dir", "x", "--grace-period", "1"), "continues the search with its recorded options"),
+        (("--resume", "--run-dir", "x", "--reduction-factor", "4"), "continues the search with its recorded options"),
+        (("--resume", "--run-dir", "x", "--gpus-per-trial", "0"), "continues the search with its recorded options"),
+        ((), "a search needs at least one field"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(

@@ -107,8 +107,8 @@ def test_trials_of_two_processes_in_a_cluster_that_is_there(
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").exists()
-    assert "was lost, and goes on from its last checkpoint" in done.stderr
-    assert "How long all of them take in the cluster" in done.stderr
+    assert "was lost, and continues from its last checkpoint" in done.stderr
+    assert "The time of the search in the cluster" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["states"] == {"finished": 2}
     assert steps_told(search) == {0: STEPS, 1: STEPS}
     assert json.loads((search / "tune.json").read_text())["cpus"] == 2
@@ -137,7 +137,7 @@ def test_a_lost_machines_trial_goes_on_at_another(
     assert places(search) == {node.address for node in nodes}
     nodes[1].cut()
     nodes[1].kill()
-    wait_until(lambda: "was lost, and goes on" in started[0].text, "the loss is noticed", 120)
+    wait_until(lambda: "was lost, and continues" in started[0].text, "the loss is noticed", 120)
     (marks / "go").touch()
     assert started[0].wait(200) == 0, started[0].text
     assert json.loads((search / "result.json").read_text())["states"] == {"finished": 2}

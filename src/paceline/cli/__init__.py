@@ -1,4 +1,4 @@
-"""The ``paceline`` command: one file a command, imported when it is used."""
+"""The ``paceline`` command: each command is a file, imported when it is used."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _COMMANDS = {
     "train": (_START, "train:train", "Train a task on one process or many."),
     "resume": (_START, "train:resume", "Continue a run at its exact next sample."),
     "launch": (_START, "launch:launch", "Start any program on one process or many machines."),
-    "join": (_START, "join:join", "Join a run that is running on other machines."),
-    "scale": (_START, "scale:scale", "Change how many processes a run uses while it runs."),
+    "join": (_START, "join:join", "Add this machine to a running job."),
+    "scale": (_START, "scale:scale", "Change the number of processes of a running job."),
     "plan": (_START, "plan:plan", "Predict each strategy's memory and step time; recommend one."),
-    "doctor": (_START, "doctor:doctor", "Check a job's machines and their network before the job."),
+    "doctor": (_START, "doctor:doctor", "Check a job's nodes and network before the job runs."),
     "runs": (_LOOK, "runs:app", "List runs with state and results; show one run's history."),
     "logs": (_LOOK, "logs:logs", "Show what each rank of a run printed."),
     "dashboard": (_LOOK, "dashboard:dashboard", "Show runs and jobs live on a local web page."),
@@ -46,9 +46,9 @@ _COMMANDS = {
     "export": (_SERVE, "export:export", "Export a run's model as a package."),
     "registry": (_SERVE, "registry:app", "List, tag, copy and roll back packages."),
     "serve": (_SERVE, "serve:serve", "Serve packages over HTTP (Open Inference Protocol v2)."),
-    "deploy": (_SERVE, "deploy:deploy", "Exchange the package of a running server."),
+    "deploy": (_SERVE, "deploy:deploy", "Replace the package of a running server."),
     "predict": (_SERVE, "predict:predict", "Predict with a package or a server."),
-    "gc": (_CLEAN, "gc:gc", "Remove runs, checkpoints and packages that a policy drops."),
+    "gc": (_CLEAN, "gc:gc", "Remove old runs, checkpoints and packages."),
     "checkpoint": (_CLEAN, "checkpoint:app", "List, verify and remove a run's checkpoints."),
     "version": (_OTHER, "version:version", "Print the versions of Paceline and its dependencies."),
 }
@@ -61,13 +61,13 @@ _USAGE = {
     "chaos": "[OPTIONS] TASK",
     "verify": "[OPTIONS] TASK",
 }
-"""Of the commands with the most options: cyclopts would inspect them all once more to find it out."""
+"""Usage lines of the commands with the most options, for which cyclopts would inspect every option again."""
 
 _GROUPS = {name: Group(name, sort_key=n) for n, name in enumerate(dict.fromkeys(g for g, _, _ in _COMMANDS.values()))}
-for _index, (_name, (_group, _place, _help)) in enumerate(_COMMANDS.items()):
+for _index, (_name, (_group, _target, _help)) in enumerate(_COMMANDS.items()):
     _more = {"usage": f"Usage: paceline {_name} {_USAGE[_name]}"} if _name in _USAGE else {}
-    app.command(f"paceline.cli.{_place}", name=_name, help=_help, group=_GROUPS[_group], sort_key=_index, **_more)
-# The line below all commands tells of --help.
+    app.command(f"paceline.cli.{_target}", name=_name, help=_help, group=_GROUPS[_group], sort_key=_index, **_more)
+# The last line of the list of commands describes --help.
 app["--help"].group = app["--version"].group = Group("", show=False)
 _HELP_FLAGS = ("--help", "-h", "--help-all")
 
@@ -75,22 +75,22 @@ _HELP_FLAGS = ("--help", "-h", "--help-all")
 def main() -> int:
     """Run the command line; return the exit code."""
     try:
-        words = _given(sys.argv[1:])
+        arguments = _user_arguments(sys.argv[1:])
         code: object = 0
-        if _asks_for_help(words):
-            # Only here: no other command waits for it.
+        if _is_help_request(arguments):
+            # Imported here because no other command needs it.
             from paceline.cli.help import print_help
 
-            own = _before_dashes(words)
-            named = [word for word in own if word not in _HELP_FLAGS]
-            print_help(app, named, everything="--help-all" in own)
+            own = _own_arguments(arguments)
+            path = [word for word in own if word not in _HELP_FLAGS]
+            print_help(app, path, everything="--help-all" in own)
         else:
-            code = app(words, exit_on_error=False, print_error=False)
+            code = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _has_lost_its_reader(sys.stdout):
+        if not _is_pipe_closed(sys.stdout):
             raise
-        # Python's own flush at exit must not fail on it again.
+        # Keep Python's own flush at exit from failing on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except PacelineError as error:
@@ -105,54 +105,54 @@ def main() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _has_lost_its_reader(output: TextIO) -> bool:
-    """Whether nobody reads what we print any more: ``| head`` has seen enough."""
+def _is_pipe_closed(output: TextIO) -> bool:
+    """Return whether the reader of our output has gone, as after ``| head``."""
     poll = select.poll()
     poll.register(output.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _given(words: list[str]) -> list[str]:
-    """What the user wrote: ``torch.distributed.launch`` adds an option of its own, beside the variable."""
+def _user_arguments(words: list[str]) -> list[str]:
+    """Drop the option that ``torch.distributed.launch`` adds in addition to the variable."""
     if "LOCAL_RANK" not in os.environ:
         return words
     return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
 
 
-def _before_dashes(words: list[str]) -> list[str]:
-    """The command's own words, without those of a program that it starts."""
+def _own_arguments(words: list[str]) -> list[str]:
+    """Return the command's own arguments, without those of a program that it starts."""
     return words[: words.index("--")] if "--" in words else words
 
 
-def _asks_for_help(words: list[str]) -> bool:
-    """Whether a command's help is all that is wanted, for which its options need not be parsed first."""
-    own = _before_dashes(words)
+def _is_help_request(words: list[str]) -> bool:
+    """Return whether the user asked for a command's help, so that its options need not be parsed."""
+    own = _own_arguments(words)
     return any(flag in own for flag in _HELP_FLAGS) and (own[0] in _HELP_FLAGS or own[0] in _COMMANDS)
 
 
-def _unknown(error: UnknownOptionError) -> str:
-    """An option that is nobody's, or another launcher's than the one in question."""
+def _explain_unknown_option(error: UnknownOptionError) -> str:
+    """Explain an option that does not exist, or that another launcher has."""
     from paceline.launch.registry import own_flags, owners_of
 
     flag = error.token.keyword or error.token.value
     owners = owners_of(flag)
-    with suppress(ConfigError, IndexError, ValueError):  # no launcher was named, or none of ours
+    with suppress(ConfigError, IndexError, ValueError):  # no --on, or not one of our launchers
         on = sys.argv[sys.argv.index("--on") + 1]
         known = own_flags(on)
         if owners:
-            return f"--on {on} knows no {flag}. {owners}--on {on} takes: {known}."
-        return f"{error} --on {on} takes, besides what all launchers do: {known}."
+            return f"{flag} is not supported by --on {on}. {owners}--on {on} takes: {known}."
+        return f"{error} --on {on} also takes: {known}."
     return f"{error} {owners}".rstrip()
 
 
 def _explain(error: CycloptsError) -> str:
-    """What is wrong with the command line, in a sentence."""
+    """Return a sentence that says what is wrong with the command line."""
     from paceline.core.config import RunConfig, config_from_mapping
 
     if isinstance(error, UnusedCliTokensError):
-        return f"there is nothing to do with {' '.join(map(repr, error.unused_tokens or ()))}."
+        return f"unexpected argument: {' '.join(map(repr, error.unused_tokens or ()))}."
     if isinstance(error, UnknownOptionError):
-        return _unknown(error)
+        return _explain_unknown_option(error)
     if isinstance(error, CoercionError) and error.token is not None:
         field = (error.token.keyword or "").lstrip("-").replace("-", "_")
         if field in RunConfig.__dataclass_fields__:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Prove from a run's ledger that every sample was seen exactly once an epoch.
+    """Prove from a run's ledger that every sample was seen exactly once per epoch.
 
-    The sample numbers of every step are recomputed from the seed and compared with what was
-    really fetched. The run may be finished, crashed or still at work. The exit code is 0 only
-    where nothing is wrong.
+    Recomputes the sample indices of every step from the seed and compares them with the indices that the
+    ranks fetched. The run may be finished, crashed or still active. The exit code is 0 only if no error was
+    found.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def audit(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -
     json
         Print the report as one line of JSON.
     """
-    # Here, so that --help need not wait for numpy.
+    # Imported here so that --help does not wait for numpy.
     from paceline.data.audit import audit as audit_run
 
     report = audit_run(RunDirectory(run))

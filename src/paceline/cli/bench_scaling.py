@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import HERE, JobOptions, refuse_job_options
+from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions, refuse_job_options
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options, run_options
 from paceline.core.config import RunConfig, config_from_mapping
@@ -105,7 +105,7 @@ def scaling(
         for nproc in sizes
     }
     own = explicit_options(launcher_options)
-    if asked.on in HERE:
+    if asked.on in LOCAL_LAUNCHERS:
         if own or explicit_options(job):
             refuse_job_options(asked.on, job, own)
         processes = {nproc: nproc * least for nproc in sizes}

@@ -1,4 +1,4 @@
-"""A bar for what is read or copied, by bytes."""
+"""Progress bars counted in bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def byte_progress(doing: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, and none elsewhere.
-
-    Args:
-        doing: what is done, as one word.
-        quiet: show none there either.
+def byte_progress(label: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal; do nothing elsewhere or with ``quiet``.
 
     Yields:
-        What to call with the bytes done and those in all.
+        A function to call with the bytes done and the total.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
@@ -24,7 +20,7 @@ def byte_progress(doing: str, *, quiet: bool) -> Iterator[Callable[[int, int], N
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("")
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""``paceline chaos TASK``: faults on purpose."""
+"""``paceline chaos TASK``: train under injected faults."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def chaos(
     options: RunOptions = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Train TASK undisturbed and once more under faults; prove that nothing is lost.
+    """Train TASK without and with injected faults; prove that nothing is lost.
 
-    Faults are spread evenly over the steps; --seed decides which comes when, and whom it hits (it is the
-    runs' seed as well). The table says how many of each kind were recovered from, and how fast; below it,
-    what the ledger's audit and the final weights say. The exit code is 0 only if every fault came and was
-    recovered from, no sample was lost or seen twice, and the final weights equal the undisturbed run's.
+    Faults are spread evenly over the steps. --seed, the runs' seed, also decides the order and targets of the
+    faults. The report shows the recoveries and recovery times per kind of fault, the ledger's audit and the
+    final weights. The exit code is 0 only if every fault was injected and recovered from, no sample was lost
+    or seen twice, and the final weights equal those of the run without faults.
 
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     faults
         Number of faults.
     kinds
-        kill, stop, slow, leave, join, enospc, eio, bitflip, truncate; several with commas.
+        Comma-separated: kill, stop, slow, leave, join, enospc, eio, bitflip, truncate.
     run_dir
-        A folder for both runs. Default: runs/chaos-TASK-TIME.
+        Folder for both runs. Default: runs/chaos-TASK-TIME.
     json
         Print the report as one line of JSON.
     """
@@ -76,7 +76,7 @@ def _parse_kinds(text: str) -> tuple[Kind, ...]:
     kinds = [word.strip() for word in text.split(",") if word.strip()]
     for kind in kinds:
         if kind not in KINDS:
-            raise ConfigError(f"--kinds: there is no kind {kind!r}. Choose from {', '.join(KINDS)}.")
+            raise ConfigError(f"--kinds contains an unknown kind {kind!r}. Choose from {', '.join(KINDS)}.")
     return cast("tuple[Kind, ...]", tuple(kinds))
 
 
@@ -99,7 +99,7 @@ def _table(report: ChaosReport) -> Table:
 
     from paceline.insight.fault_injection import IN_WORDS
 
-    table = Table("kind", "faults", "recovered", "p50", "p99", "what happens")
+    table = Table("kind", "faults", "recovered", "p50", "p99", "description")
     for column in table.columns[1:-1]:
         column.justify = "right"
     for row in report.kinds:
@@ -118,18 +118,18 @@ def _table(report: ChaosReport) -> Table:
 
 def _facts(report: ChaosReport) -> dict[str, str]:
     facts = {
-        "steps": f"{report.steps:,}, and {report.repeated_steps:,} computed again",
+        "steps": f"{report.steps:,}, {report.repeated_steps:,} of them recomputed",
         "samples": f"{report.samples_lost:,} lost, {report.samples_duplicated:,} seen more than once",
         "audit": report.audit,
     }
     if report.capacity is not None and report.capacity.goodput is not None:
         lost = report.capacity.lost_s_per_fault or 0.0
         facts["goodput"] = (
-            f"{report.capacity.goodput:.0%} of what the surviving workers could do; {lost:.2f} s lost a fault"
+            f"{report.capacity.goodput:.0%} of the surviving workers' capacity; {lost:.2f} s lost per fault"
         )
     same = "equal" if report.same_model else f"DIFFERENT: {report.chaos_sha256 or 'not finished'}"
-    facts["model sha256"] = f"{report.clean_sha256} undisturbed; under faults {same}"
-    facts["what happened"] = f"paceline runs show {report.chaos_run}"
+    facts["model sha256"] = f"{report.clean_sha256} without faults; with faults: {same}"
+    facts["history"] = f"paceline runs show {report.chaos_run}"
     return facts
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 app = App(name="checkpoint", help="List, verify and remove a run's checkpoints.")
 
 Run = Annotated[Path, Parameter(help="The run's directory.")]
-BackupTo = Annotated[str | None, Parameter(help="Folder of its backups. Default: the one in run.toml.")]
+BackupTo = Annotated[str | None, Parameter(help="Folder of the run's backups. Default: the one in run.toml.")]
 Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 
 
 @app.command
 def ls(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
-    """List the checkpoints of RUN and its backups; only their manifests are read."""
-    directory, backup = _places(run, backup_to)
+    """List the checkpoints of RUN and its backups, reading only their manifests."""
+    directory, backup = _directories(run, backup_to)
     entries = checkpoint_store.entries(directory.checkpoints, backup)
     if json:
         print(json_module.dumps([_record(entry) for entry in entries]))
@@ -41,11 +41,11 @@ def ls(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
 
 @app.command
 def verify(run: Run, *, backup_to: BackupTo = None, json: Json = False) -> int:
-    """Read every byte of every checkpoint of RUN and of its backups, and name all that is wrong.
+    """Read every byte of every checkpoint of RUN and its backups, and report all errors.
 
-    The exit code is 0 only where all of them verify and there is at least one.
+    The exit code is 0 only if there is a checkpoint and all of them verify.
     """
-    directory, backup = _places(run, backup_to)
+    directory, backup = _directories(run, backup_to)
     with byte_progress("verifying", quiet=json) as on_read:
         checked = checkpoint_store.check(checkpoint_store.entries(directory.checkpoints, backup), on_read)
     if json:
@@ -66,46 +66,46 @@ def prune(
     run: Run,
     *,
     keep: Annotated[
-        int | None, Parameter(help="Keep this many of the newest good ones. Default: the run's --keep.")
+        int | None, Parameter(help="Number of newest intact checkpoints to keep. Default: the run's --keep.")
     ] = None,
-    damaged: Annotated[bool, Parameter(negative="", help="Remove damaged ones too.")] = False,
-    dry_run: Annotated[bool, Parameter(negative="", help="Say what would be removed; remove nothing.")] = False,
+    damaged: Annotated[bool, Parameter(negative="", help="Also remove damaged checkpoints.")] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="Show what would be removed; remove nothing.")] = False,
     json: Json = False,
 ) -> int:
-    """Remove old checkpoints of RUN; backups stay. All are verified first.
+    """Verify all checkpoints of RUN and remove old ones; keep backups.
 
-    The newest good one stays whatever is asked for, and so do those of the best models of all that stay.
-    Damaged ones stay too, unless --damaged is given; where no good one is left, nothing is removed. It
-    holds the run's lock, as training does, so it is refused while the run is at work.
+    Always keeps the newest intact checkpoint, and the best models of all that are kept. Keeps damaged
+    checkpoints unless --damaged is given. Removes nothing if no checkpoint is intact. Needs the run's lock,
+    so it fails while the run is active.
     """
-    directory, _ = _places(run, None)
+    directory, _ = _directories(run, None)
     if keep is None:
         keep = int(directory.read_manifest()["config"].get("keep_checkpoints", 1))
     if keep < 1:
         raise ConfigError(f"--keep must be at least 1, but is {keep}.")
     if dry_run:
         with byte_progress("verifying", quiet=json) as on_read:
-            chosen = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            removals = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
     else:
         with directory.locked(), byte_progress("verifying", quiet=json) as on_read:
-            chosen = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
-            checkpoint_store.remove_checkpoints(directory.checkpoints, chosen.removed)
+            removals = checkpoint_store.choose_removals(directory.checkpoints, keep, damaged=damaged, on_read=on_read)
+            checkpoint_store.remove_checkpoints(directory.checkpoints, removals.removed)
     if json:
-        names = {field: [path.name for path in paths] for field, paths in chosen._asdict().items()}
+        names = {field: [path.name for path in paths] for field, paths in removals._asdict().items()}
         print(json_module.dumps({**names, "dry_run": dry_run}))
         return 0
-    for path in chosen.removed:
+    for path in removals.removed:
         print(f"{'would remove' if dry_run else 'removed'} {path.name}")
-    print(f"{len(chosen.removed)} {'to remove' if dry_run else 'removed'}, {len(chosen.kept)} kept.")
-    if chosen.damaged and not chosen.kept:
-        print("None is good, so nothing was removed: what is damaged may be all that is left of the run.")
-    elif chosen.damaged and not damaged:
-        print(f"{len(chosen.damaged)} damaged ones stay; --damaged removes them.")
+    print(f"{len(removals.removed)} {'to remove' if dry_run else 'removed'}, {len(removals.kept)} kept.")
+    if removals.damaged and not removals.kept:
+        print("No checkpoint is intact, so nothing was removed: the damaged ones may be all that is left of the run.")
+    elif removals.damaged and not damaged:
+        print(f"{len(removals.damaged)} damaged kept; --damaged removes them.")
     return 0
 
 
-def _places(run: Path, backup_to: str | None) -> tuple[RunDirectory, Path | None]:
-    """The run's directory and its backups'."""
+def _directories(run: Path, backup_to: str | None) -> tuple[RunDirectory, Path | None]:
+    """Return the run's directory and its backup's."""
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
     recorded = manifest["config"].get("backup_to")

@@ -27,20 +27,20 @@ def dashboard(
     open: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Show runs and jobs live on a local page: state, curves, ranks, recoveries, checkpoints and alerts.
+    """Serve a local page that shows runs and jobs live: state, curves, ranks, recoveries and alerts.
 
-    It reads run directories, and changes nothing. Ctrl-C ends it.
+    Reads run directories and changes nothing. Press Ctrl-C to stop it.
 
     Parameters
     ----------
     roots
         Folders of runs, or runs. Default: runs.
     port
-        Where to listen; 0: any port that is free.
+        Port to listen on; 0 picks a free one.
     host
-        The address to listen on. Others than this machine's own need --token-file.
+        Address to listen on. Addresses that other machines can reach need --token-file.
     token_file
-        File with the secret that visitors must give; created if missing. Only its owner may read it.
+        File with the token that visitors must enter; created if missing. Only its owner may read it.
     open
         Open the page in a browser.
     json
@@ -52,7 +52,7 @@ def dashboard(
         raise ConfigError(f"--port must be from 0 to 65535, but is {port}.")
     for root in roots:
         if not root.is_dir() and root != _DEFAULT_ROOT:
-            raise RunDirectoryError(f"there is no folder {root}. Name folders that hold runs.")
+            raise RunDirectoryError(f"the folder {root} does not exist. Give folders that contain runs.")
     token = None if token_file is None else _token(token_file)
     ended = threading.Event()
     with (
@@ -62,8 +62,8 @@ def dashboard(
         if json:
             print(json_module.dumps({"url": server.url, "port": server.port}), flush=True)
         else:
-            secret = "" if token_file is None else f"\nVisitors are asked for the token in {token_file}."
-            print(f"The dashboard is at {server.url} (Ctrl-C ends it){secret}", flush=True)
+            secret = "" if token_file is None else f"\nVisitors must enter the token in {token_file}."
+            print(f"The dashboard is at {server.url} (Ctrl-C stops it){secret}", flush=True)
         if open:
             import webbrowser
 

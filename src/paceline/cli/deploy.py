@@ -1,4 +1,4 @@
-"""``paceline deploy URL PACKAGE``: exchange the package of a running server, without losing a request."""
+"""``paceline deploy URL PACKAGE``: replace the package of a running server without losing a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def deploy(
     token_file: Path | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Have the server at URL serve PACKAGE instead of the package that it has; no request fails.
+    """Replace the package that the server at URL serves by PACKAGE; no request fails.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def deploy(
     from paceline.serving.client import Client
 
     place = str(Path(package).absolute()) if Path(package).is_dir() else package
-    # The answer comes when the package's replicas have loaded it.
+    # The server answers when the package's replicas have loaded it.
     with Client(url, token_file=token_file, timeout_s=_LOADING_TIMEOUT_S) as client:
         answer = client.swap(place, model)
     print(json_module.dumps(answer) if json else f"{answer['name']} is now version {answer['version']}.")

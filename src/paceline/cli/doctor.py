@@ -1,4 +1,4 @@
-"""``paceline doctor``: look at a job's machines before the job."""
+"""``paceline doctor``: check a job's nodes before the job runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from paceline.cli.job_options import HERE, parse_env
+from paceline.cli.job_options import LOCAL_LAUNCHERS, parse_env
 from paceline.cli.launcher_options import launchers_options
 from paceline.cli.options import explicit_options
 from paceline.core.errors import ConfigError
@@ -53,29 +53,29 @@ def doctor(
     dry_run: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Look at every machine of a job, and at all that is between them, before the job runs.
+    """Check every node of a job, and the network and storage between them, before the job runs.
 
-    Started by the job's own launcher, in an allocation like the job's. The exit code is 0 unless a check
-    fails.
+    The job's own launcher starts the checks, in an allocation like the job's. The exit code is 0 unless a
+    check fails.
 
     Parameters
     ----------
     task
-        Also try to import this task everywhere; its model's size says how large a checkpoint is.
+        Also try to import this task on every node. Its model's size gives the size of a checkpoint.
     on
         The launcher. Default: check this machine.
     nodes
-        Machines.
+        Number of nodes.
     nproc
-        Processes per machine of the job: one number, or a list such as 8,4.
+        Processes per node of the job: one number, or a list such as 8,4.
     threads
         CPU threads per process of the job.
     gpus_per_node
-        GPUs to request, and to find, on each machine.
+        GPUs per node, to request and to find.
     cpus_per_task
         CPUs to request for each process of the job.
     interface
-        Network interface to the other machines, e.g. eth0.
+        Network interface to the other nodes, e.g. eth0.
     master_port
         Port on which the job's rank 0 will listen.
     run_dir
@@ -83,19 +83,19 @@ def doctor(
     keep_checkpoints
         Number of checkpoints that must fit on the disk.
     checkpoint_size
-        Size of one checkpoint, such as 2GiB. Default: as in the run, else about three times the task's model.
+        Size of one checkpoint, such as 2GiB. Default: as in the run, else about 3 times the task's model.
     timeout
-        How long to wait for all machines.
+        How long to wait for all nodes.
     walltime
         Time limit of the checks' job. Default: 15min, on systems with a queue.
     env
         K=V, for every process; may be repeated.
     python
-        The interpreter on the machines. Default: this one.
+        Python interpreter on the nodes. Default: this one.
     horovod
         Only print what Horovod was built with, as horovodrun --check-build does.
     dry_run
-        Print the whole job, and start nothing; does not need the system.
+        Print the whole job and start nothing; does not need the cluster.
     json
         Print the report as one line of JSON.
     """
@@ -103,24 +103,24 @@ def doctor(
         return _show_horovod(python or sys.executable, json=json)
     if task:
         check_spec(task)
-    launcher = get_launcher(on if on not in HERE else "spawn")
+    launcher = get_launcher(on if on not in LOCAL_LAUNCHERS else "spawn")
     own = explicit_options(launcher_options)
     options = make_options(launcher, own)
     (least, most), counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), options)
     if counts is None:
-        raise ConfigError("--nproc auto does not work here: give the processes a machine.")
+        raise ConfigError("--nproc auto is not supported by paceline doctor: give the number of processes per node.")
     if least != most:
-        raise ConfigError(f"--nodes {nodes}: give the number of machines to check.")
+        raise ConfigError(f"--nodes {nodes}: must be one number, the nodes to check.")
     if len(counts) > 1 and len(counts) != least:
-        raise ConfigError(f"--nproc {nproc} lists {len(counts)} machines, but --nodes is {least}.")
+        raise ConfigError(f"--nproc {nproc} lists {len(counts)} nodes, but --nodes is {least}.")
     if launcher.files != "shared":
         raise ConfigError(
-            f"the machines of --on {on} do not see this one's files, so no report can come back from there. "
+            f"the nodes of --on {on} do not share this machine's files, so the report cannot be read here. "
             "Give --preflight to the job itself."
         )
-    several_here, alone = on in HERE and least > 1, on in HERE and least == 1
-    examination = PreflightSpec(
-        directory=run_dir.absolute() / "doctor" if several_here else job_directory("doctor", attached=alone),
+    is_multi_node, is_local = on in LOCAL_LAUNCHERS and least > 1, on in LOCAL_LAUNCHERS and least == 1
+    preflight = PreflightSpec(
+        directory=run_dir.absolute() / "doctor" if is_multi_node else job_directory("doctor", attached=is_local),
         run=run_dir.absolute(),
         task=task,
         nproc=counts,
@@ -131,27 +131,27 @@ def doctor(
         checkpoint_bytes=None if checkpoint_size is None else parse_size(checkpoint_size),
         timeout_s=parse_duration_s(timeout, "timeout"),
     )
-    if several_here and "node_rank" not in own:
+    if is_multi_node and "node_rank" not in own:
         raise ConfigError(
-            "--nodes above 1 without a cluster: give the same command on each machine, with --rdzv-endpoint "
-            "HOST:PORT, --node-rank N and a --run-dir that all of them share."
+            "--nodes above 1 without a cluster: run the same command on each node, with --rdzv-endpoint "
+            "HOST:PORT, --node-rank N and a --run-dir that all nodes share."
         )
-    if alone and python is None and not env and not dry_run:
-        from paceline.launch.preflight.job import examine_here
+    if is_local and python is None and not env and not dry_run:
+        from paceline.launch.preflight.job import check_locally
 
-        return _show(examine_here(examination, master_port), json=json)
+        return _show(check_locally(preflight, master_port), json=json)
     limit = walltime if walltime is not None or launcher.attached else _WALLTIME
     rank_launcher = choose_rank_launcher(
         launcher, "spawn" if "spawn" in launcher.rank_launchers else None, "none", is_task=False
     )
     spec = LaunchSpec(
-        command=examination.command(python or sys.executable),
+        command=preflight.command(python or sys.executable),
         name="doctor",
-        directory=examination.directory,
+        directory=preflight.directory,
         nodes=(least, most),
-        # Where ranks are started one by one, as many as the job has, of which one a machine takes part.
+        # A launcher that starts each rank itself starts as many as the job has; one per node runs the checks.
         nproc=counts if rank_launcher in ONCE_A_RANK else (1,),
-        # Where nobody can be asked for GPUs, the examination alone looks for them.
+        # Where the launcher cannot request GPUs, the checks alone look for them.
         gpus_per_node=None if launcher.preallocated else gpus_per_node,
         cpus_per_task=_cpus(cpus_per_task, max(counts), rank_launcher, attached=launcher.attached),
         walltime_s=None if limit is None else parse_duration_s(limit, "walltime"),
@@ -165,16 +165,16 @@ def doctor(
     if dry_run:
         print(launcher.render(spec, options).text, end="")
         return 0
-    from paceline.launch.preflight.job import examine_by
+    from paceline.launch.preflight.job import check_with_launcher
 
-    return _show(examine_by(launcher, spec, options, examination.directory), json=json)
+    return _show(check_with_launcher(launcher, spec, options, preflight.directory), json=json)
 
 
-def _cpus(each: int | None, count: int, rank_launcher: RankLauncher, *, attached: bool) -> int | None:
-    """CPUs of each process that is started: a machine's one process gets those of all that it stands for."""
-    if rank_launcher in ONCE_A_RANK or (attached and each is None):
-        return each
-    return (each or 1) * count
+def _cpus(per_process: int | None, count: int, rank_launcher: RankLauncher, *, attached: bool) -> int | None:
+    """Return the CPUs of each started process: the one process of a node gets those of all ranks it stands for."""
+    if rank_launcher in ONCE_A_RANK or (attached and per_process is None):
+        return per_process
+    return (per_process or 1) * count
 
 
 def _show(report: PreflightReport, *, json: bool) -> int:
@@ -198,10 +198,10 @@ def _show_horovod(python: str, *, json: bool) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "500MB" or "2GiB".
+    """Return the bytes of a text such as "500MB" or "2GiB".
 
     Raises:
-        ConfigError: the text is no size.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB|[kMGT]B|)", text.strip())
     if match is None:

@@ -1,4 +1,4 @@
-"""``paceline export RUN``: a run's model as a package that serving needs no user code for."""
+"""``paceline export RUN``: write a run's model as a package that is served without user code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def export(
     tolerance: float | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Export the model of RUN as a package into the registry, compared with the trained model.
+    """Export the model of RUN as a package into the registry, after comparing it with the trained model.
 
-    A package holds the weights, its inputs and outputs, labels, metrics, where it comes from and a model
-    card. It is named by the SHA-256 of all that, and by NAME@TAG. The outputs of every format are compared
-    with the trained model's on the test split; where they differ too much, nothing is exported.
+    A package holds the weights, the inputs and outputs, labels, metrics, provenance and a model card. The
+    SHA-256 of its content identifies it, and NAME@TAG refers to it. Every format's outputs are compared with
+    the trained model's on the test split; if they differ too much, nothing is exported.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def export(
     checkpoint
         best, last or a step. Default: the best, else the last.
     format
-        What the package holds beside the weights: pt2 runs without the task's code, onnx without torch.
+        Contents in addition to the weights: pt2 runs without the task's code, onnx without torch.
     quantize
         Keep weight matrices as int8 (a quarter of the size) or bf16 (half).
     name
@@ -54,8 +54,8 @@ def export(
     tag
         Point NAME@TAG at this package.
     tolerance
-        What an output may differ by. Default: 0.0001 of the largest output; with --quantize, 99 % (int8) or
-        99.5 % (bf16) of the labels must be equal.
+        Largest difference of an output. Default: 0.0001 of the largest output; with --quantize, 99 % (int8)
+        or 99.5 % (bf16) of the labels must be equal.
     json
         Print one JSON object: the package's directory, digest, reference and differences.
     """
@@ -82,7 +82,7 @@ def export(
 
 
 def as_json(package: Package) -> dict[str, Any]:
-    """A package as JSON types."""
+    """Return a package's location, digest and manifest as JSON types."""
     return {
         "package": str(package.path),
         "digest": package.digest,
@@ -91,7 +91,7 @@ def as_json(package: Package) -> dict[str, Any]:
 
 
 def print_package(package: Package, title: str) -> None:
-    """A package for people."""
+    """Print a package's provenance, metrics and formats."""
     from rich.box import SIMPLE_HEAD
     from rich.filesize import decimal
     from rich.table import Table
@@ -125,7 +125,7 @@ def print_package(package: Package, title: str) -> None:
 
 
 def wide_console() -> Console:
-    """A console that leaves no part of a table out where nobody looks at its width."""
+    """Return a console that is wide enough not to truncate tables when the output is piped."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -134,7 +134,7 @@ def wide_console() -> Console:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
-    """A bar on a terminal: what is done now, and how many samples are compared."""
+    """Show on a terminal the current stage and the number of samples compared."""
     if quiet or not sys.stderr.isatty():
         yield (lambda stage: None), (lambda done, total: None)
         return

@@ -1,4 +1,4 @@
-"""``paceline gc [ROOT]``: remove what a policy does not keep."""
+"""``paceline gc [ROOT]``: remove what a retention policy does not keep."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def gc(
     yes: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Show which runs in ROOT, their checkpoints, and packages may go; remove them with --yes.
+    """Show which runs, checkpoints and packages a policy would remove; remove them with --yes.
 
-    What is never removed: a running run; the newest checkpoint of a run that verifies, and its best; a
-    package with a tag, and the one that a roll-back would bring back; what a run or package that stays
-    came from; what is damaged, and links. The exit code is 0 if all that was to go is gone.
+    Never removed: active runs; the newest checkpoint of a run that verifies, and its best; packages with a tag,
+    and those that a roll-back would restore; sources of runs and packages that are kept; damaged checkpoints;
+    links. The exit code is 0 if everything selected was removed.
 
     Parameters
     ----------
     root
         The folder that holds the runs.
     keep_last
-        Keep the newest N of each task's runs, each run's checkpoints and each name's packages.
+        Keep the newest N runs of each task, checkpoints of each run and packages of each name.
     older_than
-        Keep what is younger, such as 30d or 12h.
+        Keep items younger than this, such as 30d or 12h.
     keep_best
-        Keep the best of each task's runs and each name's packages, by their --best-metric metrics, or the loss.
+        Keep each task's best run and each name's best package, by --best-metric of the run, or the loss.
     only
-        What to look at: runs, checkpoints, packages. Default: all three.
+        What to remove: runs, checkpoints, packages. Default: all three.
     yes
-        Remove them. Without it, nothing is removed.
+        Remove the items. Without it, nothing is removed.
     json
         Print one JSON object.
     """
@@ -75,42 +75,42 @@ def gc(
         check_folder(root)
     registry = Registry.of_user()
     with _progress(json) as progress:
-        # All of both, whatever is asked for: one may have come from the other.
+        # Always read both runs and packages: one may be the source of another.
         items = [*runs_in(root.resolve()), *packages_in(registry)]
-        at_rest = {item.path for item in items if item.kept_because is None}
-        verdicts = decide([_asked(item, only) for item in items], policy)
-        goes = [v.item for v in verdicts if v.reason is None]
+        inactive = {item.path for item in items if item.kept_because is None}
+        verdicts = decide([_exclude_unselected(item, only) for item in items], policy)
+        removals = [v.item for v in verdicts if v.reason is None]
         damaged: list[str] = []
         if "checkpoints" in only:
-            stays = [v.item for v in verdicts if v.reason is not None]
-            runs = [item for item in stays if item.kind == "run" and item.path in at_rest]
-            found, damaged = _checkpoints(runs, stays, policy, progress)
-            goes += found
-        left: dict[str, str] = {}
+            kept = [v.item for v in verdicts if v.reason is not None]
+            runs = [item for item in kept if item.kind == "run" and item.path in inactive]
+            checkpoints, damaged = _checkpoints(runs, kept, policy, progress)
+            removals += checkpoints
+        failures: dict[str, str] = {}
         if yes:
-            remove(goes, root.resolve(), registry, _removed(goes, left, progress))
-    # What could not go, or was taken up meanwhile, is told apart.
-    gone = [item for item in goes if str(item.path) not in left]
+            remove(removals, root.resolve(), registry, _on_removed(removals, failures, progress))
+    # Items that could not be removed, or came into use meanwhile, are listed separately.
+    removed = [item for item in removals if str(item.path) not in failures]
     if json:
-        print(json_module.dumps(_as_json(goes, verdicts, left, damaged, only, yes=yes)))
+        print(json_module.dumps(_as_json(removals, verdicts, failures, damaged, only, yes=yes)))
     else:
-        _print(goes, verdicts, left, only)
+        _print(removals, verdicts, failures, only)
         for name in damaged:
-            print(f"{name} is damaged and stays; see: paceline checkpoint verify")
-        print(_closing(gone, left, yes=yes))
-    return 1 if left else 0
+            print(f"{name} is damaged and is kept; see: paceline checkpoint verify")
+        print(_summarize(removed, failures, yes=yes))
+    return 1 if failures else 0
 
 
-def _asked(item: Artifact, only: tuple[str, ...]) -> Artifact:
+def _exclude_unselected(item: Artifact, only: tuple[str, ...]) -> Artifact:
     if f"{item.kind}s" in only or item.kept_because is not None:
         return item
-    return dataclasses.replace(item, kept_because="not asked about")
+    return dataclasses.replace(item, kept_because="not selected by --only")
 
 
 def _checkpoints(
-    runs: list[Artifact], stays: list[Artifact], policy: Policy, progress: Progress | None
+    runs: list[Artifact], kept: list[Artifact], policy: Policy, progress: Progress | None
 ) -> tuple[list[Artifact], list[str]]:
-    """Of the runs that stay and are not at work; every byte is verified first."""
+    """Return the removable and the damaged checkpoints of the inactive runs that are kept."""
     from rich.markup import escape
 
     from paceline.insight.gc import checkpoints_to_remove
@@ -124,42 +124,41 @@ def _checkpoints(
             if progress is not None:
                 progress.update(bar, completed=done, total=total)
 
-        more, bad = checkpoints_to_remove(run, policy, stays, on_read)
-        found += more
-        damaged += [f"{run.name}/{name}" for name in bad]
+        removable, broken = checkpoints_to_remove(run, policy, kept, on_read)
+        found += removable
+        damaged += [f"{run.name}/{name}" for name in broken]
         if progress is not None:
             progress.remove_task(bar)  # type: ignore[arg-type]
     return found, damaged
 
 
-def _removed(
-    goes: list[Artifact], left: dict[str, str], progress: Progress | None
+def _on_removed(
+    removals: list[Artifact], failures: dict[str, str], progress: Progress | None
 ) -> Callable[[Artifact, str | None], None]:
-    bar = None if progress is None else progress.add_task("removing", total=len(goes))
+    bar = None if progress is None else progress.add_task("removing", total=len(removals))
 
     def on_item(item: Artifact, why: str | None) -> None:
         if why is not None:
-            left[str(item.path)] = why
+            failures[str(item.path)] = why
         if progress is not None and bar is not None:
             progress.advance(bar)
 
     return on_item
 
 
-def _closing(gone: list[Artifact], left: dict[str, str], *, yes: bool) -> str:
+def _summarize(removed: list[Artifact], failures: dict[str, str], *, yes: bool) -> str:
     from rich.filesize import decimal
 
-    size = decimal(sum(item.size_bytes for item in gone))
-    if not gone and not left:
-        return "Nothing may go."
+    size = decimal(sum(item.size_bytes for item in removed))
+    if not removed and not failures:
+        return "There is nothing to remove."
     if not yes:
-        return f"{len(gone)} may go, {size}. Nothing was removed; say --yes to remove them."
-    return f"{len(gone)} removed, {size}." + (f" {len(left)} stayed." if left else "")
+        return f"{len(removed)} to remove, {size}. Nothing was removed; give --yes to remove them."
+    return f"{len(removed)} removed, {size}." + (f" {len(failures)} could not be removed." if failures else "")
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress | None]:
-    """Bars on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -171,12 +170,12 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
         yield progress
 
 
-def _shown(verdicts: list[Decision], only: tuple[str, ...]) -> list[Decision]:
-    """Of what stays, what was asked about."""
+def _selected(verdicts: list[Decision], only: tuple[str, ...]) -> list[Decision]:
+    """Return the decisions to keep an item of a selected kind."""
     return [v for v in verdicts if v.reason is not None and f"{v.item.kind}s" in only]
 
 
-def _print(goes: list[Artifact], verdicts: list[Decision], left: dict[str, str], only: tuple[str, ...]) -> None:
+def _print(removals: list[Artifact], verdicts: list[Decision], failures: dict[str, str], only: tuple[str, ...]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.filesize import decimal
@@ -195,10 +194,10 @@ def _print(goes: list[Artifact], verdicts: list[Decision], left: dict[str, str],
     table.add_column("age", justify="right", no_wrap=True)
     table.add_column("")
     now = time.time()
-    rows = [(item, left.get(str(item.path), "goes"), "red") for item in goes]
-    rows += [(v.item, f"stays: {v.reason}", "") for v in _shown(verdicts, only)]
+    rows = [(item, failures.get(str(item.path), "remove"), "red") for item in removals]
+    rows += [(v.item, f"keep: {v.reason}", "") for v in _selected(verdicts, only)]
     for item, what, style in rows:
-        # Names are Text, in which nothing is markup.
+        # Names are Text so that markup in them is not interpreted.
         cells = (item.kind, item.name, decimal(item.size_bytes), short_time(max(0.0, now - item.time)), what)
         table.add_row(*map(Text, cells), style=style or None)
     if rows:
@@ -206,9 +205,9 @@ def _print(goes: list[Artifact], verdicts: list[Decision], left: dict[str, str],
 
 
 def _as_json(
-    goes: list[Artifact],
+    removals: list[Artifact],
     verdicts: list[Decision],
-    left: dict[str, str],
+    failures: dict[str, str],
     damaged: list[str],
     only: tuple[str, ...],
     *,
@@ -225,8 +224,10 @@ def _as_json(
 
     return {
         "removed": yes,
-        "goes": [record(item) for item in goes if str(item.path) not in left],
-        "left": [{**record(item), "problem": left[str(item.path)]} for item in goes if str(item.path) in left],
-        "stays": [{**record(v.item), "reason": v.reason} for v in _shown(verdicts, only)],
+        "goes": [record(item) for item in removals if str(item.path) not in failures],
+        "left": [
+            {**record(item), "problem": failures[str(item.path)]} for item in removals if str(item.path) in failures
+        ],
+        "stays": [{**record(v.item), "reason": v.reason} for v in _selected(verdicts, only)],
         "damaged_checkpoints": damaged,
     }

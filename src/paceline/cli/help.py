@@ -1,4 +1,4 @@
-"""``--help`` shows what nearly everybody uses; ``--help-all`` shows every option."""
+"""``--help`` shows the common options; ``--help-all`` shows every option."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 _WITHOUT_GROUP = "Parameters"
-"""What cyclopts calls the group of all options without one."""
+"""cyclopts' name for the group of all options without one."""
 
-_HERE = ("auto", "inprocess", "embedded", "spawn", "torchrun")
-"""Values of ``--on`` that have few options of their own: ``--help`` shows them below the common ones."""
+_LOCAL_LAUNCHERS = ("auto", "inprocess", "embedded", "spawn", "torchrun")
+"""Values of ``--on`` with few options of their own, which ``--help`` shows below the common ones."""
 
 _JOBS = ("train", "resume", "launch", "bench scaling")
 _OPTIONS_OF_TRAIN = ("tune", "chaos", "verify", "bench scaling")
@@ -29,13 +29,7 @@ _EMPTY_DEFAULTS = ("False", "()", '""')
 
 
 def print_help(app: App, words: Sequence[str], *, everything: bool) -> None:
-    """Print the help of a command.
-
-    Args:
-        app: the whole command line.
-        words: what was given, without ``--help``.
-        everything: show all groups of options.
-    """
+    """Print the help of the command that ``words`` name, with all groups of options if ``everything``."""
     formatter = _Formatter(words, everything=everything)
     app.help_formatter = formatter
     app.help_print(list(words))
@@ -45,70 +39,64 @@ def print_help(app: App, words: Sequence[str], *, everything: bool) -> None:
 
 
 class _Formatter(DefaultFormatter):
-    """Prints the first groups of options, and notes the names of the others.
-
-    Args:
-        words: what was given, without ``--help``.
-        everything: print all groups.
-    """
+    """Prints the first groups of options, and notes the names of the others."""
 
     def __init__(self, words: Sequence[str], *, everything: bool) -> None:
         pair = " ".join(words[:2])
         self._command = pair if pair in _JOBS else " ".join(words[:1])
         super().__init__(column_specs=None if self._command else _command_columns)
         self._everything = everything
-        self._later: set[str] = set()
+        self._hidden_groups: set[str] = set()
         self._launcher = ""
-        self._left_out: list[str] = []
+        self._omitted: list[str] = []
         if self._command:
             self._choose(_value_of_on(words))
 
     def _choose(self, on: str | None) -> None:
-        # Only here: the list of all commands needs no options.
+        # Imported here because the list of all commands needs no options.
         from paceline.cli.options import COMMON, GROUPS
 
-        self._later = {*GROUPS}
-        has_system = on is not None and on not in _HERE
+        self._hidden_groups = {*GROUPS}
+        has_system = on is not None and on not in _LOCAL_LAUNCHERS
         if has_system:
-            # The options of a system take the place of the common ones: both do not fit two screens.
-            self._later |= {_WITHOUT_GROUP, COMMON}
+            # A cluster's options take the place of the common ones: both do not fit two screens.
+            self._hidden_groups |= {_WITHOUT_GROUP, COMMON}
         if self._command == "launch" or (has_system and self._command in _JOBS):
-            self._later.remove("Job")
+            self._hidden_groups.remove("Job")
         self._launcher = f"--on {on}"
 
     @property
     def closing(self) -> str:
-        """The line below all groups: what was left out, and how to see it."""
+        """Return the line below all groups, which names the omitted groups and how to see them."""
         if not self._command:
             return "paceline COMMAND --help shows the common options, --help-all every option."
-        if not self._left_out:
+        if not self._omitted:
             return ""
-        names = [name for name in self._left_out if not name.startswith("--on ")]
-        if len(names) < len(self._left_out):
+        names = [name for name in self._omitted if not name.startswith("--on ")]
+        if len(names) < len(self._omitted):
             names.append(f"--on NAME (paceline {self._command} --on NAME --help)")
-        whose = "Options of paceline train" if self._command in _OPTIONS_OF_TRAIN else "More options"
-        return f"{whose}, shown by --help-all: {', '.join(names)}."
+        label = "Options of paceline train" if self._command in _OPTIONS_OF_TRAIN else "More options"
+        return f"{label}, shown by --help-all: {', '.join(names)}."
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        """Print a group, or note its name."""
         if not panel.entries:
             return
         title = str(panel.title)
-        is_another_launchers = title.startswith("--on ") and title != self._launcher
-        if (title in self._later or is_another_launchers) and not self._everything:
-            self._left_out.append(title)
+        belongs_to_other_launcher = title.startswith("--on ") and title != self._launcher
+        if (title in self._hidden_groups or belongs_to_other_launcher) and not self._everything:
+            self._omitted.append(title)
             return
         super().__call__(console, options, panel.copy(entries=[_tidy(entry) for entry in panel.entries]))
 
 
 def _command_columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
-    """The columns of a list of commands, as wide in every group."""
-    name, *others = get_default_command_columns(console, options, entries)
-    return evolve(name, min_width=_LONGEST_COMMAND), *others
+    """Return the columns of a list of commands, with the same width in every group."""
+    name, *rest = get_default_command_columns(console, options, entries)
+    return evolve(name, min_width=_LONGEST_COMMAND), *rest
 
 
 def _tidy(entry: HelpEntry) -> HelpEntry:
-    """The entry without a docstring's line breaks, and without a default that tells nothing."""
+    """Return the entry without a docstring's line breaks and without an empty default."""
     description = entry.description
     if isinstance(description, InlineText) and isinstance(description.primary_renderable, Text):
         description = InlineText(Text(" ".join(description.primary_renderable.plain.split())))
@@ -117,6 +105,6 @@ def _tidy(entry: HelpEntry) -> HelpEntry:
 
 
 def _value_of_on(words: Sequence[str]) -> str | None:
-    """The value of ``--on``; None where it is not given."""
-    joined = [word.removeprefix("--on=") for word in words if word.startswith("--on=")]
-    return joined[0] if joined else dict(pairwise(words)).get("--on")
+    """Return the value of ``--on``, or None if it is not given."""
+    values = [word.removeprefix("--on=") for word in words if word.startswith("--on=")]
+    return values[0] if values else dict(pairwise(words)).get("--on")

@@ -1,4 +1,4 @@
-"""How ``paceline launch`` and ``paceline train --on SYSTEM`` start a job: print it, or submit and follow."""
+"""Start a job for ``paceline launch`` and ``paceline train --on CLUSTER``: print it, or submit and follow it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.job_options import HERE, JobOptions
+from paceline.cli.job_options import LOCAL_LAUNCHERS, JobOptions
 from paceline.core.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_duration_s, parse_nodes, parse_nproc
@@ -32,34 +32,28 @@ from paceline.launch.submit import (
 if TYPE_CHECKING:
     from paceline.launch.preflight.spec import PreflightSpec
 
-_ANYWHERE = Path("/tmp")
-"""Of a machine that has none of this one's directories: it may not let a script write where that is."""
+_FALLBACK_DIRECTORY = Path("/tmp")
+"""Used on a node that has none of this machine's directories, whose script's directory may be read-only."""
 
 
 def task_spec(launcher: Launcher, config: RunConfig, own: Any, options: JobOptions) -> LaunchSpec:
-    """The job of a task, on as many machines as the launcher's own options and ``--nodes`` say.
-
-    Args:
-        launcher: where it is to run.
-        config: the run's options.
-        own: the launcher's options.
-        options: those that are for all launchers.
+    """Build the job of a task, on the nodes that the launcher's own options and ``--nodes`` name.
 
     Raises:
-        ConfigError: it could not run, wherever it would be.
-        TaskError: there is no such task.
+        ConfigError: the options fit no job.
+        TaskError: the task does not exist.
     """
     for name in ("env_style", "roles"):
         if getattr(options, name) is not None:
             raise ConfigError(
-                f"{flag(name)} is for scripts: a task finds its place by itself. Leave it out; or start a "
+                f"{flag(name)} is for scripts, but a task finds its rank itself. Leave it out, or start a "
                 "script with paceline launch."
             )
     nodes, counts = launcher.resolve_sizes(parse_nodes(config.nodes), parse_nproc(config.nproc), own)
     if launcher.files == "shared":
         check_task(config)
     if counts is None:
-        raise ConfigError(f"--nproc auto does not work with --on {config.on}: give the processes a machine.")
+        raise ConfigError(f"--nproc auto is not supported by --on {config.on}: give the number of processes per node.")
     fields = {
         **options.spec_fields(None),
         "nodes": nodes,
@@ -85,37 +79,37 @@ def start(
     """Print the job, or submit it and say how to follow it.
 
     Args:
-        launcher: where it runs.
+        launcher: starts the job.
         spec: the job.
         own: the launcher's options.
-        options: those that are for all launchers.
-        dry_run: only print it.
-        json: print the job as JSON, after what its processes print.
-        task: for ``--preflight``: whose import is tried.
-        keep: for ``--preflight``: checkpoints that must find room.
-        init_timeout_s: for ``--preflight``: how long to wait for all machines to appear.
+        options: the options of all launchers.
+        dry_run: only print the job.
+        json: print the job as JSON, after the output of its processes.
+        task: the task that ``--preflight`` imports.
+        keep: the number of checkpoints for which ``--preflight`` requires space.
+        init_timeout_s: how long ``--preflight`` waits for all nodes.
     """
     first = None
     if options.preflight:
         from paceline.launch.preflight.job import preflight_command, preflight_spec
 
-        examination = dataclasses.replace(
-            _examination(launcher, spec, own), task=task, keep=keep, timeout_s=init_timeout_s
+        preflight = dataclasses.replace(
+            _preflight_spec(launcher, spec, own), task=task, keep=keep, timeout_s=init_timeout_s
         )
-        if launcher.name in HERE:
-            from paceline.launch.options import MeetingOptions
+        if launcher.name in LOCAL_LAUNCHERS:
+            from paceline.launch.options import RendezvousOptions
 
-            meeting = own or MeetingOptions()
-            first = preflight_command(examination, spec.nodes[1], meeting.node_rank, meeting.rdzv_endpoint)
+            rendezvous = own or RendezvousOptions()
+            first = preflight_command(preflight, spec.nodes[1], rendezvous.node_rank, rendezvous.rdzv_endpoint)
         else:
-            spec = preflight_spec(spec, examination)
+            spec = preflight_spec(spec, preflight)
         if launcher.preallocated:
-            spec = dataclasses.replace(spec, gpus_per_node=None)  # they have been looked for
+            spec = dataclasses.replace(spec, gpus_per_node=None)  # the preflight has checked them
     rendered = launcher.render(spec, own)
     if dry_run and json:
         commands = rendered.commands if first is None else (first, *rendered.commands)
-        described = {"files": dict(rendered.files), "commands": [command.to_json() for command in commands]}
-        print(json_module.dumps(described))
+        document = {"files": dict(rendered.files), "commands": [command.to_json() for command in commands]}
+        print(json_module.dumps(document))
         return 0
     if dry_run:
         print(f"{first.text}\n" if first is not None else "", rendered.text, sep="", end="")
@@ -132,12 +126,12 @@ def start(
     if launcher.attached:
         code = finish(record, handle)
         if json:
-            print(json_module.dumps({**_described(record), "exit_code": code}), flush=True)
+            print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
         return code
     if json and not options.wait:
-        print(json_module.dumps(_described(record)), flush=True)
+        print(json_module.dumps(_as_json(record)), flush=True)
         return 0
-    print(f"paceline: submitted {record.id}. Follow it: paceline logs -f {record.id}", file=sys.stderr)
+    print(f"paceline: submitted {record.id}. Follow its output with: paceline logs -f {record.id}", file=sys.stderr)
     if not options.wait:
         return 0
     try:
@@ -145,23 +139,23 @@ def start(
             print(line, flush=True)
         code = finish(record, handle)
     except KeyboardInterrupt:
-        print(f"paceline: {record.id} keeps running. End it: paceline cancel {record.id}", file=sys.stderr)
+        print(f"paceline: {record.id} keeps running. Cancel it with: paceline cancel {record.id}", file=sys.stderr)
         return 130
     if json:
-        print(json_module.dumps({**_described(record), "exit_code": code}), flush=True)
+        print(json_module.dumps({**_as_json(record), "exit_code": code}), flush=True)
     return code
 
 
-def _examination(launcher: Launcher, spec: LaunchSpec, own: Any) -> PreflightSpec:
-    """What a job needs of its machines, which meet where all of them can write."""
+def _preflight_spec(launcher: Launcher, spec: LaunchSpec, own: Any) -> PreflightSpec:
+    """Describe what a job needs of its nodes, in a directory that all nodes can write."""
     run = spec.run or spec.workdir
-    if launcher.name in HERE:
+    if launcher.name in LOCAL_LAUNCHERS:
         directory = Path.cwd() / "jobs" / f"preflight-{spec.name}"
     else:
-        common = launcher.common_directory(spec, own)
-        directory = (common or _ANYWHERE) / "preflight"
+        shared = launcher.common_directory(spec, own)
+        directory = (shared or _FALLBACK_DIRECTORY) / "preflight"
         if spec.run is None and launcher.files != "shared":
-            run = common or _ANYWHERE
+            run = shared or _FALLBACK_DIRECTORY
     from paceline.launch.preflight.spec import PreflightSpec
 
     return PreflightSpec(
@@ -174,17 +168,17 @@ def _examination(launcher: Launcher, spec: LaunchSpec, own: Any) -> PreflightSpe
     )
 
 
-def _described(record: JobRecord) -> Mapping[str, Any]:
+def _as_json(record: JobRecord) -> Mapping[str, Any]:
     return dataclasses.asdict(record)
 
 
 def _detach(spec: LaunchSpec) -> None:
-    """Go on in a process of its own, which prints into a file of the job's directory.
+    """Continue in a process of its own, which prints into a file of the job's directory.
 
-    Returns in that process. The one that the user waits for ends here, as soon as the job is known.
+    Returns in that process. The process that the user waits for exits here as soon as the job is recorded.
 
     Raises:
-        SystemExit: there: 0, or the exit code of the other if that has ended without a job.
+        SystemExit: in the waiting process: 0, or the other process's exit code if it ended without a job.
     """
     from paceline.launch.supervisor import OUTPUT
 
@@ -213,7 +207,7 @@ def _detach(spec: LaunchSpec) -> None:
         if code and not _is_recorded(spec, pid):
             sys.stderr.write(log.read_text(errors="replace"))
             raise SystemExit(code if code > 0 else 1)
-    print(f"paceline: started as process {pid}. Follow it: paceline logs -f {pid}", file=sys.stderr)
+    print(f"paceline: started as process {pid}. Follow its output with: paceline logs -f {pid}", file=sys.stderr)
     raise SystemExit(0)
 
 

@@ -1,4 +1,4 @@
-"""``paceline jobs``, ``paceline status JOB`` and ``paceline cancel JOB``: over all launchers."""
+"""``paceline jobs``, ``paceline status JOB`` and ``paceline cancel JOB``, for all launchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOURS = {"running": "green", "pending": "yellow", "failed": "red", "cancelled
 
 
 def jobs(*, all: Flag = False, json: Flag = False) -> int:
-    """List the jobs that were submitted from here, the newest last.
+    """List the jobs submitted from this machine, newest last.
 
     Parameters
     ----------
@@ -33,97 +33,97 @@ def jobs(*, all: Flag = False, json: Flag = False) -> int:
     json
         Print a JSON list.
     """
-    listed = []
+    entries = []
     for record in read_records():
         status = _status(record)
         if all or not status.ended or time.time() - record.submitted < 86400:
-            listed.append((record, status))
+            entries.append((record, status))
     if json:
-        print(json_module.dumps([_described(record, status) for record, status in listed]))
+        print(json_module.dumps([_as_json(record, status) for record, status in entries]))
         return 0
-    if not listed:
+    if not entries:
         print("No jobs. Start one: paceline launch --on NAME -- COMMAND")
         return 0
-    whole = {name: Column(name, no_wrap=True) for name in ("job", "state", "submitted")}
-    table = Table(whole["job"], "name", whole["state"], "detail", whole["submitted"], "command")
-    for record, status in listed:
+    columns = {name: Column(name, no_wrap=True) for name in ("job", "state", "submitted")}
+    table = Table(columns["job"], "name", columns["state"], "detail", columns["submitted"], "command")
+    for record, status in entries:
         when = time.strftime("%m-%d %H:%M", time.localtime(record.submitted))
         program, *arguments = record.command
         text = shorten(" ".join([Path(program).name, *arguments]), _COMMAND_LENGTH, placeholder=" …")
-        # In a Text nothing is markup.
+        # Text so that markup is not interpreted.
         job, name, detail, command = map(Text, (record.id, record.name, status.detail, text))
-        table.add_row(job, name, _coloured(status), detail, when, command)
+        table.add_row(job, name, _format_state(status), detail, when, command)
     Console().print(table)
     return 0
 
 
 def status(job: str, *, json: Flag = False) -> int:
-    """Say where a job stands; exit code 0 unless it failed.
+    """Print the state of a job; exit code 0 unless it failed.
 
     Parameters
     ----------
     job
-        Its id, the system's own number, or its name.
+        The job's id, the cluster's number of it, or its name.
     json
         Print JSON.
     """
     record = find_record(job)
-    stands = record.status()
+    current = record.status()
     if json:
-        print(json_module.dumps(_described(record, stands)))
+        print(json_module.dumps(_as_json(record, current)))
     else:
         table = Table(show_header=False, box=None)
         rows = [
             ("job", Text(record.id)),
             ("name", Text(record.name)),
-            ("state", Text.assemble(_coloured(stands), f"  {stands.detail}" if stands.detail else "")),
+            ("state", Text.assemble(_format_state(current), f"  {current.detail}" if current.detail else "")),
             ("command", Text(" ".join(record.command))),
             ("directory", Text(record.directory)),
         ]
         if record.run is not None:
             rows.append(("run", Text(record.run)))
-        if stands.restarts:
-            rows.append(("restarts", Text(str(stands.restarts))))
+        if current.restarts:
+            rows.append(("restarts", Text(str(current.restarts))))
         for row in rows:
             table.add_row(*row)
         Console().print(table)
-    return 1 if stands.state == "failed" else 0
+    return 1 if current.state == "failed" else 0
 
 
 def cancel(job: str, *, json: Flag = False) -> int:
-    """End a job, and all that it started; a second time kills what this machine's does not end.
+    """Cancel a job and everything that it started; repeat to kill local processes that do not end.
 
     Parameters
     ----------
     job
-        Its id, the system's own number, or its name.
+        The job's id, the cluster's number of it, or its name.
     json
-        Print JSON: where the job stood.
+        Print JSON, with the job's state before.
     """
     record = find_record(job)
-    stood = record.status_asked_anew()
-    if not stood.ended:
+    previous = record.status_asked_anew()
+    if not previous.ended:
         record.handle().cancel()
     if json:
-        print(json_module.dumps(_described(record, stood)))
-    elif stood.ended:
-        print(f"{record.id} has ended already: {stood.state}.")
+        print(json_module.dumps(_as_json(record, previous)))
+    elif previous.ended:
+        print(f"{record.id} has already ended: {previous.state}.")
     else:
-        print(f"{record.id} is asked to end.")
+        print(f"{record.id} is being cancelled.")
     return 0
 
 
 def _status(record: JobRecord) -> JobStatus:
-    """Where it stands; "unknown" with the reason where its system cannot be asked."""
+    """Return the job's state; "unknown" with the reason if its cluster does not answer."""
     try:
         return record.status()
     except PacelineError as error:
         return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
 
 
-def _coloured(status: JobStatus) -> Text:
+def _format_state(status: JobStatus) -> Text:
     return Text(status.state, style=_COLOURS.get(status.state, ""))
 
 
-def _described(record: JobRecord, status: JobStatus) -> dict[str, Any]:
+def _as_json(record: JobRecord, status: JobStatus) -> dict[str, Any]:
     return {**dataclasses.asdict(record), "status": dataclasses.asdict(status)}

@@ -1,4 +1,4 @@
-"""``paceline join RUN``."""
+"""``paceline join RUN``: add this machine to a running job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.launch.local_run import launch
 from paceline.runs.directory import RunDirectory
 
 _SHARED = ("run_dir", "resume", "rdzv_id")
-_OF_A_MACHINE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]
-"""Options that are another machine's in the job of the run."""
+_PER_NODE = [name for name in select(lambda its: its.scope == "place") if name not in _SHARED]
+"""Options whose values differ between the nodes of a job."""
 
 
 def join(
@@ -30,21 +30,21 @@ def join(
     quiet: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Join a run that is running on other machines, and stay until it ends or this machine leaves.
+    """Add this machine to a running job, until the job ends or this machine leaves.
 
-    The run's directory is the one that all its machines share. The processes that are started here copy the
-    state from a peer and take part after a step; the final weights stay the same. Ctrl-C leaves after a step.
+    All nodes must share the run's directory. The new processes copy the state from a peer and start at the
+    next step; the final weights stay the same. Ctrl-C leaves after a step.
 
     Parameters
     ----------
     run
         The run's directory.
     nproc
-        Processes on this machine. Default: as many as on the first machine.
+        Processes on this machine. Default: as on the first node.
     interface
-        Network interface to the other machines, e.g. eth0.
+        Network interface to the other nodes, e.g. eth0.
     token_file
-        File with the secret that the run's machines share. Default: in the run's directory.
+        File with the token that the run's nodes share. Default: the one in the run's directory.
     quiet
         Show no progress.
     json
@@ -55,11 +55,11 @@ def join(
     try:
         job = WorkerConfig.from_toml(file)
     except OSError as error:
-        raise ConfigError(f"{file}, the run's job, cannot be read: {error.strerror}.") from error
-    here = {name: DEFAULTS[name] for name in (*_OF_A_MACHINE, "on")}
-    here |= {"run_dir": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
-    here["token_file"] = None if token_file is None else str(token_file)
-    config = dataclasses.replace(job.config, **here)
+        raise ConfigError(f"{file}, the run's job file, cannot be read: {error.strerror}.") from error
+    overrides = {name: DEFAULTS[name] for name in (*_PER_NODE, "on")}
+    overrides |= {"run_dir": str(run), "nproc": job.config.nproc if nproc is None else nproc, "interface": interface}
+    overrides["token_file"] = None if token_file is None else str(token_file)
+    config = dataclasses.replace(job.config, **overrides)
     code, directory = launch(dataclasses.replace(job, config=config, quiet=quiet), joins=True)
     if code == 0 and json:
         print(json_module.dumps(directory.read_result()), flush=True)

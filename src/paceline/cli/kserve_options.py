@@ -1,4 +1,4 @@
-"""What ``paceline serve --on kserve`` asks beside the server's own options."""
+"""Options of ``paceline serve --on kserve`` in addition to the server's own."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def _option(help: str) -> Parameter:
 class KServeOptions:
     """Options of an InferenceService."""
 
-    image: Annotated[str | None, _option("The container image, with Paceline in it.")] = None
+    image: Annotated[str | None, _option("Container image that contains Paceline.")] = None
     token_secret: Annotated[
         str | None, _option("SECRET/KEY, the Kubernetes secret with the token that clients send.")
     ] = None
-    name: Annotated[str | None, _option("The service's name. Default: the package's last part.")] = None
-    namespace: Annotated[str, _option("The namespace. Default: default.")] = "default"
+    name: Annotated[str | None, _option("Name of the service. Default: the last part of the package's.")] = None
+    namespace: Annotated[str, _option("Kubernetes namespace. Default: default.")] = "default"
     volume: Annotated[
         tuple[str, ...],
-        _option("CLAIM:/PATH, a persistent volume claim and where it is mounted; may be repeated."),
+        _option("CLAIM:/PATH, a persistent volume claim and its mount point; may be repeated."),
     ] = ()
     memory: Annotated[str | None, _option("Memory of each pod, such as 4Gi.")] = None
-    service_account: Annotated[str | None, _option("The service account that the pods run as.")] = None
+    service_account: Annotated[str | None, _option("Service account of the pods.")] = None
     dry_run: Annotated[bool, _option("Print the InferenceService.")] = False
 
 
@@ -47,33 +47,33 @@ def print_service(
     *,
     json: bool,
 ) -> int:
-    """Print the manifest of a server in pods; ``words`` are options of theirs beside ``options``.
+    """Print the manifest of a server in pods, started with ``options`` and the arguments ``words``.
 
     Raises:
-        ConfigError: Kubernetes would refuse it, or its server would.
+        ConfigError: Kubernetes would refuse the manifest, or the server its options.
     """
     from paceline.launch.kubernetes_manifests import InferenceService
 
     if not kserve.dry_run:
         raise ConfigError(
-            "--on kserve prints an InferenceService, and leaves it to kubectl to apply it: "
+            "--on kserve only prints an InferenceService, which kubectl applies: "
             "add --dry-run, and | kubectl apply -f -"
         )
     if kserve.image is None or kserve.token_secret is None:
         raise ConfigError(
-            "--on kserve needs --image, a container image that has Paceline in it, and --token-secret "
+            "--on kserve needs --image, a container image that contains Paceline, and --token-secret "
             "SECRET/KEY: other machines reach the server, so clients must send a token."
         )
     if not ({"--trust", "--task", "onnx"} & set(words)):
         raise ConfigError(
-            "nothing is trusted in a pod that has just been made. Say --trust if you trust these packages' "
-            "programs, --program onnx for one that can run no code, or --task TASK to use the weights alone."
+            "a new pod trusts no package. Add --trust if you trust these packages' programs, --program onnx "
+            "for programs that cannot run code, or --task TASK to use the weights alone."
         )
-    on_gpus = [device for device in options.devices if device != "cpu"]
-    if on_gpus and len(set(options.devices)) != len(on_gpus):
+    gpus = [device for device in options.devices if device != "cpu"]
+    if gpus and len(set(options.devices)) != len(gpus):
         raise ConfigError(
-            f"--devices {','.join(options.devices)}: the pods of --on kserve compute on CPUs, or on GPUs of "
-            "their own. Name each GPU once, and no CPU beside them."
+            f"--devices {','.join(options.devices)}: the pods of --on kserve use either CPUs or GPUs. "
+            "Name each GPU once, and no CPU together with GPUs."
         )
     service = InferenceService(
         packages=packages,
@@ -81,7 +81,7 @@ def print_service(
         image=kserve.image,
         token_secret=kserve.token_secret,
         replicas=replicas,
-        gpus=len(on_gpus),
+        gpus=len(gpus),
         threads=options.threads,
         timeout_s=options.timeout_s,
         startup_s=options.startup_timeout_s,

@@ -1,4 +1,4 @@
-"""``paceline launch --on NAME ... -- COMMAND``."""
+"""``paceline launch --on NAME ... -- COMMAND``: start any program with a launcher."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def launch(
     dry_run: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Start any program on one process or many machines: a .py file, -m module, or an executable.
+    """Start any program on one process or many nodes: a .py file, -m module, or an executable.
 
-    A launcher's own options are shown with its name: paceline launch --on slurm --help.
+    To see a launcher's own options: paceline launch --on slurm --help.
 
     Parameters
     ----------
     command
-        After --: the program and its arguments, in which {master_addr}, {master_port}, {node_rank} and
-        {nnodes} are replaced.
+        After --: the program and its arguments. {master_addr}, {master_port}, {node_rank} and {nnodes} in
+        the arguments are replaced.
     on
         The launcher.
     nodes
-        Machines, N or MIN:MAX.
+        Number of nodes, N or MIN:MAX.
     nproc
-        Processes per machine: one number, or a list such as 8,4.
+        Processes per node: one number, or a list such as 8,4.
     threads
         OMP_NUM_THREADS of every process.
     walltime
@@ -55,11 +55,11 @@ def launch(
     max_restarts
         How often torchrun may restart its workers.
     interface
-        Network interface to the other machines, e.g. eth0.
+        Network interface to the other nodes, e.g. eth0.
     python
-        The interpreter on the machines. Default: this one; in an image, python.
+        Python interpreter on the nodes. Default: this one; in an image, python.
     dry_run
-        Print the whole job, and start nothing; does not need the system.
+        Print the whole job and start nothing; does not need the cluster.
     json
         Print the job as JSON.
     """
@@ -77,23 +77,23 @@ def launch(
     job = job or JobOptions()
     launcher = get_launcher(on)
     own = make_options(launcher, explicit_options(launcher_options))
-    machines, counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), own)
+    node_range, counts = launcher.resolve_sizes(parse_nodes(nodes), parse_nproc(nproc), own)
     if counts is None:
-        raise ConfigError("--nproc auto is for tasks. Give the number of processes a machine.")
+        raise ConfigError("--nproc auto is only for tasks. Give the number of processes per node.")
     interpreter = nodes_python(launcher, python)
     words = normal_command(command, interpreter, partial(launcher.remote_path, options=own))
     env_style = choose_env_style(launcher, job.env_style, job.rank_launcher)
     rank_launcher = choose_rank_launcher(launcher, job.rank_launcher, env_style, is_task=False)
     name = job.name or job_name(Path(next((w for w in words if w.endswith(".py")), words[0])).stem)
-    world_size = sum(counts) if len(counts) > 1 else counts[0] * machines[0]
-    beside_record = launcher.attached or launcher.files != "shared"
+    world_size = sum(counts) if len(counts) > 1 else counts[0] * node_range[0]
+    has_local_files = launcher.attached or launcher.files != "shared"
     spec = LaunchSpec(
         **{
             **job.spec_fields(world_size),
             "command": words,
             "name": name,
-            "directory": job_directory(name, attached=beside_record),
-            "nodes": machines,
+            "directory": job_directory(name, attached=has_local_files),
+            "nodes": node_range,
             "nproc": counts,
             "threads": threads,
             "walltime_s": None if walltime is None else parse_duration_s(walltime, "walltime"),

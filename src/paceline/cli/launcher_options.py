@@ -1,4 +1,4 @@
-"""The launchers' own options as command-line flags, in a group for each launcher."""
+"""The launchers' own options as command-line flags, in one group per launcher."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from paceline.launch import registry
 from paceline.launch.registry import option_types
 
 _COMMAND = ("paceline", "__main__.py")
-_HERE = ("spawn", "torchrun")
+_LOCAL_LAUNCHERS = ("spawn", "torchrun")
 
 
 @functools.cache
 def launchers_options(*, for_tasks: bool = False) -> Any:
-    """A dataclass with a flag for each option of the launchers in question; None: it was not given.
+    """Return a dataclass with a flag for each option of the relevant launchers; None means not given.
 
     Args:
-        for_tasks: leave out those that are a task's options too.
+        for_tasks: leave out options that every task has too.
     """
     helps: dict[str, tuple[str, list[str]]] = {}
     types: dict[str, Any] = {}
-    for name in in_question(sys.argv):
+    for name in relevant_launchers(sys.argv):
         options_type = registry.options_type(name)
         if options_type is None:
             continue
@@ -48,11 +48,11 @@ def launchers_options(*, for_tasks: bool = False) -> Any:
     return options_class("LauncherOptions", fields)
 
 
-def in_question(argv: Sequence[str]) -> Sequence[str]:
-    """The launchers whose options a command line may hold: importing all of them takes a command's time.
+def relevant_launchers(argv: Sequence[str]) -> Sequence[str]:
+    """Return the launchers whose options a command line may contain, since importing all of them is slow.
 
-    Where it names its launcher, that one; else those that start processes on this machine.
-    What is no command line of ours, such as the documentation, sees all of ours.
+    These are the launcher of ``--on``, or else those that start processes on this machine. Outside of the
+    command line, such as in the documentation, they are all of Paceline's own launchers.
     """
     if Path(argv[0]).name not in _COMMAND:
         return registry.LAUNCHER_NAMES
@@ -61,4 +61,4 @@ def in_question(argv: Sequence[str]) -> Sequence[str]:
     ours = tuple(name for name in registry.LAUNCHER_NAMES if name == named or "--config" in argv)  # which may name any
     is_named = named is not None and named not in registry.LAUNCHER_NAMES
     plugins = tuple(name for name in plugin_names("paceline.launchers") if name == named) if is_named else ()
-    return (*ours, *plugins) or _HERE
+    return (*ours, *plugins) or _LOCAL_LAUNCHERS

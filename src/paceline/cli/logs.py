@@ -1,4 +1,4 @@
-"""``paceline logs``: what the ranks of a run or a job printed, live if wanted."""
+"""``paceline logs``: print or follow the output of a run's or a job's ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from paceline.runs.failures import describe, read_failure
 
 _POLL_S = 0.2
 _RESTART_S = 5.0
-"""How long a run without a lock and without a last word may be between two of its processes."""
+"""How long a run without a lock and without a final event may be restarting."""
 
 _FIRST_QUESTION_S, _LAST_QUESTION_S = 0.5, 10.0
-"""How often a job's system is asked whether the job goes on."""
+"""First and longest interval between two queries of a job's state."""
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
@@ -34,7 +34,7 @@ def logs(
     run: Annotated[str, Parameter(help="The run's directory, or a job of paceline jobs.")],
     *,
     rank: Annotated[
-        int | None, Parameter(help="Show only this rank. Default: all, with the ranks of each line.")
+        int | None, Parameter(help="Show only this rank. Default: all, with the rank numbers before each line.")
     ] = None,
     grep: Annotated[str | None, Parameter(help="Show only lines that match this regular expression.")] = None,
     follow: Annotated[
@@ -43,65 +43,65 @@ def logs(
     ] = False,
     lines: Annotated[int, Parameter(name=["--lines", "-n"], help="Number of last lines of each rank.")] = 50,
 ) -> int:
-    """Print what the ranks printed: the last lines of each, then, with -f, new ones as they come.
+    """Print the ranks' output: the last lines of each and, with -f, new lines as they come.
 
-    A line that several ranks printed is shown once, one that is repeated with its number. Of a run that
-    failed, the first error comes first.
+    A line of several ranks is printed once, and a repeated line with its count. If the run failed, the first
+    error is printed first.
     """
     if lines < 0:
         raise ConfigError(f"--lines must be 0 or more, but is {lines}.")
-    wanted = _pattern(grep)
+    pattern = _compile_pattern(grep)
     directory = RunDirectory(Path(run))
-    record = None if directory.exists() else _job(run)
+    record = None if directory.exists() else _find_job(run)
     if record is not None and record.run is not None:
         directory = RunDirectory(Path(record.run))
     try:
         if record is not None and not ranks_with_logs(directory):
-            return _print_job(record, wanted, rank, follow)
+            return _print_job(record, pattern, rank, follow)
         if not directory.exists() and record is None:
             raise RunDirectoryError(
                 f"{run} is not a run directory: it has no run.toml. `paceline runs` lists runs, `paceline jobs` jobs."
             )
         ranks = ranks_with_logs(directory)
         if rank is not None and rank not in ranks:
-            raise RunDirectoryError(f"{run} has no log of rank {rank}. {_which_there_are(ranks)}")
+            raise RunDirectoryError(f"{run} has no log of rank {rank}. {_list_ranks(ranks)}")
         if not ranks and not follow:
-            raise RunDirectoryError(f"{run} has no logs: it has not started yet. Wait for it with -f.")
+            raise RunDirectoryError(f"{run} has no logs: it has not started yet. Use -f to wait for it.")
         if rank is None and grep is None and not follow:
             _print_first_error(directory)
-        _print_logs(directory, rank, wanted, lines, _until_ended(directory, record) if follow else ())
+        _print_logs(directory, rank, pattern, lines, _until_ended(directory, record) if follow else ())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
 
 
-def _pattern(grep: str | None) -> re.Pattern[str]:
+def _compile_pattern(grep: str | None) -> re.Pattern[str]:
     try:
         return re.compile(grep or "")
     except re.error as error:
-        raise ConfigError(f"--grep {grep!r} is no regular expression: {error}.") from error
+        raise ConfigError(f"--grep {grep!r} is not a regular expression: {error}.") from error
 
 
-def _job(text: str) -> JobRecord | None:
-    """The job of that name; None where there is none, and ``text`` may be a path."""
+def _find_job(text: str) -> JobRecord | None:
+    """Return the job of that name; None if there is none, or if ``text`` looks like a path."""
     looks_like_a_path = os.sep in text or Path(text).exists()
     return find_record(text) if read_records() and not looks_like_a_path else None
 
 
-def _print_job(record: JobRecord, wanted: re.Pattern[str], rank: int | None, follow: bool) -> int:
-    """What a job printed that keeps no log for each rank."""
+def _print_job(record: JobRecord, pattern: re.Pattern[str], rank: int | None, follow: bool) -> int:
+    """Print the output of a job that keeps no log per rank."""
     if rank is not None:
-        raise ConfigError(f"{record.id} keeps no log for each rank. Leave out --rank.")
+        raise ConfigError(f"{record.id} keeps no log per rank. Leave out --rank.")
     printed = False
     for line in record.handle().logs(follow=follow):
         printed = True
-        if wanted.search(line):
+        if pattern.search(line):
             print(line, flush=follow)
     if not printed:
         status = record.status()
-        stands = f"{status.state}, {status.detail}" if status.detail else status.state
+        state = f"{status.state}, {status.detail}" if status.detail else status.state
         print(
-            f"paceline: {record.id} has printed nothing that was kept. It stands at: {stands}.\n"
+            f"paceline: {record.id} has no recorded output. Its state is {state}.\n"
             f"  Its script and files: {record.directory}",
             file=sys.stderr,
         )
@@ -109,9 +109,9 @@ def _print_job(record: JobRecord, wanted: re.Pattern[str], rank: int | None, fol
 
 
 def _print_first_error(directory: RunDirectory) -> None:
-    """Of a run that did not end well, which rank failed first, and why, where one recorded it.
+    """Print the first error of a run that did not end well.
 
-    A rank of an earlier start, which was given more of them, may have left its record.
+    Records of ranks that only an earlier attempt had may exist too.
     """
     if _last_event(directory) in ("finished", "stopped"):
         return
@@ -123,19 +123,19 @@ def _print_first_error(directory: RunDirectory) -> None:
 
 
 def ranks_with_logs(directory: RunDirectory) -> list[int]:
-    """The ranks that have a log, in order."""
+    """Return the ranks that have a log, in order."""
     names = (re.fullmatch(r"rank-(\d+)\.log", path.name) for path in directory.logs.glob("rank-*.log"))
     return sorted(int(match[1]) for match in names if match)
 
 
-def _which_there_are(ranks: list[int]) -> str:
-    return f"There are: {', '.join(map(str, ranks))}." if ranks else "There are no logs yet."
+def _list_ranks(ranks: list[int]) -> str:
+    return f"Ranks with logs: {', '.join(map(str, ranks))}." if ranks else "There are no logs yet."
 
 
 def _print_logs(
-    directory: RunDirectory, rank: int | None, wanted: re.Pattern[str], lines: int, ticks: Iterable[None]
+    directory: RunDirectory, rank: int | None, pattern: re.Pattern[str], lines: int, ticks: Iterable[None]
 ) -> None:
-    """Print the last lines, and at each tick those that have come since."""
+    """Print the last lines, and at each tick the new ones."""
     with ExitStack() as stack:
         tails: dict[int, Tail] = {}
 
@@ -145,14 +145,14 @@ def _print_logs(
                     tails[number] = stack.enter_context(Tail(directory.log_of(number), last_lines))
 
         def show(printed: Mapping[int, Sequence[str]]) -> None:
-            found = {number: [line for line in own if wanted.search(line)] for number, own in printed.items()}
+            found = {number: [line for line in own if pattern.search(line)] for number, own in printed.items()}
             if rank is not None:
                 for line in found.get(rank, ()):
                     sys.stdout.write(f"{line}\n")
             else:
                 for ranks, line, times in merge_rank_lines(found):
-                    again = f"  ({times} times)" if times > 1 else ""
-                    sys.stdout.write(f"{_prefix(ranks)}{line}{again}\n")
+                    count = f"  ({times} times)" if times > 1 else ""
+                    sys.stdout.write(f"{_prefix(ranks)}{line}{count}\n")
             sys.stdout.flush()
 
         def show_new() -> None:
@@ -161,7 +161,7 @@ def _print_logs(
         open_new(lines)
         show_new()
         for _ in ticks:
-            # A rank whose log appears while we watch is shown from its first line.
+            # A rank whose log appears now is shown from its first line.
             open_new(None)
             show_new()
         unfinished = {number: tail.unfinished_line() for number, tail in tails.items()}
@@ -169,23 +169,23 @@ def _print_logs(
 
 
 def _until_ended(directory: RunDirectory, record: JobRecord | None) -> Iterator[None]:
-    """Yield now and then, and once more after the run has ended; where it is a job's, and will not go on."""
+    """Yield regularly, and once more after the run has ended; a job's run has ended if the job has."""
     last_alive = time.monotonic()
     next_question, interval_s = 0.0, _FIRST_QUESTION_S
-    watch: StatusPoller | None = None
+    poller: StatusPoller | None = None
     while True:
         now = time.monotonic()
         if directory.is_running():
             last_alive = now
             interval_s = _FIRST_QUESTION_S
-            watch = None
+            poller = None
         elif (_has_ended(directory) or now - last_alive > _RESTART_S) and now >= next_question:
-            # A job that was preempted is stopped, and waits in the queue for its next start.
+            # A preempted job's run is stopped, and waits in the queue for its next start.
             if record is None:
                 yield
                 return
-            watch = watch or StatusPoller(record.status)
-            status = watch.answer(record.status)
+            poller = poller or StatusPoller(record.status)
+            status = poller.answer(record.status)
             if status is not None and status.state not in ("pending", "running"):
                 yield
                 return
@@ -205,14 +205,14 @@ def _last_event(directory: RunDirectory) -> str | None:
 
 
 def _prefix(ranks: Sequence[int]) -> str:
-    text = f"{'rank' if len(ranks) == 1 else 'ranks'} {_in_short(ranks)} | "
+    text = f"{'rank' if len(ranks) == 1 else 'ranks'} {_compress_ranks(ranks)} | "
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return text
     return f"\x1b[{_COLOURS[ranks[0] % len(_COLOURS)]}m{text}\x1b[0m"
 
 
-def _in_short(ranks: Sequence[int]) -> str:
-    """0, 1, 2, 5 -> 0-2,5."""
+def _compress_ranks(ranks: Sequence[int]) -> str:
+    """Return 0, 1, 2, 5 as 0-2,5."""
     parts: list[list[int]] = []
     for number in ranks:
         if parts and number == parts[-1][-1] + 1:

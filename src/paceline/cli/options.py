@@ -1,4 +1,4 @@
-"""The options of a run as command-line flags, made from :class:`~paceline.core.config.RunConfig`'s fields."""
+"""The options of a run as command-line flags, derived from the fields of :class:`~paceline.core.config.RunConfig`."""
 
 from __future__ import annotations
 
@@ -19,71 +19,63 @@ GROUPS = (
     *("DataParallel", "DeepSpeed"),
     *("Requests", "Replicas", "Program", "Swap"),
 )
-"""The groups that ``--help`` leaves out: a run's and then a server's, in the order of ``--help-all``.
-
-The launchers' own options come after them.
-"""
+"""The groups that ``--help`` omits, in the order of ``--help-all``: a run's, then a server's, then the launchers'."""
 
 COMMON_OF_TRAIN = (
     *("set", "epochs", "max_steps", "global_batch_size", "precision", "seed"),
     *("nproc", "nodes", "on", "strategy", "device", "checkpoint_every"),
 )
-"""What nearly everybody uses, in the order of ``paceline train --help``; the command adds three."""
+"""The most used options, in the order of ``paceline train --help``; the command adds three."""
 
 _NOT_FLAGS = ("task", "run_dir")
 
 
 @functools.cache
 def group(name: str, index: int = 0) -> Group:
-    """A group of options, which knows its place among the others.
-
-    Args:
-        name: its heading.
-        index: its place among those that only one command has.
-    """
+    """Return the group of options with that name, sorted by ``index`` among those that only one command has."""
     if name == ARGUMENTS:
         return Group.create_default_arguments(name)
     if name == COMMON:
-        place = 0
+        order = 0
     elif name in GROUPS:
-        place = 2 + GROUPS.index(name)
+        order = 2 + GROUPS.index(name)
     else:
-        place = 2 + len(GROUPS) if name.startswith("--on ") else 1
-    return Group(name, sort_key=(place, index))
+        order = 2 + len(GROUPS) if name.startswith("--on ") else 1
+    return Group(name, sort_key=(order, index))
 
 
 @functools.cache
 def run_options(*, without: tuple[str, ...] = (), common: tuple[str, ...] = ()) -> Any:
-    """A dataclass with a flag for each option; None says that it was not given.
+    """Return a dataclass with a flag for each option of a run; None means not given.
 
     Args:
-        without: options that a command has no use for.
-        common: options that its ``--help`` shows, in this order.
+        without: options to leave out.
+        common: options that the command's ``--help`` shows, in this order.
     """
     hints = typing.get_type_hints(RunConfig)
-    place = {name: index for index, name in enumerate(common)}
+    order = {name: index for index, name in enumerate(common)}
     fields = []
-    for f in sorted(dataclasses.fields(RunConfig), key=lambda f: place.get(f.name, len(place))):
+    for f in sorted(dataclasses.fields(RunConfig), key=lambda f: order.get(f.name, len(order))):
         if f.name in (*_NOT_FLAGS, *without):
             continue
         help_text = f.metadata["help"]
         if f.default is not None and f.default is not False and f.default != ():
             shown = " ".join(f.default) if isinstance(f.default, tuple) else f.default
             help_text += f" [default: {shown}]"
-        panel = group(COMMON if f.name in place else f.metadata["group"])
+        panel = group(COMMON if f.name in order else f.metadata["group"])
         parameter = Parameter(help=help_text, group=panel, show_default=False, negative="")
         fields.append((f.name, Annotated[hints[f.name] | None, parameter], dataclasses.field(default=None)))
     return options_class("Options", fields)
 
 
 def options_class(name: str, fields: list[tuple[str, Any, Any]]) -> Any:
-    """A dataclass of the options that are given; no more of one than that, for each method takes time."""
-    namespace = {"__module__": __name__, "__doc__": "The options that were given; None where one was not."}
+    """Make a dataclass of options, without the methods that it does not need: each takes time."""
+    namespace = {"__module__": __name__, "__doc__": "Explicit options; None means not given."}
     return dataclasses.make_dataclass(name, fields, kw_only=True, repr=False, eq=False, namespace=namespace)
 
 
 def explicit_options(options: Any) -> dict[str, Any]:
-    """The options that were given on the command line, as far as they differ from a default."""
+    """Return the options given on the command line that differ from their default."""
     if options is None:
         return {}
     values = {f.name: (getattr(options, f.name), f.default) for f in dataclasses.fields(options)}

@@ -1,4 +1,4 @@
-"""``paceline plan TASK``: memory and time of each strategy, before a GPU is there."""
+"""``paceline plan TASK``: predict each strategy's memory and time without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.parallel.planning.recommend import Plan, PlanRow
 
 _WIDTH = 110
-"""Columns of the table, also where the output is no terminal."""
+"""Width of the table, also if the output is not a terminal."""
 
 Flag = Annotated[bool, Parameter(negative="")]
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -39,31 +39,31 @@ def plan(
 ) -> int:
     """Predict memory and step time of TASK under each strategy, and recommend a command.
 
-    Nothing is trained and no memory is taken: the model is built on tensors without data. The exit code is 0
-    if some strategy fits.
+    The model is built on the meta device: nothing is trained and no memory is allocated. The exit code is 0
+    if at least one strategy fits.
 
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a recipe such as transformer.
+        file.py:Name, package.module:Name, or a built-in task such as transformer.
     gpus
-        GPUs over all machines, with one process each.
+        Total number of GPUs, with one process each.
     gpu_memory
         Memory of one GPU, such as 80GiB.
     nodes
-        Machines.
+        Number of nodes.
     bandwidth
         Bandwidth of one process, such as 25GB/s.
     tflops
-        TFLOP/s that one GPU really reaches: often a third of its data sheet's.
+        TFLOP/s that one GPU reaches in practice: often a third of its data sheet's.
     set
         A hyperparameter as field=value; may be repeated.
     global_batch_size
         Samples per step, over all processes. Default: the task's.
-    micro-batches
-        Logical micro-batches of a global batch. Default: the task's, or one per process.
+    microbatches
+        Micro-batches of a global batch. Default: the task's, or one per process.
     device
-        cuda, or cpu: processes without a GPU, on gloo.
+        cuda, or cpu for processes without a GPU, on gloo.
     json
         Print JSON.
     """
@@ -77,7 +77,7 @@ def plan(
     assignments = parse_assignments(set)
     from paceline.parallel.planning.recommend import ClusterSpec, make_plan
 
-    machines = ClusterSpec(
+    cluster = ClusterSpec(
         gpus=gpus,
         nodes=nodes,
         memory=int(memory),
@@ -85,50 +85,51 @@ def plan(
         flops_per_s=tflops * 1e12,
         device=device,
     )
-    made = make_plan(
+    result = make_plan(
         TaskReference(task, assignments).load(),
         task,
-        machines,
+        cluster,
         assignments=assignments,
         global_batch_size=global_batch_size,
         microbatches=microbatches,
     )
     if json:
-        print(json_module.dumps(made.as_json(), indent=2))
+        print(json_module.dumps(result.as_json(), indent=2))
     else:
-        _show(made)
-    return 0 if made.command is not None else 1
+        _show(result)
+    return 0 if result.command is not None else 1
 
 
-def _show(made: Plan) -> None:
+def _show(result: Plan) -> None:
     from paceline.parallel.planning.predict import classic_mixed_precision
 
-    m, machines = made.measurement, made.machines
+    m, cluster = result.measurement, result.machines
     whole = m.whole
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     console.print(
-        f"{made.task}: {_number(m.parameters / 1e6)} million parameters, {made.global_batch_size} samples "
-        f"a step in {made.microbatches} micro-batches of {m.microbatch}, {whole.flops / 1e12:,.3g} TFLOP a micro-batch",
+        f"{result.task}: {_number(m.parameters / 1e6)} million parameters, {result.global_batch_size} samples "
+        f"per step in {result.microbatches} micro-batches of {m.microbatch}, "
+        f"{whole.flops / 1e12:,.3g} TFLOP per micro-batch",
         markup=False,
     )
     console.print(
-        f"{machines.gpus} processes with {_number(machines.memory / 2**30)} GiB, at "
-        f"{machines.flops_per_s / 1e12:g} TFLOP/s and {machines.bandwidth / 1e9:g} GB/s\n"
+        f"{cluster.gpus} processes with {_number(cluster.memory / 2**30)} GiB, at "
+        f"{cluster.flops_per_s / 1e12:g} TFLOP/s and {cluster.bandwidth / 1e9:g} GB/s\n"
     )
     unit, unit_bytes = ("GiB", 2**30) if whole.parameter_bytes >= 2**30 else ("MiB", 2**20)
     table = Table(box=None, header_style="bold", pad_edge=False, title_justify="left")
     table.add_column("strategy", no_wrap=True)
     table.add_column("")
-    titles = ("params", "grads", "optim.", "activ.", "temp.", f"{unit} a rank", "GB sent")
+    titles = ("params", "grads", "optim.", "activ.", "temp.", f"{unit} per rank", "GB sent")
     for title in (*titles, "seconds"):
         table.add_column(title, justify="right")
     table.add_column("limited by", no_wrap=True)
     table.add_column("fits")
     families: dict[str, list[PlanRow]] = {}
-    for row in made.rows:
+    for row in result.rows:
         families.setdefault(row.layout.family, []).append(row)
-    shown = [made.chosen if made.chosen in ways else ways[0] for ways in families.values()]
+    shown = [result.chosen if result.chosen in rows else rows[0] for rows in families.values()]
     for row in shown:
         held = row.memory
         sizes = (
@@ -142,47 +143,47 @@ def _show(made: Plan) -> None:
         fits = "yes" if row.fits else "no"
         table.add_row(
             f"{row.layout.name}" + ("" if row.layout.in_paceline else "*"),
-            ", ".join(_how(row)),
+            ", ".join(_settings(row)),
             *(_number(size / unit_bytes) for size in sizes),
             _number(row.timing.sent_bytes / 1e9),
             f"{row.timing.step_s:.3g}",
             row.timing.limited_by,
             fits,
-            style="bold" if row is made.chosen else None,
+            style="bold" if row is result.chosen else None,
         )
     console.print(table)
     if not all(row.in_paceline for row in shown):
-        console.print("* not in Paceline yet")
+        console.print("* not implemented in Paceline yet")
     console.print(
-        f"\nFor comparison, half-precision weights with Adam (2 + 2 + 4 + 4 + 4 bytes a parameter): "
+        f"\nFor comparison, half-precision weights with Adam (2 + 2 + 4 + 4 + 4 bytes per parameter): "
         f"{_number(classic_mixed_precision(m.parameters) / unit_bytes)} {unit} of states."
     )
     if any(row.layout.checkpointing for row in shown):
-        console.print("again: the activations of a block are computed again in backward.")
+        console.print("recompute: a block's activations are recomputed in backward (activation checkpointing).")
     saved = _number((whole.parameter_bytes + whole.optimizer_bytes) / unit_bytes)
-    console.print(f"While rank 0 saves, its host holds {saved} {unit} more.")
-    for reason in made.reasons:
+    console.print(f"While rank 0 saves a checkpoint, its host needs another {saved} {unit}.")
+    for reason in result.reasons:
         console.print(reason, markup=False)
-    if made.command is not None:
-        console.print(f"\n{made.command}", style="bold", markup=False, soft_wrap=True)
+    if result.command is not None:
+        console.print(f"\n{result.command}", style="bold", markup=False, soft_wrap=True)
 
 
-def _how(row: PlanRow) -> list[str]:
-    """What goes with a layout, where it is not the default."""
+def _settings(row: PlanRow) -> list[str]:
+    """Return a layout's precision, and its settings that are not the default."""
     words: list[str] = [row.precision]
     words += [row.reduction] if row.reduction != "exact" else []
-    return words + (["again"] if row.layout.checkpointing else [])
+    return words + (["recompute"] if row.layout.checkpointing else [])
 
 
 def _number(value: float) -> str:
-    """Three digits, and no exponent."""
+    """Format a number with three digits and without an exponent."""
     if value >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.995 else f"{value:.3f}"
 
 
 def _bytes(flag: str, text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text)
-    if not found or not float(found[1]) > 0:
-        raise ConfigError(f"{flag} {text!r}: write a size with its unit, such as 80GiB or 25GB.")
-    return float(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", text)
+    if not match or not float(match[1]) > 0:
+        raise ConfigError(f"{flag} must be a size with its unit, such as 80GiB or 25GB, but is {text!r}.")
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,4 +1,4 @@
-"""``paceline predict PACKAGE|URL INPUT...``: with a package here, or a server."""
+"""``paceline predict PACKAGE|URL INPUT...``: predict with a package on this machine, or with a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.serving.model import Array, ModelSpec
 
 Flag = Annotated[bool, Parameter(negative="")]
-_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def predict(
@@ -38,34 +38,34 @@ def predict(
 ) -> int:
     """Predict INPUTS with MODEL, a package or a server's address.
 
-    INPUTS are images, or rows in .npy, .npz (arrays by the inputs' names), .csv or .json. With --output,
-    what was computed is kept: after a kill, the same command continues, and every row is in the result
-    exactly once.
+    INPUTS are images, or rows in .npy, .npz (arrays named like the inputs), .csv or .json. With --output,
+    progress is saved: after a kill, the same command continues, and the result contains every row exactly
+    once.
 
     Parameters
     ----------
     model
         A package's directory or reference (fashion-mnist@prod), or http://HOST:PORT.
     inputs
-        Files.
+        Input files.
     output
-        Write everything into this file: .npz, .jsonl or .csv. Default: print it.
+        Write all predictions into this file: .npz, .jsonl or .csv. Default: print them.
     nproc
-        Processes that compute; of a server, connections.
+        Processes that predict; with a server, the number of connections.
     chunk
-        Rows that are computed and kept together.
+        Rows that are predicted and saved together.
     max_batch
-        Rows of a batch, with a package.
+        Rows per batch, with a package.
     devices
-        Where a package's processes compute, in turns: cpu, or cuda:0,cuda:1.
+        Devices of a package's processes, in turn: cpu, or cuda:0,cuda:1.
     program
-        Which of a package's programs computes. auto: pt2, or else onnx.
+        Which of a package's programs to run. auto: pt2, else onnx.
     task
         Use a package's weights with this task's own code.
     name
-        Which of a server's models. Default: its only one.
+        Name of the server's model. Default: its only one.
     token_file
-        The file with the server's token.
+        File with the server's token.
     json
         Print JSON.
     """
@@ -99,9 +99,9 @@ def predict(
     rows = read_rows(inputs, spec)
     with _progress(len(rows.names), quiet=json) as on_rows:
         if output is not None:
-            _into(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)
+            _write_output(output, rows, spec, engine, job, chunk, 2 * nproc, on_rows)
         else:
-            outputs = _all(rows, engine, chunk, on_rows)
+            outputs = _predict_all(rows, engine, chunk, on_rows)
     if output is not None:
         count = len(rows.names)
         print(json_module.dumps({"rows": count, "output": str(output)}) if json else f"{count} rows in {output}.")
@@ -110,7 +110,7 @@ def predict(
     return 0
 
 
-def _into(
+def _write_output(
     output: Path,
     rows: Rows,
     spec: ModelSpec,
@@ -129,7 +129,7 @@ def _into(
         try:
             asyncio.run(predict_into(journal, rows.arrays, engine, concurrency, on_rows))
         except* Exception as group:
-            # Of those that compute at once, the first that failed says why.
+            # Several chunks may fail at the same time: report the first error.
             first: BaseException = group
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
@@ -137,7 +137,7 @@ def _into(
         journal.finish(spec, rows.names)
 
 
-def _all(rows: Rows, engine: Engine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
+def _predict_all(rows: Rows, engine: Engine, chunk: int, on_rows: Callable[[int], None]) -> dict[str, Array]:
     import asyncio
 
     from paceline.serving.batch_predict import predict_all
@@ -147,7 +147,6 @@ def _all(rows: Rows, engine: Engine, chunk: int, on_rows: Callable[[int], None])
 
 @contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda rows: None
         return
@@ -163,9 +162,9 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: bool) -> None:
     from paceline.serving.batch_predict import records
 
-    found = list(records(outputs, spec, rows.names, 0))
+    predictions = list(records(outputs, spec, rows.names, 0))
     if json:
-        print(json_module.dumps({"model": spec.name, "version": spec.version, "predictions": found}))
+        print(json_module.dumps({"model": spec.name, "version": spec.version, "predictions": predictions}))
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -176,7 +175,7 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
     labelled = spec.label is not None
     columns = ("row", *(("label", "probability") if labelled else spec.outputs))
     table = Table(*map(escape, columns), box=SIMPLE_HEAD)
-    for record in found[:_SHOWN]:
+    for record in predictions[:_MAX_SHOWN]:
         if labelled:
             probability = record.get("probability")
             cells = [str(record["label"]), "" if probability is None else f"{probability:.4f}"]
@@ -185,5 +184,7 @@ def _print(outputs: Mapping[str, Array], spec: ModelSpec, rows: Rows, *, json: b
         table.add_row(*map(Text, (record["source"], *cells)))
     console = Console()
     console.print(table)
-    if len(found) > _SHOWN:
-        console.print(f"and {len(found) - _SHOWN} more; --json or --output FILE has all.", style="dim")
+    if len(predictions) > _MAX_SHOWN:
+        console.print(
+            f"and {len(predictions) - _MAX_SHOWN} more; --json or --output FILE gives all of them.", style="dim"
+        )

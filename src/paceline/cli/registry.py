@@ -1,4 +1,4 @@
-"""``paceline registry``: packages by name and tag; listed, compared, copied, rolled back."""
+"""``paceline registry``: list, compare, tag, copy and roll back packages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 app = App(name="registry", help="List, tag, copy and roll back packages.")
 
-What = Annotated[str, Parameter(help="NAME@TAG, NAME (its latest), or a digest or the beginning of one.")]
+PackageName = Annotated[str, Parameter(help="NAME@TAG, NAME (tag latest), or a digest or the beginning of one.")]
 Json = Annotated[bool, Parameter(negative="", help="Print one line of JSON.")]
 
 
 @app.command
 def ls(*, json: Json = False) -> int:
-    """List the packages of the registry, with their tags."""
+    """List the packages of the registry with their tags."""
     from paceline.runs.package import read_manifest, read_trusted
     from paceline.runs.package_registry import Registry
 
@@ -53,7 +53,7 @@ def ls(*, json: Json = False) -> int:
     if json:
         print(json_module.dumps(rows))
     elif not rows:
-        print(f"The registry {registry.path} is empty. paceline export RUN puts a package into it.")
+        print(f"The registry {registry.path} is empty. Add a package with: paceline export RUN")
     else:
         _print_table(rows)
     return 0
@@ -61,12 +61,12 @@ def ls(*, json: Json = False) -> int:
 
 @app.command
 def show(package: str, *, json: Json = False) -> int:
-    """Show a package, after verifying every byte of it.
+    """Verify every byte of a package, and show it.
 
     Parameters
     ----------
     package
-        Its directory, NAME@TAG, NAME (its latest), or a digest or the beginning of one.
+        The package's directory, NAME@TAG, NAME (tag latest), or a digest or the beginning of one.
     """
     from paceline.cli.export import as_json, print_package
     from paceline.runs.package import open_package, read_trusted
@@ -78,18 +78,18 @@ def show(package: str, *, json: Json = False) -> int:
     else:
         print_package(opened, opened.manifest.name)
         if "pt2" in opened.manifest.programs:
-            print(f"Its pt2 program is {'trusted' if is_trusted else 'not trusted: --trust lets it run'}.")
+            print(f"The pt2 program is {'trusted' if is_trusted else 'not trusted: --trust allows it to run'}.")
     return 0
 
 
 @app.command
-def tag(package: What, tag: str, *, json: Json = False) -> int:
+def tag(package: PackageName, tag: str, *, json: Json = False) -> int:
     """Point a tag at a package.
 
     Parameters
     ----------
     tag
-        NAME@TAG, or TAG for one of the package's own name.
+        NAME@TAG, or TAG to use the package's own name.
     """
     from paceline.runs.package import open_package
     from paceline.runs.package_manifest import plain_name
@@ -98,18 +98,18 @@ def tag(package: What, tag: str, *, json: Json = False) -> int:
     registry = Registry.of_user()
     opened = open_package(registry.path_of(registry.resolve(package)))
     reference = parse_reference(tag) if "@" in tag else PackageReference(opened.manifest.name, plain_name(tag, "a tag"))
-    before = registry.find(reference)
+    previous = registry.find(reference)
     registry.put_tag(reference, opened.digest)
-    return _said(
+    return _print_result(
         json,
-        {"reference": str(reference), "digest": opened.digest, "before": before and before.digest},
-        f"{reference} is {opened.digest}" + (f", was {before.digest}." if before else "."),
+        {"reference": str(reference), "digest": opened.digest, "before": previous and previous.digest},
+        f"{reference} now points to {opened.digest}" + (f", previously {previous.digest}." if previous else "."),
     )
 
 
 @app.command
 def untag(reference: str, *, json: Json = False) -> int:
-    """Remove a tag; its package stays.
+    """Remove a tag; keep its package.
 
     Parameters
     ----------
@@ -119,11 +119,11 @@ def untag(reference: str, *, json: Json = False) -> int:
     from paceline.runs.package_registry import Registry, parse_reference
 
     parsed = parse_reference(reference)
-    before = Registry.of_user().remove_tag(parsed)
-    return _said(
+    previous = Registry.of_user().remove_tag(parsed)
+    return _print_result(
         json,
-        {"reference": str(parsed), "before": before.digest},
-        f"{parsed} is no more; was {before.digest}.",
+        {"reference": str(parsed), "before": previous.digest},
+        f"{parsed} was removed; it pointed to {previous.digest}.",
     )
 
 
@@ -134,22 +134,22 @@ def rollback(reference: str, *, json: Json = False) -> int:
     Parameters
     ----------
     reference
-        NAME@TAG, or NAME (its latest).
+        NAME@TAG, or NAME (tag latest).
     """
     from paceline.runs.package_registry import Registry, parse_reference
 
     parsed = parse_reference(reference)
-    before, now = Registry.of_user().roll_back(parsed)
-    return _said(
+    previous, current = Registry.of_user().roll_back(parsed)
+    return _print_result(
         json,
-        {"reference": str(parsed), "digest": now.digest, "before": before.digest},
-        f"{parsed} is {now.digest} again, was {before.digest}.",
+        {"reference": str(parsed), "digest": current.digest, "before": previous.digest},
+        f"{parsed} points to {current.digest} again, previously {previous.digest}.",
     )
 
 
 @app.command
-def push(package: What, to: Path, *, json: Json = False) -> int:
-    """Copy a package, and its tag, into another registry.
+def push(package: PackageName, to: Path, *, json: Json = False) -> int:
+    """Copy a package and its tag into another registry.
 
     Parameters
     ----------
@@ -161,19 +161,19 @@ def push(package: What, to: Path, *, json: Json = False) -> int:
 
     with byte_progress("copying", quiet=json) as on_bytes:
         copied = push_package(package, to, Registry.of_user(), on_bytes)
-    return _copied(json, copied, to)
+    return _print_copied(json, copied, to)
 
 
 @app.command
 def pull(package: str, source: str, *, json: Json = False) -> int:
-    """Copy a package, and its tag, from another registry; verified before it is visible.
+    """Copy a package and its tag from another registry, and verify it before it becomes visible.
 
-    What was fetched of a pull that broke off is not fetched again.
+    An interrupted pull continues where it stopped.
 
     Parameters
     ----------
     package
-        NAME@TAG, NAME (its latest), or a whole digest.
+        NAME@TAG, NAME (tag latest), or a whole digest.
     source
         The other registry's directory, or its http(s) URL.
     """
@@ -183,13 +183,13 @@ def pull(package: str, source: str, *, json: Json = False) -> int:
     registry = Registry.of_user()
     with byte_progress("copying", quiet=json) as on_bytes:
         copied = pull_package(package, source, registry, on_bytes)
-    return _copied(json, copied, registry.path)
+    return _print_copied(json, copied, registry.path)
 
 
-def _copied(json: bool, copied: Transferred, place: Path) -> int:
-    path = place / "packages" / copied.digest
+def _print_copied(json: bool, copied: Transferred, registry: Path) -> int:
+    path = registry / "packages" / copied.digest
     name = copied.reference or copied.digest
-    return _said(
+    return _print_result(
         json,
         {
             "package": str(path),
@@ -197,11 +197,11 @@ def _copied(json: bool, copied: Transferred, place: Path) -> int:
             "reference": None if copied.reference is None else str(copied.reference),
             "fetched_bytes": copied.fetched_bytes,
         },
-        f"{name} is in {path}; {copied.fetched_bytes:,} bytes were copied.",
+        f"{name} is in {path}; copied {copied.fetched_bytes:,} bytes.",
     )
 
 
-def _said(json: bool, document: dict[str, object], text: str) -> int:
+def _print_result(json: bool, document: dict[str, object], text: str) -> int:
     print(json_module.dumps(document) if json else text)
     return 0
 

@@ -1,4 +1,4 @@
-"""``paceline report RUN [RUN...]``."""
+"""``paceline report RUN [RUN...]``: analyse runs and write a page."""
 
 from __future__ import annotations
 
@@ -29,48 +29,46 @@ def report(
     split: Literal["test", "val"] = "test",
     json: Flag = False,
 ) -> int:
-    """Analyse runs on the test split: one page that needs no network, and JSON.
+    """Analyse runs on the test split, and write a self-contained page or JSON.
 
-    The model is evaluated again, on this process. Of several runs, each is compared with the first.
+    The models are evaluated again in this process. With several runs, each is compared with the first.
 
     Parameters
     ----------
     run
-        The runs' directories.
+        Directories of the runs.
     output
-        The page's file. Default: report.html in the run's directory; for several, comparison.html there.
+        File of the page. Default: report.html in the run's directory; for several runs, comparison.html.
     checkpoint
-        best, last or a step. Default: the best, or the last where nothing was validated.
+        best, last or a step. Default: the best, or the last if the run has no validation.
     split
-        What the models are evaluated on: test or val.
+        Split to evaluate the models on: test or val.
     json
         Print all figures as one line of JSON.
     """
     paths = list(dict.fromkeys(run))
     for path in paths:
         if not RunDirectory(path).exists() and (path / "tune.json").exists():
-            raise ConfigError(
-                f"{path} is a search. Name its trials, such as {path / 'trials' / '00000'}: each is a run."
-            )
+            raise ConfigError(f"{path} is a search, not a run. Give its trials, such as {path / 'trials' / '00000'}.")
         RunDirectory(path).read_complete_manifest()
     target = output or paths[0] / ("report.html" if len(paths) == 1 else "comparison.html")
     if not target.parent.is_dir():
-        raise ConfigError(f"--output {target}: there is no folder {target.parent}. Make it first.")
+        raise ConfigError(f"--output {target}: the folder {target.parent} does not exist. Create it first.")
     if target.is_dir():
-        raise ConfigError(f"--output {target} is a folder. Name a file, such as {target / 'report.html'}.")
-    # Only here, so that --help need not wait for torch.
+        raise ConfigError(f"--output {target} is a folder. Give a file, such as {target / 'report.html'}.")
+    # Imported here so that --help does not wait for torch.
     from paceline.insight.analysis import analyse
     from paceline.insight.charts import require_matplotlib
     from paceline.insight.report import as_json, make_report
     from paceline.insight.report_page import render
 
-    require_matplotlib()  # not after a long evaluation
+    require_matplotlib()  # before the long evaluation, not after it
     analyses = []
     for path in paths:
         with evaluating(str(path), quiet=json) as on_progress:
             analyses.append(analyse(RunDirectory(path), split=split, checkpoint=checkpoint, on_progress=on_progress))
-    made = make_report(analyses)
-    page = render(made).encode()
+    report_data = make_report(analyses)
+    page = render(report_data).encode()
     try:
         write_atomically(target, page)
     except OSError as error:
@@ -78,15 +76,15 @@ def report(
             f"cannot write {target}: {error.strerror}. Choose another place with --output FILE."
         ) from error
     if json:
-        print(json_module.dumps({**as_json(made), "page": str(target)}))
+        print(json_module.dumps({**as_json(report_data), "page": str(target)}))
     else:
-        _print(made, target)
+        _print(report_data, target)
     return 0
 
 
 @contextmanager
-def evaluating(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, by samples."""
+def evaluating(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal, counted in samples."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -95,7 +93,7 @@ def evaluating(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("evaluating " + escape(what)),
+        TextColumn("evaluating " + escape(name)),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -105,7 +103,7 @@ def evaluating(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _print(made: RunReport, target: Path) -> None:
+def _print(report_data: RunReport, target: Path) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -114,14 +112,14 @@ def _print(made: RunReport, target: Path) -> None:
     from paceline.insight.report import interval, number
 
     console = Console(highlight=False)
-    console.print(Text(made.headline.headline, style="bold"))
-    console.print(Text(made.headline.sentence), soft_wrap=True)
+    console.print(Text(report_data.headline.headline, style="bold"))
+    console.print(Text(report_data.headline.sentence), soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in ("run", "metric", "value", "95 % interval"):
         table.add_column(name, justify="right" if name == "value" else "left")
-    for analysis in made.analyses:
+    for analysis in report_data.analyses:
         for name, estimate in analysis.metrics.items():
             cells = (analysis.record.name, name, number(estimate), interval(estimate))
             table.add_row(*map(Text, cells))
     console.print(table)
-    console.print(Text(f"The page: {target}"), soft_wrap=True)
+    console.print(Text(f"Page: {target}"), soft_wrap=True)

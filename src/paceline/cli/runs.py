@@ -1,4 +1,4 @@
-"""``paceline runs``: the runs in a folder, with their state and results."""
+"""``paceline runs``: list the runs of a folder with their state and results."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ app.command("paceline.cli.runs_pipeline:pipeline", name="pipeline", help="Show a
 
 @app.default
 def runs(
-    root: Annotated[Path, Parameter(help="The folder that holds the runs.")] = _DEFAULT_ROOT,
+    root: Annotated[Path, Parameter(help="Folder of the runs.")] = _DEFAULT_ROOT,
     *,
     json: Annotated[bool, Parameter(negative="", help="Print a JSON array instead of a table.")] = False,
 ) -> int:
     """List runs: state, progress, processes and micro-batches, result, age and running time."""
     if root != _DEFAULT_ROOT:
         check_folder(root)
-    found = find_runs(root)
+    summaries = find_runs(root)
     if json:
-        print(json_module.dumps([asdict(run) for run in found], indent=2))
-    elif not found:
+        print(json_module.dumps([asdict(run) for run in summaries], indent=2))
+    elif not summaries:
         print(f"No runs in {root}/ yet. Start one: paceline train fashion-mnist")
     else:
-        _print_table(found)
+        _print_table(summaries)
     return 0
 
 
-def _print_table(found: list[RunSummary]) -> None:
+def _print_table(summaries: list[RunSummary]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -53,7 +53,7 @@ def _print_table(found: list[RunSummary]) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        # A pipe has no width: nothing is cut for programs and files.
+        # A pipe has no width: do not truncate output for programs and files.
         console = Console(highlight=False, width=_PIPE_COLUMNS)
     is_wide = console.width >= _WIDE_COLUMNS
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
@@ -68,8 +68,8 @@ def _print_table(found: list[RunSummary]) -> None:
     if is_wide:
         table.add_column("time", justify="right", no_wrap=True)
     now = time.time()
-    for run in found:
-        # Names are Text, in which nothing is markup.
+    for run in summaries:
+        # Names are Text so that markup in them is not interpreted.
         cells = [Text(run.name), Text(run.state, style=_STYLES.get(run.state, "red"))]
         if is_wide:
             cells += [Text(run.task or ""), Text(_processes(run))]
@@ -82,7 +82,6 @@ def _print_table(found: list[RunSummary]) -> None:
 
 
 def _processes(run: RunSummary) -> str:
-    """Processes and micro-batches."""
     if run.world_size is None:
         return ""
     return f"{run.world_size} x {'?' if run.microbatches is None else run.microbatches}"
@@ -105,7 +104,7 @@ def _result(run: RunSummary) -> Text:
 
 
 def short_time(seconds: float) -> str:
-    """A time for a narrow column: 42s, 7min, 3.5h, 12d."""
+    """Format a duration for a narrow column: 42s, 7min, 3.5h, 12d."""
     if seconds < 100:
         return f"{seconds:.0f}s"
     if seconds < 100 * 60:

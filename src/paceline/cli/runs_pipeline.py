@@ -1,4 +1,4 @@
-"""``paceline runs pipeline RUN``: who waited in a step of a pipeline, and for how long."""
+"""``paceline runs pipeline RUN``: how long each rank waited in a step of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from paceline.runs.directory import RunDirectory
 def pipeline(run: Path, *, svg: Path | None = None, json: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Show a pipeline's bubble: the share of its ranks' time in which they wait.
 
-    The last step that was recorded counts (the 2nd, 4th, 8th, ... of the processes). Beside what was measured
-    stands what each schedule would leave idle with the same times of the stages, if sending took none.
+    Uses the last recorded step (the processes record the 2nd, 4th, 8th, ...). Also shows the bubble that each
+    schedule would have with the same stage times if communication took no time.
 
     Parameters
     ----------
     run
         The run's directory.
     svg
-        Draw the step into this file: a lane for each rank, a box for each forward and backward.
+        Draw the step into this file: a row per rank, a box per forward and backward.
     json
-        Print one JSON object instead.
+        Print one JSON object.
     """
     from paceline.parallel.pipeline import schedules as traces
 
@@ -54,10 +54,10 @@ def pipeline(run: Path, *, svg: Path | None = None, json: Annotated[bool, Parame
     print(f"{trace.schedule}, {len(trace.ranks)} ranks, {trace.microbatches} micro-batches, step {trace.step}")
     for stage, (forward_s, backward_s) in enumerate(times):
         print(f"  stage {stage}: forward {forward_s * 1e3:.2f} ms, backward {backward_s * 1e3:.2f} ms")
-    print(f"idle: {trace.idle:.1%} measured, {counted[trace.schedule]:.1%} counted from these times")
+    print(f"idle: {trace.idle:.1%} measured, {counted[trace.schedule]:.1%} computed from these times")
     for name, share in counted.items():
         if name != trace.schedule:
-            print(f"  with {name}: {share:.1%} counted")
+            print(f"  with {name}: {share:.1%} computed")
     if svg is not None:
-        print(f"drawn: {svg}")
+        print(f"drawing: {svg}")
     return 0

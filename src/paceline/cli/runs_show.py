@@ -1,4 +1,4 @@
-"""``paceline runs show RUN``: what happened in a run, and what it cost."""
+"""``paceline runs show RUN``: a run's timeline and the time that faults cost."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from paceline.runs.timeline import Goodput, Timeline
 
 _PIPE_COLUMNS = 250
-_MOST_MODULES = 10
+_MAX_MODULES = 10
 _STYLES = {"fault": "red", "failed": "red", "fallback": "yellow", "stopped": "yellow", "finished": "green"}
 
 
 def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Show a run's timeline and goodput: the share of its time that went into steps that count.
+    """Show a run's timeline and goodput: the share of its time spent in steps that count.
 
-    The timeline has every fault, every view of the workers that formed, who joined and left, every save,
-    stop and restart. The run may be finished, crashed or still at work.
+    The timeline contains every fault, group of workers, join, leave, save, stop and restart. The run may be
+    finished, crashed or still active.
 
     Parameters
-    ----------
+        Print one JSON object.
     run
         The run's directory.
     json
@@ -39,27 +39,27 @@ def show(run: Path, *, json: Annotated[bool, Parameter(negative="")] = False) ->
     directory = RunDirectory(run)
     if not directory.events.exists():
         directory.read_manifest()  # says what is missing, if this is no run
-        raise RunDirectoryError(f"{directory.events} is missing: nothing is known of what happened.")
+        raise RunDirectoryError(f"{directory.events} is missing, so the run has no timeline.")
     try:
-        read = timeline(directory.read_events(), until=_alive_at(directory), repeated_steps=_repeated(directory))
+        history = timeline(directory.read_events(), until=_alive_at(directory), repeated_steps=_repeated(directory))
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"{directory.events} is damaged: {error!r}.") from error
     drift = (directory.read_result() or {}).get("drift")
     if json:
-        print(json_module.dumps({**as_json(read), **({} if drift is None else {"drift": drift})}))
+        print(json_module.dumps({**as_json(history), **({} if drift is None else {"drift": drift})}))
     else:
-        _print(directory, read)
+        _print(directory, history)
         if drift is not None:
             _print_drift(directory, drift)
     return 0
 
 
-def as_json(read: Timeline) -> dict[str, Any]:
-    """The timeline as JSON types."""
-    goodput = read.goodput
+def as_json(history: Timeline) -> dict[str, Any]:
+    """Return the timeline as JSON types."""
+    goodput = history.goodput
     return {
-        "entries": [dataclasses.asdict(entry) for entry in read.entries],
-        "interruptions": [dataclasses.asdict(interruption) for interruption in read.interruptions],
+        "entries": [dataclasses.asdict(entry) for entry in history.entries],
+        "interruptions": [dataclasses.asdict(interruption) for interruption in history.interruptions],
         "goodput": {
             "share": goodput.share,
             "good_s": round(goodput.good_s, 3),
@@ -69,7 +69,7 @@ def as_json(read: Timeline) -> dict[str, Any]:
 
 
 def _alive_at(directory: RunDirectory) -> float | None:
-    """When the run was last seen alive, beyond its events."""
+    """Return the time of the run's last sign of life that is not an event."""
     if directory.is_running():
         return time.time()
     return directory.metrics.stat().st_mtime if directory.metrics.exists() else None
@@ -81,10 +81,10 @@ def _repeated(directory: RunDirectory) -> int:
     try:
         return sum(not is_final for _, is_final in read_ledger(directory.ledger).entries())
     except RunDirectoryError:
-        return 0  # none yet; `paceline audit` says what is wrong with one
+        return 0  # no ledger yet; `paceline audit` reports what is wrong with a damaged one
 
 
-def _print(directory: RunDirectory, read: Timeline) -> None:
+def _print(directory: RunDirectory, history: Timeline) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -96,46 +96,46 @@ def _print(directory: RunDirectory, read: Timeline) -> None:
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("what happened")
-    for entry in read.entries:
+    table.add_column("event")
+    for entry in history.entries:
         step = "" if entry.step is None else f"{entry.step:,}"
         table.add_row(_clock(entry.seconds), step, Text(entry.text, style=_STYLES.get(entry.event, "")))
     console.print(table)
-    console.print(_verdict(read.goodput), soft_wrap=True)
-    for cause, seconds in sorted(read.goodput.lost_s.items(), key=lambda item: -item[1]):
-        number = read.goodput.repeated_steps if cause == REPEATED else read.goodput.interruptions[cause]
+    console.print(_verdict(history.goodput), soft_wrap=True)
+    for cause, seconds in sorted(history.goodput.lost_s.items(), key=lambda item: -item[1]):
+        number = history.goodput.repeated_steps if cause == REPEATED else history.goodput.interruptions[cause]
         console.print(f"  {seconds:8.2f} s  {cause} ({number:,})", style="dim")
 
 
 def _print_drift(directory: RunDirectory, drift: Mapping[str, Any]) -> None:
-    """How far a fine-tuned model went from its parent."""
+    """Print how far a fine-tuned model moved from its parent."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(highlight=False)
     parent = directory.read_manifest().get("parent", {})
     console.print(
-        escape(f"Began with {parent.get('source')} (run {parent.get('run')}, step {parent.get('step')})."),
+        escape(f"Initialised from {parent.get('source')} (run {parent.get('run')}, step {parent.get('step')})."),
         soft_wrap=True,
     )
     if "problem" in drift:
-        console.print(escape(f"How far it went is not known: {drift['problem']}"), soft_wrap=True)
+        console.print(escape(f"The distance from the parent is unknown: {drift['problem']}"), soft_wrap=True)
         return
     moved = sorted(
         ((module, size) for module, size in drift["modules"].items() if size),
         key=lambda item: -item[1],
     )
-    still = len(drift["modules"]) - len(moved)
-    words = [f"Its weights moved by {_percent(drift['relative_l2'])} of their 2-norm"]
+    num_unmoved = len(drift["modules"]) - len(moved)
+    facts = [f"Its weights moved by {_percent(drift['relative_l2'])} of their 2-norm"]
     if drift["agreement"] is not None:
-        words.append(f"both predict the same for {drift['agreement']:.1%} of {drift['samples']:,} test samples")
+        facts.append(f"both predict the same for {drift['agreement']:.1%} of {drift['samples']:,} test samples")
     if drift["new"]:
-        words.append(f"began anew: {', '.join(drift['new'])}")
-    console.print(escape("; ".join(words)) + ".", soft_wrap=True)
-    for module, size in moved[:_MOST_MODULES]:
+        facts.append(f"newly initialised: {', '.join(drift['new'])}")
+    console.print(escape("; ".join(facts)) + ".", soft_wrap=True)
+    for module, size in moved[:_MAX_MODULES]:
         console.print(escape(f"  {_percent(size):>8}  {module or '(the model itself)'}"), style="dim")
-    rest = [f"{len(moved) - _MOST_MODULES} more moved less"] if len(moved) > _MOST_MODULES else []
-    rest += [f"{still} did not move"] if still else []
+    rest = [f"{len(moved) - _MAX_MODULES} more moved less"] if len(moved) > _MAX_MODULES else []
+    rest += [f"{num_unmoved} did not move"] if num_unmoved else []
     if rest:
         console.print(f"            {', '.join(rest)}", style="dim")
 
@@ -149,7 +149,7 @@ def _verdict(goodput: Goodput) -> str:
         return "No step has been trained yet."
     lost = goodput.active_s - goodput.good_s
     return (
-        f"Goodput {goodput.share:.1%}: of {goodput.active_s:,.1f} s at work, {goodput.good_s:,.1f} s went "
+        f"Goodput {goodput.share:.1%}: of {goodput.active_s:,.1f} active seconds, {goodput.good_s:,.1f} s went "
         f"into steps that count{f', {lost:,.1f} s were lost:' if goodput.lost_s else '.'}"
     )
 

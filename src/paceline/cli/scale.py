@@ -1,4 +1,4 @@
-"""``paceline scale RUN`` and ``paceline scale JOB``."""
+"""``paceline scale RUN`` and ``paceline scale JOB``: change the number of processes or nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from paceline.elastic.control import AgentConnection, RunStatus
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 def scale(
@@ -29,27 +29,27 @@ def scale(
     nodes: int | None = None,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Change the number of processes of a running run, or of a job's machines; the weights stay the same.
+    """Change the number of processes of an active run, or the number of a job's nodes.
 
-    Processes leave after a step, in good order; new ones copy the state from a peer and join after a
-    step. The command returns once the run continues with that number. It needs a run with --recover inplace.
-    A job on Kubernetes is given other machines, up to the --nodes MIN:MAX that it was submitted with.
+    Processes leave after a step; new ones copy the state from a peer and join after a step. The weights stay
+    the same. The command returns once the run continues with the new number. The run needs --recover inplace.
+    A Kubernetes job can be scaled within the --nodes MIN:MAX of its submission.
 
     Parameters
     ----------
     run
         The run's directory, or a job of paceline jobs.
     nproc
-        Processes on this machine: at least 1, at most the run's micro-batches.
+        Processes on this machine: 1 to the run's number of micro-batches.
     nodes
-        Machines, for a run on several.
+        Nodes, for a run on several or a job.
     json
         Print the new state as one line of JSON.
     """
     from paceline.elastic.control import AgentConnection
 
     if (nproc is None) == (nodes is None):
-        raise ConfigError("say how many: --nproc N or --nodes N.")
+        raise ConfigError("give exactly one of --nproc N and --nodes N.")
     directory = RunDirectory(Path(run))
     if not directory.exists() and os.sep not in run and read_records():
         return _scale_job(find_record(run), nodes, json=json)
@@ -57,8 +57,8 @@ def scale(
     with AgentConnection(directory) as agent:
         before = len(agent.status().members)
         status = agent.scale(**wanted)
-        print(f"paceline: from {before} to {status.target} processes, after a step ...", file=sys.stderr)
-        status = _when_done(agent, status)
+        print(f"paceline: scaling from {before} to {status.target} processes, after a step ...", file=sys.stderr)
+        status = _wait_for_scaling(agent, status)
     if json:
         print(json_module.dumps(dataclasses.asdict(status)))
     else:
@@ -67,27 +67,27 @@ def scale(
 
 
 def _scale_job(record: JobRecord, nodes: int | None, *, json: bool) -> int:
-    """Have a job's system change its machines."""
+    """Ask a job's cluster to change its number of nodes."""
     if nodes is None:
-        raise ConfigError(f"{record.id} is a job: its machines can be changed. Give --nodes N.")
+        raise ConfigError(f"{record.id} is a job, of which only the number of nodes can change. Give --nodes N.")
     if record.status().ended:
         raise ConfigError(f"{record.id} has ended: {record.status().state}.")
     record.handle().scale(nodes)
     if json:
         print(json_module.dumps({"id": record.id, "nodes": nodes}))
     else:
-        print(f"Asked for {nodes} machine(s) for {record.id}. See paceline status {record.id}")
+        print(f"Requested {nodes} node(s) for {record.id}. See: paceline status {record.id}")
     return 0
 
 
-def _when_done(agent: AgentConnection, status: RunStatus) -> RunStatus:
-    """Where the job stands once as many train as are wanted now."""
+def _wait_for_scaling(agent: AgentConnection, status: RunStatus) -> RunStatus:
+    """Return the job's status once as many processes train as requested."""
     target = status.target
     while not (status.whole and len(status.members) == target):
         if status.target != target:
-            raise PacelineError(f"meanwhile somebody else asked for {status.target} processes.")
+            raise PacelineError(f"another command requested {status.target} processes meanwhile.")
         if status.stopping:
-            raise PacelineError("the run ended before all had joined or left.")
-        time.sleep(_LOOK_S)
+            raise PacelineError("the run ended before all processes had joined or left.")
+        time.sleep(_POLL_S)
         status = agent.status()
     return status

@@ -1,4 +1,4 @@
-"""``paceline serve PACKAGE...``: models behind the Open Inference Protocol v2."""
+"""``paceline serve PACKAGE...``: serve models over the Open Inference Protocol v2."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def serve(
     ray_address: Annotated[str | None, Parameter(group=group("--on ray"))] = None,
     kserve: Annotated[KServeOptions | None, Parameter(name="*")] = None,
 ) -> int:
-    """Serve each PACKAGE until SIGTERM; it then answers what it was asked, and ends.
+    """Serve each PACKAGE until SIGTERM; then answer the accepted requests, and exit.
 
-    paceline deploy URL PACKAGE exchanges a package while the server runs.
+    To replace a package while the server runs: paceline deploy URL PACKAGE.
 
     Parameters
     ----------
     package
         Directories, or references such as fashion-mnist@prod.
     host
-        Address to listen on. One that other machines can reach needs --token-file.
+        Address to listen on. An address that other machines can reach needs --token-file.
     port
-        Port to listen on; 0: any free one.
+        Port to listen on; 0 picks a free one.
     replicas
         Processes per package. With --on ray or kserve, MIN:MAX scales with the load.
     devices
@@ -79,14 +79,14 @@ def serve(
     max_batch
         Largest number of rows in a batch.
     max_queue
-        Rows that may wait, or fewer while the server is slow; more get 429 and Retry-After.
+        Rows that may wait, fewer while the server is slow; further requests get 429 and Retry-After.
     timeout
-        Time limit of a request, which may set a shorter one (Request-Timeout-Ms).
+        Time limit of a request; a request may set a shorter one (Request-Timeout-Ms).
     trust
-        Trust these packages' pt2 programs from now on; loading one may run any code.
+        Trust these packages' pt2 programs from now on; loading one can run any code.
     on
-        Where replicas run. embedded: on this machine; ray: Ray Serve, on many machines; kserve: on
-        Kubernetes (--dry-run prints the InferenceService).
+        Where replicas run. embedded: on this machine; ray: Ray Serve, on many nodes; kserve: on Kubernetes
+        (--dry-run prints the InferenceService).
     json
         Print one line of JSON when the server is ready.
     grpc_port
@@ -104,9 +104,9 @@ def serve(
     startup_timeout
         How long a replica may take to load its model.
     hang_timeout
-        Replace a replica that computes one batch for longer.
+        How long a replica may compute one batch before it is replaced.
     drain_delay
-        After SIGTERM, how long to answer "not ready" before refusing connections.
+        After SIGTERM, how long to report "not ready" before refusing connections.
     program
         Which of a package's programs to run. auto: pt2, else onnx.
     task
@@ -115,12 +115,12 @@ def serve(
         HOST:PORT of a Ray cluster, or auto. Default: RAY_ADDRESS; without it, a cluster on this machine.
     """
     if ray_address is not None and on != "ray":
-        raise ConfigError("--ray-address names a Ray cluster; say --on ray.")
+        raise ConfigError("--ray-address is only for --on ray. Add --on ray.")
     from paceline.serving.model import ServingOptions, parse_replicas
 
-    least, most = parse_replicas(replicas)
+    min_replicas, max_replicas = parse_replicas(replicas)
     options = ServingOptions(
-        replicas=least,
+        replicas=min_replicas,
         devices=tuple(word.strip() for word in devices.split(",")),
         threads=threads,
         max_batch=max_batch,
@@ -137,16 +137,18 @@ def serve(
         if grpc_port is not None or token_file is not None or (host, port) != (_HOST, _PORT):
             raise ConfigError(
                 "a server in a pod listens on 0.0.0.0:8080 and takes its token from --token-secret: "
-                "--host, --port, --grpc-port and --token-file mean nothing with --on kserve."
+                "--host, --port, --grpc-port and --token-file are not supported by --on kserve."
             )
         words = (
             *(("--program", program) if program != "auto" else ()),
             *(("--task", task) if task else ()),
-            *(word for word, said in (("--trust", trust), ("--access-log", access_log)) if said),
+            *(word for word, is_set in (("--trust", trust), ("--access-log", access_log)) if is_set),
         )
-        return print_service(kserve or KServeOptions(), package, words, (least, most), options, json=json)
+        return print_service(
+            kserve or KServeOptions(), package, words, (min_replicas, max_replicas), options, json=json
+        )
     if explicit_options(kserve):
-        raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} belongs to --on kserve.")
+        raise ConfigError(f"--{min(explicit_options(kserve)).replace('_', '-')} is only for --on kserve.")
     _require_libraries()
     from paceline.core.access import read_bearer_token
     from paceline.serving.app import open_model
@@ -159,15 +161,17 @@ def serve(
         from paceline.serving.ray_serve import RayServeOptions
 
         ray_options = RayServeOptions.make(ray_address, replicas, options)
-    elif least < most:
-        raise ConfigError(f"--replicas {replicas}: their number follows the load with --on ray.")
+    elif min_replicas < max_replicas:
+        raise ConfigError(
+            f"--replicas {replicas}: the number of replicas follows the load only with --on ray. Give one number."
+        )
     if trust:
         _trust(package)
-    opened = [open_model(place, program=program, task=task) for place in package]
+    models = [open_model(package_name, program=program, task=task) for package_name in package]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("paceline.serving.access").setLevel(logging.INFO if access_log else logging.WARNING)
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-    names = [found.spec.name for found in opened]
+    names = [model.spec.name for model in models]
 
     def on_ready(url: str, grpc: str | None) -> None:
         if json:
@@ -176,10 +180,10 @@ def serve(
             for name in names:
                 print(f"{url}/v2/models/{name} is ready.", flush=True)
             if grpc is not None:
-                print(f"{grpc} speaks gRPC.", flush=True)
+                print(f"{grpc} serves gRPC.", flush=True)
             print(f"Try it in a browser: {url}/", flush=True)
 
-    _run(opened, address, options, on_ready, ray_options)
+    _run(models, address, options, on_ready, ray_options)
     return 0
 
 
@@ -193,7 +197,7 @@ def _require_libraries() -> None:
 
 
 def _run(
-    opened: Sequence[ServedModel],
+    models: Sequence[ServedModel],
     address: ListenAddress,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
@@ -213,12 +217,12 @@ def _run(
 
             deploy = partial(RayDeployment, stack.enter_context(ray_serve(ray_options)))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        runner.run(serve_packages(opened, address, options, on_ready, deploy))
+        runner.run(serve_packages(models, address, options, on_ready, deploy))
 
 
-def _trust(places: tuple[str, ...]) -> None:
+def _trust(packages: tuple[str, ...]) -> None:
     from paceline.runs.package import open_package
     from paceline.runs.package import trust as trust_digest
 
-    for place in places:
-        trust_digest(open_package(place).digest)
+    for package_name in packages:
+        trust_digest(open_package(package_name).digest)

@@ -1,4 +1,4 @@
-"""``paceline train TASK`` and ``paceline resume RUN``."""
+"""``paceline train TASK`` and ``paceline resume RUN``: start or continue a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DryRun = Annotated[bool, Parameter(negative="", group=group(COMMON))]
 Output = Annotated[bool, Parameter(negative="", group=group("Output"))]
 JobFlags = Annotated[JobOptions | None, Parameter(name="*")]
 LauncherFlags = Annotated[LauncherOptions | None, Parameter(name="*")]
-_HERE = ("auto", "inprocess", "spawn", "torchrun")
+_LOCAL_LAUNCHERS = ("auto", "inprocess", "spawn", "torchrun")
 
 
 def train(
@@ -48,39 +48,39 @@ def train(
     json: Output = False,
     quiet: Output = False,
 ) -> int:
-    """Train TASK, on one process or several; continue it where it stands if it exists.
+    """Train TASK on one process or several; if its run exists, continue it.
 
-    A launcher's own options are shown with its name: paceline train --on slurm --help.
+    To see a launcher's own options: paceline train --on slurm --help.
 
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     run_dir
         The run's directory. Default: runs/TASK-TIME. Under torchrun, write --run-dir.
     config
-        A TOML file with these options, such as a run.toml; the command line wins.
+        A TOML file with these options, such as a run.toml; the command line takes precedence.
     dry_run
-        Print what would start, and start nothing.
+        Print what would start; start nothing.
     json
-        Print the result as JSON, as the last line.
+        Print the result as JSON on the last line.
     quiet
         Show no progress.
     """
     values = read_config_file(config) if config is not None else {}
     if config is not None and not task and "task" not in values:
         values |= _recorded_task(config)
-    asked = {
+    overrides = {
         **({"task": task} if task else {}),
         **({"run_dir": run_dir} if run_dir else {}),
         **explicit_options(options),
     }
-    if "set" in asked:
-        asked["set"] = (*values.get("set", ()), *asked["set"])  # the last one wins
-    for name in asked:
-        if (other := CLASSIFICATIONS[name].replaces) is not None:
-            values.pop(other, None)
-    values |= asked
+    if "set" in overrides:
+        overrides["set"] = (*values.get("set", ()), *overrides["set"])  # the last value of a field counts
+    for name in overrides:
+        if (replaced := CLASSIFICATIONS[name].replaces) is not None:
+            values.pop(replaced, None)
+    values |= overrides
     return _start(values, job, explicit_options(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
@@ -94,16 +94,16 @@ def resume(
     json: Output = False,
     quiet: Output = False,
 ) -> int:
-    """Continue the run in directory RUN at its exact next sample, with the processes and strategy of before.
+    """Continue the run in directory RUN at its exact next sample, with its processes and strategy.
 
     Parameters
     ----------
     run
         The run's directory.
     dry_run
-        Print what would start, and start nothing.
+        Print what would start; start nothing.
     json
-        Print the result as JSON, as the last line.
+        Print the result as JSON on the last line.
     quiet
         Show no progress.
     """
@@ -111,9 +111,9 @@ def resume(
 
     manifest = RunDirectory(Path(run)).read_complete_manifest()
     recorded = config_from_mapping(manifest["config"], f"{run}/run.toml")
-    asked = {**explicit_options(options), "run_dir": run, "resume": "must"}
-    require_unchanged(asked, asked, recorded)
-    values = merge_resumed_config(asked, asked, recorded)
+    overrides = {**explicit_options(options), "run_dir": run, "resume": "must"}
+    require_unchanged(overrides, overrides, recorded)
+    values = merge_resumed_config(overrides, overrides, recorded)
     return _start(values, job, explicit_options(launcher_options), dry_run=dry_run, json=json, quiet=quiet)
 
 
@@ -131,7 +131,7 @@ def _start(
     from paceline.launch.local_run import launch, require_recovery
 
     config = config_from_mapping(values, "the command line")
-    if config.on not in _HERE:
+    if config.on not in _LOCAL_LAUNCHERS:
         return _submit(config, job_options or JobOptions(), own, dry_run=dry_run, json=json)
     preflight = explicit_options(job_options) == {"preflight": True}
     if own or not (job_options is None or preflight):
@@ -139,9 +139,9 @@ def _start(
     job = WorkerConfig(config=config, explicit_options=frozenset(values), quiet=quiet)
     environment = detect_environment(rdzv_endpoint=config.rdzv_endpoint)
     if preflight and environment.source != "single":
-        raise ConfigError("--preflight is for the command that starts the ranks; it runs once on a machine.")
+        raise ConfigError("--preflight runs once per node: give it to the command that starts the ranks.")
     if environment.source != "single" and not dry_run:
-        # Some launcher has made this process a rank: be one.
+        # A launcher has made this process a rank.
         from paceline.training.worker import run_reported
 
         require_recovery(config, environment)
@@ -151,7 +151,7 @@ def _start(
         return code
     first = _preflight(job) if preflight else None
     if dry_run:
-        _show_what_would_run(job, first, json=json)
+        _print_dry_run(job, first, json=json)
         return 0
     if first is not None:
         from paceline.launch.preflight.spec import run_before
@@ -167,24 +167,24 @@ def _start(
     return code
 
 
-def _show_what_would_run(job: WorkerConfig, first: Command | None, *, json: bool) -> None:
+def _print_dry_run(job: WorkerConfig, preflight: Command | None, *, json: bool) -> None:
     from paceline.launch.local_run import prepare_local_run
 
     _, rendered, job, directory = prepare_local_run(job)
     if json:
-        commands = rendered.commands if first is None else (first, *rendered.commands)
+        commands = rendered.commands if preflight is None else (preflight, *rendered.commands)
         files = {str(directory.path / "job.toml"): job.to_toml()}
         print(json_module.dumps({"files": files, "commands": [command.to_json() for command in commands]}))
         return
-    if first is not None:
-        print(first.text)
+    if preflight is not None:
+        print(preflight.text)
     print(f"# {directory.path}/job.toml")
     print("".join(f"#   {line}\n" for line in job.to_toml().splitlines()))
     print(rendered.text, end="")
 
 
 def _preflight(job: WorkerConfig) -> Command:
-    """What examines this machine, and those that the same command is given on, before the run."""
+    """Return the command that checks this node, and all nodes that the same command runs on, before the run."""
     from paceline.launch.local_run import prepare_local_run
     from paceline.launch.preflight.job import preflight_command
     from paceline.launch.preflight.spec import PreflightSpec
@@ -192,7 +192,7 @@ def _preflight(job: WorkerConfig) -> Command:
     config = job.config
     launcher, rendered, _, directory = prepare_local_run(job)
     spec = rendered.spec
-    examination = PreflightSpec(
+    preflight_spec = PreflightSpec(
         directory=directory.path.absolute() / "doctor",
         run=directory.path.absolute(),
         task=config.task,
@@ -203,11 +203,11 @@ def _preflight(job: WorkerConfig) -> Command:
         agents=launcher.name == "spawn" and spec.recover != "none",
         timeout_s=parse_duration_s(config.init_timeout, "init_timeout"),
     )
-    return preflight_command(examination, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
+    return preflight_command(preflight_spec, spec.nodes[0], spec.node_rank, spec.rdzv_endpoint)
 
 
 def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, dry_run: bool, json: bool) -> int:
-    """Have a launcher start ``paceline train`` on its machines."""
+    """Have a launcher start ``paceline train`` on its nodes."""
     from paceline.cli.job_start import start, task_spec
     from paceline.launch.launcher import get_launcher
     from paceline.launch.registry import make_options
@@ -233,7 +233,7 @@ def _submit(config: RunConfig, options: JobOptions, own: Mapping[str, Any], *, d
 
 
 def _recorded_task(run_toml: Path) -> dict[str, Any]:
-    """The task that a ``run.toml`` names, and its fields; nothing where it is some other file."""
+    """Return the task of a ``run.toml`` and its fields; nothing for another kind of file."""
     task = tomllib.loads(run_toml.read_text(encoding="utf-8")).get("task")
     if not isinstance(task, dict) or "spec" not in task:
         return {}

@@ -1,4 +1,4 @@
-"""``paceline tune TASK --search lr=log:1e-3:1``: which hyperparameters are best."""
+"""``paceline tune TASK --search lr=log:1e-3:1``: search for the best hyperparameters."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ if TYPE_CHECKING:
 
 Options: Any = run_options(without=("resume",))
 Flag = Annotated[bool, Parameter(negative="")]
-_WHAT, _COST, _WHERE = group("Search", 0), group("Budget", 1), group("Resources", 2)
-_SHOWN_FAILURES = 3
+_SEARCH, _BUDGET, _RESOURCES = group("Search", 0), group("Budget", 1), group("Resources", 2)
+_MAX_SHOWN_FAILURES = 3
 
 
 def tune(
     task: str = "",
     *,
-    search: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
-    metric: Annotated[str | None, Parameter(group=_WHAT)] = None,
-    trials: Annotated[int | None, Parameter(group=_WHAT)] = None,
-    scheduler: Annotated[Literal["asha", "none"] | None, Parameter(group=_WHAT)] = None,
-    grace_period: Annotated[int | None, Parameter(group=_WHAT)] = None,
-    reduction_factor: Annotated[float | None, Parameter(group=_WHAT)] = None,
-    stop: Annotated[tuple[str, ...], Parameter(group=_WHAT, negative="")] = (),
-    budget: Annotated[str | None, Parameter(group=_COST)] = None,
-    price_per_hour: Annotated[float | None, Parameter(group=_COST)] = None,
-    cpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
-    gpus_per_trial: Annotated[float | None, Parameter(group=_WHERE)] = None,
-    ray_address: Annotated[str | None, Parameter(group=_WHERE)] = None,
+    search: Annotated[tuple[str, ...], Parameter(group=_SEARCH, negative="")] = (),
+    metric: Annotated[str | None, Parameter(group=_SEARCH)] = None,
+    trials: Annotated[int | None, Parameter(group=_SEARCH)] = None,
+    scheduler: Annotated[Literal["asha", "none"] | None, Parameter(group=_SEARCH)] = None,
+    grace_period: Annotated[int | None, Parameter(group=_SEARCH)] = None,
+    reduction_factor: Annotated[float | None, Parameter(group=_SEARCH)] = None,
+    stop: Annotated[tuple[str, ...], Parameter(group=_SEARCH, negative="")] = (),
+    budget: Annotated[str | None, Parameter(group=_BUDGET)] = None,
+    price_per_hour: Annotated[float | None, Parameter(group=_BUDGET)] = None,
+    cpus_per_trial: Annotated[float | None, Parameter(group=_RESOURCES)] = None,
+    gpus_per_trial: Annotated[float | None, Parameter(group=_RESOURCES)] = None,
+    ray_address: Annotated[str | None, Parameter(group=_RESOURCES)] = None,
     run_dir: Path | None = None,
-    go_on: Annotated[bool, Parameter(name="--resume", negative="")] = False,
+    resume: Annotated[bool, Parameter(name="--resume", negative="")] = False,
     options: Annotated[Options | None, Parameter(name="*")] = None,
     json: Flag = False,
     quiet: Flag = False,
 ) -> int:
-    """Search for the hyperparameters with which TASK does best on its validation split.
+    """Search for the hyperparameters that give TASK the best result on its validation split.
 
-    Each trial is a run of its own, in trials/ of the search's directory, with the options of paceline train.
-    By default ASHA ends those early that others leave behind.
+    Each trial is a run in trials/ of the search's directory, with the options of paceline train. By default
+    ASHA stops trials early that fall behind.
 
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     search
-        A field of the task and its values; once for each field. lr=log:1e-3:1, momentum=uniform:0.1:0.9,
-        n=int:1:8 or width=choice:32,64.
+        A field of the task and its values; may be repeated for other fields. lr=log:1e-3:1,
+        momentum=uniform:0.1:0.9, n=int:1:8 or width=choice:32,64.
     metric
         NAME:min or NAME:max, to rank trials by. Default: the task's, else loss:min.
     trials
@@ -66,14 +66,14 @@ def tune(
     grace_period
         Evaluations before a trial can be stopped. Default: 1.
     reduction_factor
-        With asha, one in N trials continues after a comparison, and each comparison comes N times later.
-        Default: 4.
+        With asha, one in N trials continues after a comparison, and comparisons are N times further apart
+        each time. Default: 4.
     stop
-        NAME=VALUE: end a trial that reaches it; may be repeated.
+        NAME=VALUE: stop a trial that reaches this value; may be repeated.
     budget
-        2h (of the clock), 100trials, 50gpu-h or $200; then running trials save and end.
+        2h (wall-clock time), 100trials, 50gpu-h or $200; when it is spent, running trials save and stop.
     price_per_hour
-        Price of the machines in dollars, for a budget in dollars.
+        Price of the nodes in dollars, for a budget in dollars.
     cpus_per_trial
         CPUs of each trial. Default: its processes times --threads.
     gpus_per_trial
@@ -82,9 +82,9 @@ def tune(
         HOST:PORT of a Ray cluster. Default: RAY_ADDRESS; without it, a new cluster on this machine.
     run_dir
         The search's directory. Default: runs/tune-TASK-TIME.
-    go_on
-        Continue the search in --run-dir, without the trials that have ended. With TASK and all options given
-        again, start it if there is none: for jobs that a queue may restart.
+    resume
+        Continue the search in --run-dir, without its finished trials. If TASK and all options are given
+        again, start the search if it does not exist: for jobs that a queue may restart.
     json
         Print the result as JSON.
     quiet
@@ -95,55 +95,55 @@ def tune(
 
     new = {"budget": budget, "price_per_hour": price_per_hour, "trials": trials}
     changes: dict[str, Any] = {name: value for name, value in new.items() if value is not None}
-    said = {
+    ranking = {
         "metric": metric,
         "scheduler": scheduler,
         "grace_period": grace_period,
         "reduction_factor": reduction_factor,
         "gpus": gpus_per_trial,
     }
-    how: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in ranking.items() if value is not None}
     address = plan_search.find_cluster(ray_address)
-    if go_on and run_dir is None:
-        raise ConfigError("--resume: give the search's directory, with --run-dir DIR.")
+    if resume and run_dir is None:
+        raise ConfigError("--resume needs the search's directory. Add --run-dir DIR.")
     directory = SearchDirectory(run_dir or plan_search.default_directory(task))
-    asked = None
-    if task or not go_on:
-        asked = _asked(task, explicit_options(options), cpus_per_trial, trials, stop)
-        asked = dataclasses.replace(asked, space=search, **how, **changes)
-    elif search or stop or cpus_per_trial is not None or how or explicit_options(options):
+    request = None
+    if task or not resume:
+        request = _make_search(task, explicit_options(options), cpus_per_trial, trials, stop)
+        request = dataclasses.replace(request, space=search, **settings, **changes)
+    elif search or stop or cpus_per_trial is not None or settings or explicit_options(options):
         raise ConfigError(
-            "--resume: the search is the one that was begun. Only --trials, --budget and --price-per-hour "
-            "can be changed."
+            "--resume continues the search with its recorded options. Only --trials, --budget and "
+            "--price-per-hour can be changed."
         )
-    if go_on and (asked is None or directory.settings.exists()):
-        there = directory.read()
-        if asked is not None:
-            plan_search.require_same(there, asked, directory, metric)
-        wanted = dataclasses.replace(there, **changes)
-        plan_search.check(wanted)
+    if resume and (request is None or directory.settings.exists()):
+        recorded = directory.read()
+        if request is not None:
+            plan_search.require_same(recorded, request, directory, metric)
+        search_plan = dataclasses.replace(recorded, **changes)
+        plan_search.check(search_plan)
     else:
-        assert asked is not None
+        assert request is not None
         directory.require_none()
-        plan_search.check(asked)
-        _say(quiet, "trying the task for some steps ...")
-        wanted, _ = plan_search.measure_search(asked, metric)
+        plan_search.check(request)
+        _print_status(quiet, "measuring the task for a few steps ...")
+        search_plan, _ = plan_search.measure_search(request, metric)
     cpus = plan_search.own_cpus()
-    expected = plan_search.estimate_search(wanted, cpus)
-    _say(quiet, plan_search.describe(wanted, expected, here=address is None))
-    directory.write(wanted, new=not go_on)
+    estimate = plan_search.estimate_search(search_plan, cpus)
+    _print_status(quiet, plan_search.describe(search_plan, estimate, here=address is None))
+    directory.write(search_plan, new=not resume)
     code = plan_search.run(
-        wanted,
+        search_plan,
         directory,
         address=address,
-        cpus=max(cpus, int(-(-wanted.cpus // 1))),
+        cpus=max(cpus, int(-(-search_plan.cpus // 1))),
         quiet=quiet,
-        say=lambda text: _say(quiet, text),
+        print_status=lambda text: _print_status(quiet, text),
     )
-    return _conclude(wanted, directory, code, json=json)
+    return _print_result(search_plan, directory, code, json=json)
 
 
-def _asked(
+def _make_search(
     task: str,
     options: Mapping[str, Any],
     cpus_per_trial: float | None,
@@ -159,10 +159,10 @@ def _asked(
     config = config_from_mapping({**options, "task": task}, "the command line")
     counts = parse_nproc(config.nproc)
     if counts is None or len(counts) > 1:
-        raise ConfigError(f"--nproc {config.nproc}: give the number of each trial's processes.")
+        raise ConfigError(f"--nproc {config.nproc}: give one number, the processes of each trial.")
     threads = config.threads or max(1, int((cpus_per_trial or 0) // counts[0]))
     return Search(
-        # Decides bits, and so is said, not left to the machine that a trial happens to run on.
+        # The number of threads decides bits, so it must not depend on the machine that runs a trial.
         options={**options, "task": task, "threads": threads},
         space=(),
         trials=trials or 128,
@@ -184,7 +184,7 @@ def _goal(text: str) -> tuple[str, float]:
     return name.strip(), goal
 
 
-def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
+def _print_result(search: Search, directory: SearchDirectory, code: int, *, json: bool) -> int:
     from paceline.tune.history import read_trials
     from paceline.tune.status import SearchStatus, render
 
@@ -202,17 +202,17 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
     journal = read_trials(directory.journal)
     budget = result["budget"] or ""
     console.print(
-        render(search, journal, SearchStatus(clock_s=result["seconds"], budget=budget), every=True),
+        render(search, journal, SearchStatus(clock_s=result["seconds"], budget=budget), show_all=True),
         soft_wrap=False,
     )
     failed = [trial for trial in journal.trials.values() if trial.state == "failed"]
-    for trial in failed[:_SHOWN_FAILURES]:
+    for trial in failed[:_MAX_SHOWN_FAILURES]:
         text = f"trial {trial.number:05d} failed: {trial.results[-1].message}"
         console.print(text, style="red", markup=False, soft_wrap=True)
         console.print(f"  see {directory.trial(trial.number)}/logs", markup=False, soft_wrap=True)
     if result["best"] is None:
         console.print(
-            f"There is no best trial: no successful trial has a value of {search.metric_name}.",
+            f"There is no best trial: no successful trial reported {search.metric_name}.",
             style="red",
             markup=False,
             soft_wrap=True,
@@ -221,7 +221,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
         name, direction = parse_best(search.metric)
         best = result["best"]
         console.print(
-            f"\nThe best: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. Train it in full:",
+            f"\nBest: trial {best['trial']:05d}, {direction} {name} {best[name]:.6g}. Train it in full:",
             style="bold",
             markup=False,
         )
@@ -232,7 +232,7 @@ def _conclude(search: Search, directory: SearchDirectory, code: int, *, json: bo
     return code
 
 
-def _say(quiet: bool, text: str) -> None:
+def _print_status(quiet: bool, text: str) -> None:
     if not quiet:
-        # Not on the standard output, which is for the result.
+        # Standard output is for the result.
         print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``paceline verify TASK``: the same task under every strategy, compared with one process."""
+"""``paceline verify TASK``: compare a task under every strategy with one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Options: Any = run_options()
 RunOptions = Annotated[Options | None, Parameter(name="*")]
 
-_IN_WORDS = {
+_GUARANTEES = {
     "bits": "bits",
     "tolerance": "tolerance",
     "reference": "own reference",
@@ -40,20 +40,20 @@ def verify(
 ) -> int:
     """Train TASK some steps under every strategy, and compare losses, gradients and weights with one process.
 
-    Each strategy is judged by what it promises: the same bits; a distance from float64 that is about that of
-    one process in float32; or the bits of a simulation of its own schedule. What differs is named: the first
-    step, module and tensor. The task's arithmetic is looked at as well, and what is probably not meant gets a
-    warning. Runs are on the CPU with one thread a process, unless --device and --threads say otherwise; the
-    exit code is 0 only if every strategy keeps its promise, or cannot be used with the task.
+    Each strategy is compared by its guarantee: the same bits; a distance from float64 that is about that of
+    one process in float32; or the bits of a simulation of its own schedule. A difference is reported with its
+    first step, module and tensor. The task's arithmetic is checked as well, with warnings about probable
+    mistakes. Runs use the CPU with one thread per process, unless --device and --threads say otherwise. The
+    exit code is 0 only if every strategy meets its guarantee, or cannot be used with the task.
 
     Parameters
     ----------
     task
-        file.py:Name, package.module:Name, or a recipe such as fashion-mnist.
+        file.py:Name, package.module:Name, or a built-in task such as fashion-mnist.
     strategies
-        Names with commas, as in the table's first column. Default: all.
+        Comma-separated names, as in the table's first column. Default: all.
     worlds
-        Numbers of processes, with commas.
+        Comma-separated numbers of processes.
     steps
         Optimizer steps of each run.
     json
@@ -63,11 +63,11 @@ def verify(
     from paceline.insight.verify.cases import VerificationRequest, parse_worlds, select_cases
     from paceline.insight.verify.verify import verify as run_verification
 
-    asked = explicit_options(options)
+    explicit = explicit_options(options)
     request = VerificationRequest(
         task=task,
-        options=asked,
-        cases=[method.with_options(asked) for method in select_cases(strategies)],
+        options=explicit,
+        cases=[case.with_options(explicit) for case in select_cases(strategies)],
         worlds=parse_worlds(worlds),
         steps=steps,
     )
@@ -89,32 +89,32 @@ def _print(report: VerificationReport) -> None:
     console.print(_table(report))
     console.print(
         f"{report.steps} steps, {report.microbatches} micro-batches, batch {report.global_batch_size}, "
-        f"seed {report.seed}; a tolerance is {report.factor:g} times one process's own distance from "
+        f"seed {report.seed}; each tolerance is {report.factor:g} times one process's own distance from "
         "float64.",
         soft_wrap=True,
     )
     if report.no_double:
-        console.print(f"There is no run in float64: {report.no_double}", style="red", soft_wrap=True, markup=False)
+        console.print(f"No float64 reference run: {report.no_double}", style="red", soft_wrap=True, markup=False)
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     if report.ok:
-        console.print("Every strategy computes what it promises.", style="green")
+        console.print("Every strategy meets its guarantee.", style="green")
     else:
         wrong = ", ".join(f"{row.method} on {row.world_size}" for row in report.rows if not row.ok)
-        console.print(f"Not as promised: {wrong}.", style="bold red", soft_wrap=True)
+        console.print(f"These strategies do not meet their guarantee: {wrong}.", style="bold red", soft_wrap=True)
 
 
 def _table(report: VerificationReport) -> Table:
     from rich.table import Table
 
-    table = Table("strategy", "processes", "promises", "result", "measured")
+    table = Table("strategy", "processes", "guarantee", "result", "measured")
     table.columns[1].justify = "right"
     for row in report.rows:
         verdict = _VERDICTS.get((row.verdict, row.guarantee), row.verdict)
         table.add_row(
             row.method,
             str(row.world_size),
-            _IN_WORDS[row.guarantee],
+            _GUARANTEES[row.guarantee],
             verdict,
             _detail(row),
             style=_STYLES.get(row.verdict, "red"),

@@ -1,4 +1,4 @@
-"""``paceline version``."""
+"""``paceline version``: print the versions of Paceline and its dependencies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.core.plugins import find_plugins
 
 
 def version(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Print the versions of Paceline and of what it builds on, and the plug-ins that are installed.
+    """Print the versions of Paceline and its dependencies, and the installed plug-ins.
 
     Parameters
     ----------
     json
-        Print them as one line of JSON.
+        Print the versions as one line of JSON.
     """
     versions = {"paceline": __version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "safetensors"):

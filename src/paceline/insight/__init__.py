@@ -1,1 +1,1 @@
-"""What one asks about runs: reports, the dashboard, comparisons, faults, clean-up."""
+"""Questions about runs: reports, dashboard, comparisons, fault injection, clean-up."""

@@ -1,4 +1,4 @@
-"""What a report says of a run: its record, its model's layers, its results."""
+"""Analysis of a run for a report: its record, its model's layers and its results."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 from paceline.training.loaded_model import LoadedModel, load_trained_model, make_evaluator
 
-# --- What a run's directory says of it, read by somebody who trusts none of it ---
+# --- A run's directory, read without trusting its contents ---
 
 
-_ELSEWHERE = select(lambda its: its.scope in ("place", "task"))
-"""Options that say where a run was, and the task, which a record names by itself."""
+_NOT_RECORDED = select(lambda its: its.scope in ("place", "task"))
+"""Options that say where a run was, and the task, which a record names separately."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A number at a step."""
+    """A value at a step."""
 
     step: int
     value: float
@@ -46,16 +46,16 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Record:
-    """A run's directory, read.
+    """The contents of a run's directory.
 
     Attributes:
-        name: the directory's.
-        path: the directory's.
+        name: of the directory.
+        path: of the directory.
         manifest: ``run.toml``.
         train, evaluations: the records of ``metrics.jsonl``.
-        result: ``result.json``; None while the run has not finished.
+        result: ``result.json``; None if the run has not finished.
         timeline: of ``events.jsonl``.
-        state: "finished", "running", or the last that is known of it.
+        state: "finished", "running", or the last known state.
     """
 
     name: str
@@ -69,74 +69,73 @@ class Record:
 
     @cached_property
     def loss(self) -> list[CurvePoint]:
-        """The training loss."""
+        """Return the training loss."""
         return _points(self.train, "loss")
 
     @cached_property
     def learning_rate(self) -> list[CurvePoint]:
-        """The first parameter group's."""
+        """Return the learning rate of the first parameter group."""
         return _points(self.train, "lr")
 
     @cached_property
     def throughput(self) -> list[CurvePoint]:
-        """Samples a second."""
+        """Return the samples per second."""
         return _points(self.train, "samples_per_s")
 
     @cached_property
     def memory(self) -> list[CurvePoint]:
-        """MiB of the rank that takes the most."""
-        found = []
+        """Return the MiB of the rank that uses the most."""
+        points = []
         for record in self.train:
             ranks = record.get("ranks")
-            taken = [_finite(rank.get("memory_mib")) for rank in ranks] if isinstance(ranks, list) else []
+            used = [_finite(rank.get("memory_mib")) for rank in ranks] if isinstance(ranks, list) else []
             step = record.get("step")
-            if isinstance(step, int) and (known := [mib for mib in taken if mib is not None]):
-                found.append(CurvePoint(step, max(known)))
-        return found
+            if isinstance(step, int) and (known := [mib for mib in used if mib is not None]):
+                points.append(CurvePoint(step, max(known)))
+        return points
 
     def metric(self, split: str, name: str) -> list[CurvePoint]:
-        """A metric of a split, over the run."""
-        inside = [
+        """Return a metric of a split over the run."""
+        values = [
             {"step": record.get("step"), "value": record["metrics"].get(name)}
             for record in self.evaluations
             if record.get("split") == split and isinstance(record.get("metrics"), Mapping)
         ]
-        return _points(inside, "value")
+        return _points(values, "value")
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The task's."""
         return dict(self.manifest["task"]["fields"])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides what the run computes, and how it was run: the task, its fields and all options."""
-        options = {n: v for n, v in self.manifest["config"].items() if n not in _ELSEWHERE}
+        """Return everything that decides what the run computes: the task, its fields and all options."""
+        options = {n: v for n, v in self.manifest["config"].items() if n not in _NOT_RECORDED}
         return {"task": self.manifest["task"]["spec"], **self.fields, **options}
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds by phase, of the last start."""
-        found = (self.result or {}).get("phases_s")
-        if not isinstance(found, Mapping):
+        """Return the seconds of each phase, of the last start."""
+        phases = (self.result or {}).get("phases_s")
+        if not isinstance(phases, Mapping):
             return {}
-        return {str(name): s for name, value in found.items() if (s := _finite(value)) is not None}
+        return {str(name): s for name, value in phases.items() if (s := _finite(value)) is not None}
 
     @property
     def recorded_metrics(self) -> dict[str, dict[str, float | None]]:
-        """What ``result.json`` says: split -> name -> value."""
-        found = (self.result or {}).get("metrics")
-        if not isinstance(found, Mapping):
+        """Return the metrics of ``result.json``: split -> name -> value."""
+        metrics_of_splits = (self.result or {}).get("metrics")
+        if not isinstance(metrics_of_splits, Mapping):
             return {}
         return {
             str(split): {str(name): _finite(value) for name, value in metrics.items()}
-            for split, metrics in found.items()
+            for split, metrics in metrics_of_splits.items()
             if isinstance(metrics, Mapping)
         }
 
     @property
     def command(self) -> str | None:
-        """The command that trains the same model again; None where the options cannot be read any more."""
+        """Return the command that trains the same model again; None if the options cannot be parsed any more."""
         try:
             config = config_from_mapping(self.manifest["config"], "run.toml")
         except UserError:
@@ -144,15 +143,15 @@ class Record:
         words = ["paceline", "train", str(self.manifest["task"]["spec"])]
         for name, value in self.fields.items():
             words += ["--set", f"{name}={value}"]
-        words += to_flags(non_defaults(config), leave_out=_ELSEWHERE)
+        words += to_flags(non_defaults(config), leave_out=_NOT_RECORDED)
         return shlex.join(words)
 
 
 def read_record(directory: RunDirectory) -> Record:
-    """Read a run's directory; what is not there is empty.
+    """Read a run's directory; missing parts are empty.
 
     Raises:
-        RunDirectoryError: it is no run's, or its files are damaged.
+        RunDirectoryError: the directory holds no run, or its files are damaged.
     """
     manifest = directory.read_complete_manifest()
     events = directory.read_events()
@@ -160,7 +159,7 @@ def read_record(directory: RunDirectory) -> Record:
     result = directory.read_result()
     try:
         until = directory.metrics.stat().st_mtime if directory.metrics.exists() else None
-        read = timeline(events, until=until)
+        history = timeline(events, until=until)
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
             f"{directory.events} is damaged: {error!r}. Restore it from a copy, or remove it."
@@ -172,17 +171,17 @@ def read_record(directory: RunDirectory) -> Record:
         train=tuple(r for r in records if r.get("kind") == "train"),
         evaluations=tuple(r for r in records if r.get("kind") == "eval"),
         result=result,
-        timeline=read,
-        state=_state(directory, result, read),
+        timeline=history,
+        state=_state(directory, result, history),
     )
 
 
-def _state(directory: RunDirectory, result: Mapping[str, Any] | None, read: Timeline) -> str:
+def _state(directory: RunDirectory, result: Mapping[str, Any] | None, history: Timeline) -> str:
     if result is not None:
         return "finished"
     if directory.is_running():
         return "running"
-    last = read.entries[-1].event if read.entries else ""
+    last = history.entries[-1].event if history.entries else ""
     return last if last in ("stopped", "failed") else "not finished"
 
 
@@ -210,9 +209,9 @@ class Layer:
     Attributes:
         name: in the model.
         kind: its class.
-        shape: of its output for one sample, without the batch; None where it has not computed.
-        parameters: how many numbers; those of a parameter that an earlier layer has, too, count there.
-        trained: how many of them are trained.
+        shape: of its output for one sample, without the batch; None if it did not run.
+        parameters: number of elements, not counting parameters shared with an earlier layer.
+        trained: number of trained elements.
     """
 
     name: str
@@ -224,13 +223,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model.
+    """The structure of a model.
 
     Attributes:
         kind: its class.
-        layers: in the order in which they computed first; those that did not come last.
-        parameters: how many numbers, each once.
-        trained: how many of them are trained.
+        layers: in the order of their first forward, followed by those that did not run.
+        parameters: number of elements, each counted once.
+        trained: number of trained elements.
         bytes: of parameters and buffers.
     """
 
@@ -242,7 +241,7 @@ class Architecture:
 
 
 class LayerShapes:
-    """Notes the layers' outputs during their first forward."""
+    """A recorder of the layers' output shapes in their first forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -254,20 +253,20 @@ class LayerShapes:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While it is entered, forwards are noted."""
-        handles = [module.register_forward_hook(partial(self._computed, name)) for name, module in self._layers]
+    def recording(self) -> Iterator[None]:
+        """Record forwards inside the context."""
+        handles = [module.register_forward_hook(partial(self._record, name)) for name, module in self._layers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _computed(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._shapes.setdefault(name, _shape(output))
 
     def architecture(self) -> Architecture:
-        """What was seen."""
+        """Return the structure of the model with the recorded shapes."""
         seen: set[int] = set()
         layers = {}
         for name, module in self._layers:
@@ -296,26 +295,25 @@ def _shape(output: Any) -> tuple[int, ...]:
     return tuple(tensors[0].shape[1:]) if tensors else ()
 
 
-# --- One run, analysed: its record, and its model evaluated once more on a split ---
+# --- Analyse a run: read its record, and evaluate its model again on a split ---
 
 
 OnProgress = Callable[[int, int], None]
-"""Is told how many samples were evaluated, and how many there are."""
+"""Called with the number of evaluated samples and the total."""
 
 _SOURCE_LINES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the model was evaluated on.
+    """The data that the model was evaluated on.
 
     Attributes:
-        samples: how many the split has.
-        sha256: of its tensors, in blocks of whatever size.
-        train_samples, val_samples: of the run's own, where they have a length.
+        samples: number of samples of the split.
+        sha256: of its tensors, independent of the size of blocks.
+        train_samples, val_samples: of the run's own splits, if they have a length.
         inputs: name -> "uint8, 1 x 28 x 28" and so on, as the model's :class:`Inference` says.
-        preprocessing: the source of what stands between inputs and outputs, which is part of the model that
-            is exported; None where there is none.
+        preprocessing: the source of the exported model's code between inputs and outputs; None if it has none.
     """
 
     samples: int
@@ -328,22 +326,22 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """A run and what its model does on a split.
+    """A run and its model's results on a split.
 
     Attributes:
-        record: what its directory says.
-        split: what was evaluated.
+        record: contents of its directory.
+        split: the evaluated split.
         step: of the checkpoint.
         is_best: whether that is the best model so far.
         metrics: by name, with intervals.
-        recorded: what the run itself recorded for this split and model, by name; empty where it did not.
-        changed_numerics: in what this process differs from the run's, where bits depend on it.
+        recorded: the run's own metrics of this split and model, by name; empty if there are none.
+        changed_numerics: differences between this process and the run on which bits depend.
         per_sample: the metrics that have a value for each sample, (N,), by name.
-        predictions: None where the model is no classifier.
+        predictions: None if the model is not a classifier.
         classification: of the predictions.
         architecture: of the model.
-        data: what was evaluated.
-        device: where.
+        data: the evaluated data.
+        device: of the evaluation.
     """
 
     record: Record
@@ -362,18 +360,18 @@ class Analysis:
 
     @property
     def main_metric(self) -> str:
-        """The name of the metric that ``--best-metric`` watches, else of the first."""
+        """Return the name of the metric of ``--best-metric``, else of the first metric."""
         best = str(self.record.manifest["config"].get("best_metric") or "").partition(":")[0]
         return best if best in self.metrics else next(iter(self.metrics))
 
     @property
     def more_is_better(self) -> bool:
-        """Whether the main metric is to be high; where nothing says so, a loss or an error is to be low."""
+        """Return whether a high main metric is good; by default, losses and errors should be low."""
         name, _, mode = str(self.record.manifest["config"].get("best_metric") or "").partition(":")
         if name == self.main_metric and mode in ("min", "max"):
             return mode == "max"
-        low = ("loss", "error", "perplexity", "bits", "mse", "mae", "rmse")
-        return not any(word in self.main_metric.lower() for word in low)
+        low_is_better = ("loss", "error", "perplexity", "bits", "mse", "mae", "rmse")
+        return not any(word in self.main_metric.lower() for word in low_is_better)
 
 
 def analyse(
@@ -383,17 +381,17 @@ def analyse(
     checkpoint: str | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Analysis:
-    """Read a run, and evaluate one of its checkpoints; nothing is written.
+    """Read a run and evaluate one of its checkpoints, without writing anything.
 
     Args:
-        directory: the run's.
+        directory: of the run.
         split: "test" or "val".
-        checkpoint: "best", "last" or a step; None: the best, or the last where nothing was validated.
+        checkpoint: "best", "last" or a step; None: the best, or the last if the run has no validation.
         on_progress: called after each block of samples.
 
     Raises:
         UserError: the directory holds no run, or its task or data cannot be built.
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged.
     """
     record = read_record(directory)
     with (
@@ -404,41 +402,41 @@ def analyse(
             inference = trained.run.task.inference_signature(trained.module)
         if inference is not None:
             inference.module.eval()
-        observer = EvaluationRecorder(trained.run.task, inference)
-        watch = LayerShapes(trained.module)
+        recorder = EvaluationRecorder(trained.run.task, inference)
+        shapes = LayerShapes(trained.module)
         done = 0
 
         def observe(microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
             nonlocal done
-            observer(microbatch, values)
+            recorder(microbatch, values)
             done += microbatch.num_samples
             on_progress(done, evaluator.num_samples)
 
-        with watch.watching():
+        with shapes.recording():
             measured = trained.evaluate(evaluator, split, observe)
-        predictions = observer.predictions()
+        predictions = recorder.predictions()
         return Analysis(
             record=record,
             split=split,
             step=trained.info.step,
             is_best=trained.is_best,
-            metrics={name: observer.estimates.estimate(name, value) for name, value in measured.items()},
+            metrics={name: recorder.estimates.estimate(name, value) for name, value in measured.items()},
             recorded=_recorded(record, trained, split),
             changed_numerics=tuple(trained.changed_numerics),
-            per_sample=observer.estimates.per_sample(),
+            per_sample=recorder.estimates.per_sample(),
             predictions=predictions,
             classification=None if predictions is None else classify(predictions),
-            architecture=watch.architecture(),
-            data=_data(record, evaluator.num_samples, observer.data_sha256, inference),
+            architecture=shapes.architecture(),
+            data=_data(record, evaluator.num_samples, recorder.data_sha256, inference),
             device=str(trained.run.device),
         )
 
 
 def _recorded(record: Record, trained: LoadedModel, split: str) -> Mapping[str, float | None]:
-    """A result's metrics are those of the best model, or of the last where nothing was validated."""
+    """Return the run's own metrics if they are of this model: the best, or the last without validation."""
     best = (record.result or {}).get("best_step")
-    of_step = (record.result or {}).get("steps") if best is None else best
-    return record.recorded_metrics.get(split, {}) if of_step == trained.info.step else {}
+    result_step = (record.result or {}).get("steps") if best is None else best
+    return record.recorded_metrics.get(split, {}) if result_step == trained.info.step else {}
 
 
 def _data(record: Record, samples: int, sha256: str, inference: InferenceSignature | None) -> Data:

@@ -1,4 +1,4 @@
-"""A run under faults, and the proof that nothing was lost."""
+"""Train a task with and without injected faults, and prove that nothing was lost."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from paceline.insight.fault_injection import Fault, FaultInjector, Injection, Ki
 from paceline.runs.directory import RunDirectory
 from paceline.runs.timeline import Timeline, timeline
 
-# --- What a run under faults came to, held against the undisturbed run ---
+# --- The results of a run under faults, compared with a run without faults ---
 
 
 @dataclass(frozen=True)
 class KindReport:
-    """The faults of one kind.
+    """Counts and recovery times of the faults of one kind.
 
     Attributes:
-        planned, injected, recovered: how many; one that finds no place before the run's end is not injected.
-        p50_s, p99_s: of the time from the fault to the recovery.
+        planned, injected, recovered: counts; a fault is not injected if the run ends first.
+        p50_s, p99_s: time from the fault to the recovery.
     """
 
     kind: Kind
@@ -50,13 +50,13 @@ class KindReport:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the run under faults made of the workers that it had.
+    """How well the run under faults used the workers that it had.
 
     Attributes:
-        needed_s: the undisturbed run's training time.
-        available_s: the disturbed run's, each second weighed by the share of the undisturbed run's processors
-            that the workers which survived could keep busy.
-        faults: how many there were.
+        needed_s: training time of the run without faults.
+        available_s: training time of the run under faults, each second weighted by the share of the
+            fault-free run's processors that the surviving workers could use.
+        faults: number of faults.
     """
 
     needed_s: float
@@ -65,28 +65,28 @@ class Capacity:
 
     @property
     def goodput(self) -> float | None:
-        """``needed_s`` over ``available_s``; near 1 where faults cost no more than the workers they took."""
+        """Return ``needed_s / available_s``; close to 1 if faults cost no more than the workers that they killed."""
         return self.needed_s / self.available_s if self.available_s > 0 else None
 
     @property
     def lost_s_per_fault(self) -> float | None:
-        """Time lost beyond the lost capacity."""
+        """Return the time lost per fault beyond the lost capacity."""
         return (self.available_s - self.needed_s) / self.faults if self.faults else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosReport:
-    """The outcome; :attr:`problems` is empty where nothing was lost.
+    """The outcome of a chaos test; :attr:`problems` is empty if nothing was lost.
 
     Attributes:
-        clean_run, chaos_run: their directories.
+        clean_run, chaos_run: directories of the runs without and with faults.
         seed: of the faults and of the run.
-        exit_code: of the disturbed run.
-        steps: of the undisturbed run.
-        repeated_steps: computed again, because all that held them were lost.
+        exit_code: of the run under faults.
+        steps: of the run without faults.
+        repeated_steps: recomputed because all their holders were lost.
         samples_lost, samples_duplicated: by the ledger's audit.
-        audit: its verdict; "" where there was none.
-        clean_sha256, chaos_sha256: of the final models; None where the run did not finish.
+        audit: verdict of the audit; "" if there was none.
+        clean_sha256, chaos_sha256: of the final models; None if the run did not finish.
     """
 
     task: str
@@ -108,12 +108,12 @@ class ChaosReport:
 
     @property
     def same_model(self) -> bool:
-        """Whether the final models are equal, bit for bit."""
+        """Return whether the final models are bitwise equal."""
         return self.chaos_sha256 == self.clean_sha256
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, a phrase each."""
+        """Describe each problem in a phrase."""
         planned, injected, recovered = (
             sum(getattr(kind, name) for kind in self.kinds) for name in ("planned", "injected", "recovered")
         )
@@ -124,22 +124,21 @@ class ChaosReport:
             phrases.append(f"{injected - recovered} of {injected} faults were not recovered from")
         if injected < planned:
             phrases.append(
-                f"{planned - injected} of {planned} faults found no place before the end: "
-                "ask for fewer, or for more steps (--max-steps)"
+                f"{planned - injected} of {planned} faults were not injected before the end of the run: "
+                "use fewer faults or more steps (--max-steps)"
             )
         if not self.audit_clean:
-            phrases.append(f"the audit: {self.audit or 'there is no ledger'}")
+            phrases.append(f"audit: {self.audit or 'there is no ledger'}")
         if self.chaos_sha256 is not None and not self.same_model:
-            phrases.append("the final model is not the undisturbed run's")
+            phrases.append("the final model differs from that of the run without faults")
         return tuple(phrases)
 
     @property
     def ok(self) -> bool:
-        """Whether every fault came and was recovered from, the audit is clean and the models are equal."""
+        """Return whether all faults were injected and recovered from, the audit is clean and the models are equal."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON types."""
         document = asdict(self)
         if self.capacity is not None:
             document["capacity"] |= {
@@ -150,11 +149,11 @@ class ChaosReport:
 
 
 def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float | None]]) -> tuple[KindReport, ...]:
-    """One row a kind.
+    """Summarise the faults of each kind.
 
     Args:
         planned: the kind of each planned fault.
-        injected: the kind of each that came, and how long it took to recover; None where it did not.
+        injected: kind and recovery time of each injected fault; None if the run did not recover.
     """
     rows = []
     for kind in dict.fromkeys(planned):
@@ -174,22 +173,22 @@ def kind_reports(planned: Sequence[Kind], injected: Sequence[tuple[Kind, float |
 
 
 def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float, faults: int) -> Capacity:
-    """Hold the disturbed run's time against the undisturbed one's.
+    """Compare the training time of the run under faults with that of the run without.
 
-    W workers keep ``min(W, processors)`` processors busy. From the moment a fault hits, only those count
-    that the next view is made of. Time in which the run waited for all its workers, because the conductor
-    asked for it, is nobody's.
+    W workers use ``min(W, processors)`` processors. From the moment of a fault, only the workers of the next
+    group count. Time in which the run waited for all workers because the fault injector asked for it is
+    excluded.
 
     Args:
-        clean: the undisturbed run's history.
-        chaos: the disturbed one's.
-        nproc: workers of the undisturbed run.
-        processors: that the workers share, in units of one worker's threads.
-        faults: how many were injected.
+        clean: history of the run without faults.
+        chaos: history of the run under faults.
+        nproc: workers of the run without faults.
+        processors: shared by the workers, in units of one worker's threads.
+        faults: number of injected faults.
     """
     end = max((entry.seconds for entry in chaos.entries), default=0.0)
     begins = {i.end: i.begin for i in chaos.interruptions}
-    # A view counts from when the one before was lost.
+    # A group counts from the loss of the previous one.
     worlds = [(begins.get(world.seconds, world.seconds), world.world_size) for world in chaos.worlds]
     available = sum(
         (following[0] - begin) * min(size, processors) for (begin, size), following in pairwise([*worlds, (end, 0)])
@@ -202,29 +201,29 @@ def capacity(clean: Timeline, chaos: Timeline, *, nproc: int, processors: float,
 
 
 def lost_and_duplicated(report: AuditReport) -> tuple[int, int]:
-    """Samples that no step saw, and those that more than one did."""
+    """Return the numbers of samples that no step saw, and that several steps saw."""
     return sum(epoch.never for epoch in report.epochs), sum(epoch.repeated for epoch in report.epochs)
 
 
-# --- Runs a task once undisturbed and once under faults, and compares ---
+# --- Run the task once without and once with faults, and compare ---
 
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _END_S = 30.0
 _TAIL_LINES = 20
 _CHECKPOINT_EVERY = "25steps"
-_RESTARTS = 8  # for each worker, as a fault may end all of them
+_RESTARTS = 8  # per worker, since a fault may end all of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosRequest:
-    """What to do.
+    """The settings of a chaos test.
 
     Attributes:
-        options: of both runs, as ``paceline train`` takes them; ``recover`` and ``run_dir`` are not for the user.
-        root: a new folder for both runs' directories, ``clean`` and ``chaos``.
-        faults: how many.
-        kinds: which.
+        options: of both runs, as for ``paceline train``, without ``recover`` and ``run_dir``.
+        root: a new folder for the directories ``clean`` and ``chaos`` of the runs.
+        faults: number of faults.
+        kinds: of the faults.
     """
 
     options: Mapping[str, Any]
@@ -234,50 +233,52 @@ class ChaosRequest:
 
 
 def run_chaos(request: ChaosRequest, tell: Callable[[str], None]) -> ChaosReport:
-    """Train the task undisturbed, then under faults; compare.
+    """Train the task without and then with faults, and compare.
 
     Args:
-        request: what to do.
-        tell: called with a line of progress from time to time.
+        request: the settings.
+        tell: called with lines of progress.
 
     Raises:
         UserError: the options, or these faults with them, cannot work.
-        LaunchError: the undisturbed run failed, or the other one did not begin.
+        LaunchError: the run without faults failed, or the other one did not start.
     """
     config, clean_options, chaos_options = _resolve(request)
     nproc = _nproc(config)
     request.root.mkdir(parents=True, exist_ok=True)
-    clean, disturbed = (RunDirectory(request.root / name) for name in ("clean", "chaos"))
-    tell(f"the undisturbed run: {config.task}, {_workers(nproc)}, in {clean.path}")
+    clean, faulty = (RunDirectory(request.root / name) for name in ("clean", "chaos"))
+    tell(f"run without faults: {config.task}, {_workers(nproc)}, in {clean.path}")
     with _training(clean, clean_options) as process:
         code = _wait(process)
     result = clean.read_result() if code == 0 else None
     if result is None:
-        raise LaunchError(f"the undisturbed run failed with exit code {code}.{_tail(clean)}", exit_code=code or 1)
+        raise LaunchError(f"the run without faults failed with exit code {code}.{_tail(clean)}", exit_code=code or 1)
     plan = plan_faults(request.kinds, faults=request.faults, seed=config.seed, nproc=nproc, steps=result["steps"])
-    took = f"{result['steps']} steps in {result['seconds']:.1f} s"
-    tell(f"{took}; now with {len(plan)} faults, in {disturbed.path}")
-    injected, code = _disturb(disturbed, chaos_options, plan, result["steps"], tell)
-    return _report(config, clean, disturbed, plan, injected, code)
+    duration = f"{result['steps']} steps in {result['seconds']:.1f} s"
+    tell(f"{duration}; run with {len(plan)} faults, in {faulty.path}")
+    injected, code = _train_under_faults(faulty, chaos_options, plan, result["steps"], tell)
+    return _report(config, clean, faulty, plan, injected, code)
 
 
 def _resolve(request: ChaosRequest) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
-    """The run's configuration, and the options of the undisturbed and of the disturbed run."""
-    given = dict(request.options)
-    if given.get("recover", "inplace") != "inplace":
-        raise ConfigError(f"--recover {given['recover']}: a run under faults recovers in place. Leave the option out.")
+    """Return the configuration, and the options of the runs without and with faults."""
+    explicit = dict(request.options)
+    if explicit.get("recover", "inplace") != "inplace":
+        raise ConfigError(
+            f"--recover {explicit['recover']}: a run under faults must use inplace. Leave the option out."
+        )
     if request.faults < 1:
         raise ConfigError(f"--faults must be at least 1, but is {request.faults}.")
     defaults: dict[str, Any] = {"on": "spawn", "checkpoint_every": (_CHECKPOINT_EVERY,)}
-    config = config_from_mapping(defaults | given, "the command line")
+    config = config_from_mapping(defaults | explicit, "the command line")
     check_kinds(request.kinds, _nproc(config))
     if parse_nodes(config.nodes) != (1, 1):
-        raise ConfigError(f"--nodes {config.nodes}: faults are injected on one machine. Leave the option out.")
+        raise ConfigError(f"--nodes {config.nodes}: faults are injected on one node only. Leave the option out.")
     for name in ("clean", "chaos"):
         if RunDirectory(request.root / name).exists():
-            raise RunDirectoryError(f"{request.root / name} holds a run already. Choose another --run-dir DIR.")
-    clean = defaults | given | {"recover": "none"}
-    chaos = {"max_restarts": _RESTARTS * _nproc(config), **defaults, **given, "recover": "inplace"}
+            raise RunDirectoryError(f"{request.root / name} already holds a run. Choose another --run-dir DIR.")
+    clean = defaults | explicit | {"recover": "none"}
+    chaos = {"max_restarts": _RESTARTS * _nproc(config), **defaults, **explicit, "recover": "inplace"}
     return config, clean, chaos
 
 
@@ -285,68 +286,67 @@ def _nproc(config: RunConfig) -> int:
     match parse_nproc(config.nproc):
         case (nproc,):
             return nproc
-    raise ConfigError("--nproc must be a number here: faults are planned for so many workers.")
+    raise ConfigError("--nproc must be one number for paceline chaos, which plans faults for that many workers.")
 
 
-def _disturb(
+def _train_under_faults(
     directory: RunDirectory,
     options: Mapping[str, Any],
     plan: Sequence[Fault],
     steps: int,
     tell: Callable[[str], None],
 ) -> tuple[list[Injection], int]:
-    """Train under faults; return those that came, and the exit code."""
+    """Train under faults; return the injected faults and the exit code."""
     write_faults = WriteFaults(directory.path / "write-faults")
     with _training(directory, options, write_faults.environment) as process:
         agent = _connect(directory, process)
         with agent:
-            conductor = FaultInjector(
+            injector = FaultInjector(
                 directory,
                 agent,
                 plan,
                 steps,
                 write_faults,
-                lambda text: tell(f"{len(conductor.injected):>3}/{len(plan)}  {text}"),
+                lambda text: tell(f"{len(injector.injected):>3}/{len(plan)}  {text}"),
             )
-            conductor.run()
-        return conductor.injected, _wait(process)
+            injector.run()
+        return injector.injected, _wait(process)
 
 
 def _connect(directory: RunDirectory, process: subprocess.Popen[bytes]) -> AgentConnection:
-    """Wait for the job's agent."""
     while not directory.agent.exists():
         if process.poll() is not None:
             raise LaunchError(f"the run ended before it began.{_tail(directory)}", exit_code=process.returncode or 1)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return AgentConnection(directory)
 
 
 def _report(
     config: RunConfig,
     clean: RunDirectory,
-    disturbed: RunDirectory,
+    faulty: RunDirectory,
     plan: Sequence[Fault],
     injected: Sequence[Injection],
     code: int,
 ) -> ChaosReport:
     nproc = _nproc(config)
-    expected, result = clean.read_result(), disturbed.read_result()
+    expected, result = clean.read_result(), faulty.read_result()
     assert expected is not None
-    audited, verdict = None, ""
+    ledger_audit, verdict = None, ""
     try:
-        audited = audit(disturbed)
-        verdict = audited.verdict
+        ledger_audit = audit(faulty)
+        verdict = ledger_audit.verdict
     except RunDirectoryError as error:
         verdict = str(error)
-    lost, duplicated = (0, 0) if audited is None else lost_and_duplicated(audited)
-    repeated = 0 if audited is None else audited.recomputed_steps
-    history = timeline(disturbed.read_events(), repeated_steps=repeated)
+    lost, duplicated = (0, 0) if ledger_audit is None else lost_and_duplicated(ledger_audit)
+    repeated = 0 if ledger_audit is None else ledger_audit.recomputed_steps
+    history = timeline(faulty.read_events(), repeated_steps=repeated)
     share = Environment(world_size=nproc, local_world_size=nproc)
     threads = default_threads(share, config.threads, os.environ)
     return ChaosReport(
         task=config.task,
         clean_run=str(clean.path),
-        chaos_run=str(disturbed.path),
+        chaos_run=str(faulty.path),
         nproc=nproc,
         seed=config.seed,
         exit_code=code,
@@ -355,7 +355,7 @@ def _report(
         repeated_steps=history.goodput.repeated_steps,
         samples_lost=lost,
         samples_duplicated=duplicated,
-        audit_clean=audited is not None and audited.clean,
+        audit_clean=ledger_audit is not None and ledger_audit.clean,
         audit=verdict,
         capacity=None
         if result is None
@@ -375,7 +375,7 @@ def _report(
 def _training(
     directory: RunDirectory, options: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A training job of its own, which ends with the block; what it prints goes into a file."""
+    """Start a training job that ends with the context and prints into a file."""
     document = {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
     request = directory.path.with_suffix(".toml")
     request.write_text(tomli_w.dumps(document), encoding="utf-8")
@@ -396,7 +396,7 @@ def _training(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # a Ctrl-C in the terminal is for us; we end the job
+            process_group=0,  # Ctrl-C in the terminal must reach only this process, which ends the job
         )
     try:
         yield process
@@ -421,11 +421,11 @@ def _output(directory: RunDirectory) -> Path:
 
 
 def _tail(directory: RunDirectory) -> str:
-    """The end of what a job printed."""
+    """Return the end of a job's output."""
     output = _output(directory)
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    told = "".join(f"\n  {line}" for line in lines)
-    return f" What it printed is in {shlex.quote(str(output))}; its end:{told}" if lines else ""
+    text = "".join(f"\n  {line}" for line in lines)
+    return f" Its output is in {shlex.quote(str(output))} and ends with:{text}" if lines else ""
 
 
 def _workers(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Charts as SVG that stands in a page: its colours are the page's CSS variables, its text the page's font."""
+"""SVG charts for embedding in a page, with the page's CSS variables as colours and its font."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SERIES = 8
-"""How many series have a colour of their own; a ninth has the first one's."""
+"""Number of distinct colours of series; the ninth series repeats the first colour."""
 
-# matplotlib writes these into the SVG, where each is replaced by the CSS variable of its name.
+# matplotlib writes these colours into the SVG, where the CSS variable of the same name replaces them.
 _COLOURS = {name: f"#0a0b{number:02x}" for number, name in enumerate(("ink", "muted", "line", "bad"), 1)} | {
     f"s{number}": f"#0a0c{number:02x}" for number in range(1, SERIES + 1)
 }
@@ -53,14 +53,14 @@ _POINTS = 300
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing and the numbers in it.
+    """A drawing and its numbers.
 
     Attributes:
-        name: an identifier, the page's only one.
-        title: above it.
-        svg: to be put into a page as it is.
-        legend: (colour, label) of each series, where there are several.
-        columns, rows: of the numbers.
+        name: an identifier, unique in the page.
+        title: above the chart.
+        svg: for embedding in a page as it is.
+        legend: (colour, label) of each series, if there are several.
+        columns, rows: of the table of numbers.
     """
 
     name: str
@@ -73,14 +73,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """A line.
-
-    Attributes:
-        label: its name.
-        colour: its number, from 0.
-        xs, ys: its points.
-        dashed: drawn so.
-    """
+    """One line of a chart; ``colour`` is its index, from 0."""
 
     label: str
     colour: int
@@ -90,7 +83,7 @@ class Series:
 
 
 def require_matplotlib() -> None:
-    """Say at once what is missing.
+    """Check that the libraries of a report are installed.
 
     Raises:
         ConfigError: matplotlib, Pillow or Jinja is not installed.
@@ -114,55 +107,55 @@ def curves(
     log: bool = False,
     from_zero: bool = False,
 ) -> Chart:
-    """Lines over steps; more points than can be seen are averaged."""
-    with _drawing(name, title) as drawn:
-        axes = drawn.axes
-        for each in series:
-            xs, ys = _thinned(each.xs, each.ys)
+    """Draw lines over steps, averaging more points than can be seen."""
+    with _drawing(name, title) as drawing:
+        axes = drawing.axes
+        for line in series:
+            xs, ys = _downsample(line.xs, line.ys)
             axes.plot(
                 xs,
                 ys,
-                color=_series_colour(each.colour),
-                linestyle=(0, (4, 2)) if each.dashed else "-",
+                color=_series_colour(line.colour),
+                linestyle=(0, (4, 2)) if line.dashed else "-",
                 marker="o" if len(xs) < 12 else "",
                 markersize=3.5,
             )
-        if log and all(y > 0 for each in series for y in each.ys):
+        if log and all(y > 0 for line in series for y in line.ys):
             _scale_by_decades(axes)
         elif from_zero:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.grid(visible=False, axis="x")
-    steps = sorted({x for each in series for x in _sampled(list(each.xs))})
-    values = [dict(zip(each.xs, each.ys, strict=True)) for each in series]
-    rows = [(_number(step), *(_number(of_one.get(step)) for of_one in values)) for step in _sampled(steps)]
-    return drawn.chart((x_label, *(each.label for each in series)), rows, _legend(series))
+    steps = sorted({x for line in series for x in _sample(list(line.xs))})
+    values = [dict(zip(line.xs, line.ys, strict=True)) for line in series]
+    rows = [(_number(step), *(_number(points.get(step)) for points in values)) for step in _sample(steps)]
+    return drawing.chart((x_label, *(line.label for line in series)), rows, _legend(series))
 
 
 def reliability(
     name: str, title: str, series: Sequence[Series], shares: Sequence[tuple[float, float]], total: int
 ) -> Chart:
-    """Accuracy over confidence, and below how many samples have which.
+    """Draw accuracy over confidence, and below it the share of samples by confidence.
 
     Args:
         name: the chart's identifier.
-        title: above it.
-        series: a line a run.
-        shares: the first run's (middle of the bin, share of its samples).
-        total: bins.
+        title: above the chart.
+        series: one line per run.
+        shares: (centre of the bin, share of the samples) of the first run.
+        total: number of bins.
     """
-    with _drawing(name, title, size=(4.6, 3.9), rows=(4, 1)) as drawn:
-        top, bottom = drawn.all_axes
+    with _drawing(name, title, size=(4.6, 3.9), rows=(4, 1)) as drawing:
+        top, bottom = drawing.all_axes
         top.plot([0, 1], [0, 1], color=_COLOURS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-        for each in series:
+        for line in series:
             top.plot(
-                each.xs,
-                each.ys,
-                color=_series_colour(each.colour),
+                line.xs,
+                line.ys,
+                color=_series_colour(line.colour),
                 marker="o",
                 markersize=4,
-                linestyle=(0, (4, 2)) if each.dashed else "-",
+                linestyle=(0, (4, 2)) if line.dashed else "-",
             )
         top.set_xlim(0, 1)
         top.set_ylim(0, 1.02)
@@ -173,19 +166,19 @@ def reliability(
         bottom.set_ylabel("share")
         bottom.set_xlabel("confidence")
         bottom.grid(visible=False)
-    rows = [(each.label, f"{x:.3f}", f"{y:.3f}") for each in series for x, y in zip(each.xs, each.ys, strict=True)]
-    return drawn.chart(("run", "confidence", "accuracy"), rows, _legend(series))
+    rows = [(line.label, f"{x:.3f}", f"{y:.3f}") for line in series for x, y in zip(line.xs, line.ys, strict=True)]
+    return drawing.chart(("run", "confidence", "accuracy"), rows, _legend(series))
 
 
 def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]], unit: str) -> Chart:
-    """A bar a run, cut into parts; the largest parts come first."""
+    """Draw one bar per run, divided into parts, the largest first."""
     totals: dict[str, float] = {}
     for _, parts in bars:
         for part, value in parts.items():
             totals[part] = totals.get(part, 0.0) + value
     order = sorted((part for part in totals if totals[part] > 0), key=lambda part: -totals[part])
-    with _drawing(name, title, size=(9.6, 0.75 + 0.42 * len(bars))) as drawn:
-        axes = drawn.axes
+    with _drawing(name, title, size=(9.6, 0.75 + 0.42 * len(bars))) as drawing:
+        axes = drawing.axes
         for row, (_, parts) in enumerate(bars):
             left = 0.0
             for number, part in enumerate(order):
@@ -199,7 +192,7 @@ def stacked(name: str, title: str, bars: Sequence[tuple[str, dict[str, float]]],
         axes.grid(visible=False, axis="y")
         axes.spines["left"].set_visible(False)
     rows = [(label, *(f"{parts.get(part, 0.0):.2f}" for part in order)) for label, parts in bars]
-    return drawn.chart(("run", *order), rows, tuple(enumerate(order)))
+    return drawing.chart(("run", *order), rows, tuple(enumerate(order)))
 
 
 def workers(
@@ -209,31 +202,31 @@ def workers(
     end: float,
     lost: Sequence[tuple[float, float]],
 ) -> Chart:
-    """How many workers computed, by time; where nothing was trained is marked.
+    """Draw the number of active workers over time, and mark when nothing was trained.
 
     Args:
         name: the chart's identifier.
-        title: above it.
+        title: above the chart.
         worlds: (seconds, workers) at each change.
-        end: seconds.
+        end: in seconds.
         lost: (begin, end) in seconds.
     """
     require_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    with _drawing(name, title, size=(9.6, 1.7)) as drawn:
-        axes = drawn.axes
+    with _drawing(name, title, size=(9.6, 1.7)) as drawing:
+        axes = drawing.axes
         xs, ys = [x for x, _ in worlds], [y for _, y in worlds]
         axes.step([*xs, end], [*ys, ys[-1]], where="post", color=_COLOURS["s1"])
-        for begin, over in lost:
-            # At least a hair wide: most interruptions are shorter than a pixel.
-            axes.axvspan(begin, max(over, begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
+        for begin, stop in lost:
+            # Most interruptions are shorter than a pixel, so give each a minimal width.
+            axes.axvspan(begin, max(stop, begin + end / 300), color=_COLOURS["bad"], alpha=0.55)
         axes.set_ylim(0, max(ys) + 0.5)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("seconds")
         axes.set_ylabel("workers")
         axes.grid(visible=False, axis="x")
-    return drawn.chart(("seconds", "workers"), [(f"{x:.1f}", str(y)) for x, y in worlds])
+    return drawing.chart(("seconds", "workers"), [(f"{x:.1f}", str(y)) for x, y in worlds])
 
 
 class _Drawing:
@@ -247,9 +240,9 @@ class _Drawing:
 
     def finish(self) -> None:
         buffer = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        self._figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-        self._svg = _for_page(buffer.getvalue(), self._name, self._title)
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        self._figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+        self._svg = _to_page_svg(buffer.getvalue(), self._name, self._title)
 
     def chart(
         self,
@@ -264,7 +257,7 @@ class _Drawing:
 def _drawing(
     name: str, title: str, *, size: tuple[float, float] = (4.6, 2.7), rows: tuple[int, ...] = (1,)
 ) -> Iterator[_Drawing]:
-    """A figure in our style, written when it is left; sizes in inches."""
+    """Create a figure in our style, and render it at the end of the context; sizes in inches."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
@@ -273,13 +266,13 @@ def _drawing(
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         all_axes = list(figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0])
-        drawn = _Drawing(name, title, figure, all_axes)
-        yield drawn
-        drawn.finish()
+        drawing = _Drawing(name, title, figure, all_axes)
+        yield drawing
+        drawing.finish()
 
 
-def _for_page(svg: str, name: str, title: str) -> str:
-    """Without what belongs to a file; identifiers are the chart's own, and colours the page's."""
+def _to_page_svg(svg: str, name: str, title: str) -> str:
+    """Return an SVG file's content with the chart's own identifiers and the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<defs>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;?", "", svg)
@@ -307,15 +300,15 @@ def _scale_by_decades(axes: Axes) -> None:
 
 
 def _legend(series: Sequence[Series]) -> tuple[tuple[int, str], ...]:
-    return tuple((each.colour % SERIES, each.label) for each in series) if len(series) > 1 else ()
+    return tuple((line.colour % SERIES, line.label) for line in series) if len(series) > 1 else ()
 
 
 def _series_colour(number: int) -> str:
     return _COLOURS[f"s{number % SERIES + 1}"]
 
 
-def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most so many points as a chart can show, each the mean of its neighbours."""
+def _downsample(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return at most as many points as a chart can show, each the mean of its neighbours."""
     size = -(-len(xs) // _POINTS)
     if size <= 1:
         return list(xs), list(ys)
@@ -326,10 +319,10 @@ def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], lis
     )
 
 
-def _sampled(values: list[float], most: int = 12) -> list[float]:
-    if len(values) <= most:
+def _sample(values: list[float], max_values: int = 12) -> list[float]:
+    if len(values) <= max_values:
         return values
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+    return [values[round(i * (len(values) - 1) / (max_values - 1))] for i in range(max_values)]
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The dashboard's server."""
+"""The dashboard's HTTP server."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from paceline.runs.status import read_beats
 from paceline.runs.timeline import timeline
 from paceline.serving.static_assets import HEADERS, Assets, tag_of
 
-# --- Who may look: on loopback everybody on this machine, elsewhere only who knows the token ---
+# --- Access: on loopback every user of this machine, on other addresses only with the token ---
 
 
 COOKIE = "paceline-dashboard"
 
 
 class DashboardAccess:
-    """Decides about requests.
+    """Access rules of the dashboard.
 
     Args:
-        host: what the server listens on.
-        port: likewise.
-        token: the secret; None: nobody is asked for one.
+        host: address that the server listens on.
+        port: of the server.
+        token: the secret of visitors; None asks for none.
 
     Raises:
-        ConfigError: others could reach the host, and there is no token.
+        ConfigError: other machines could reach the host, and there is no token.
     """
 
     def __init__(self, host: str, port: int, token: bytes | None) -> None:
         if token is None and not is_loopback(host):
             raise ConfigError(
-                f"--host {host} lets other machines in, so it needs --token-file FILE (made for you where "
-                "there is none). Or leave --host out, and come through ssh -L."
+                f"--host {host} can be reached from other machines, so it needs --token-file FILE (the file is "
+                "created if it is missing). Or leave --host out and use ssh -L."
             )
         self._names = {f"{name}:{port}" for name in LOOPBACK_NAMES}
         if is_loopback(host):
@@ -65,22 +65,22 @@ class DashboardAccess:
 
     @property
     def needs_token(self) -> bool:
-        """Whether a visitor is asked for one."""
+        """Return whether a visitor must give a token."""
         return self._token is not None
 
     def is_our_name(self, host_header: str) -> bool:
-        """Whether the browser meant this server: a foreign name that leads to loopback is an attack.
+        """Return whether a Host header names this server: a foreign name that resolves to loopback is an attack.
 
-        With a token any name will do, since a page of another name does not have its cookie.
+        With a token any name is allowed, since a page of another name does not have its cookie.
         """
         return self._token is not None or host_header.lower() in self._names
 
     def admits(self, authorization: str, cookies: str) -> bool:
-        """Whether a request carries the token: these are its headers ``Authorization`` and ``Cookie``."""
+        """Return whether a request with these headers ``Authorization`` and ``Cookie`` carries the token."""
         if self._token is None:
             return True
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() == "bearer" and self.knows(given):
+        scheme, _, candidate = authorization.partition(" ")
+        if scheme.lower() == "bearer" and self.knows(candidate):
             return True
         try:
             cookie = SimpleCookie(cookies).get(COOKIE)
@@ -89,11 +89,11 @@ class DashboardAccess:
         return cookie is not None and is_same_token(cookie.value, self._cookie())
 
     def knows(self, token: str) -> bool:
-        """Whether this is the token, in hexadecimal digits; takes the same time wherever it differs."""
+        """Compare a token, in hexadecimal digits, in constant time."""
         return self._token is not None and is_same_token(token.strip(), self._token.hex())
 
     def set_cookie(self) -> str:
-        """The header by which a browser is remembered: what follows from the token, and not the token."""
+        """Return the header that sets a browser's cookie, which is derived from the token and does not contain it."""
         return f"{COOKIE}={self._cookie()}; HttpOnly; SameSite=Strict; Path=/"
 
     def _cookie(self) -> str:
@@ -101,38 +101,37 @@ class DashboardAccess:
         return hmac.new(self._token, b"paceline dashboard", hashlib.sha256).hexdigest()
 
 
-# --- The jobs that were submitted from here, asked about beside the requests: a scheduler may take its time
+# --- Jobs submitted from this machine, queried in a background thread because a scheduler may be slow ---
 
 
-_EVERY_S = 10.0
-_ASKED_S = 30.0  # nobody has looked for so long: no scheduler is asked
-_SHOWN_S = 86400.0  # of an ended job, as `paceline jobs` does
+_POLL_S = 10.0
+_IDLE_POLL_S = 30.0  # without a visitor for this long, no scheduler is queried
+_SHOWN_S = 86400.0  # an ended job, as in `paceline jobs`
 
 
 class Jobs:
-    """Looks at the job store every ten seconds, while somebody asks.
+    """A reader of the job store that queries it every ten seconds while a page is open.
 
-    Commands and variables of jobs stay where they are: they may tell secrets.
+    It keeps commands and variables of jobs to itself, since they may contain secrets.
     """
 
     def __init__(self) -> None:
         self._rows: list[tuple[JobRecord, JobStatus]] = []
-        self._asked = 0.0
+        self._last_request = 0.0
         self._wake = threading.Event()
         self._ending = False
         self._thread = threading.Thread(target=self._watch, name="paceline-jobs", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
         self._ending = True
         self._wake.set()
         self._thread.join(1.0)
 
     def rows(self, index: Index) -> list[dict[str, Any]]:
-        """What is known of each job, the newest first; None of it is older than the last question but one."""
-        was_asked, self._asked = self._asked, time.monotonic()
-        if self._asked - was_asked > _ASKED_S:
+        """Return the last known status of each job, newest first, at most two queries old."""
+        last_request, self._last_request = self._last_request, time.monotonic()
+        if self._last_request - last_request > _IDLE_POLL_S:
             self._wake.set()
         return [
             {
@@ -143,20 +142,20 @@ class Jobs:
                 "detail": status.detail,
                 "restarts": status.restarts,
                 "submitted": record.submitted,
-                "run": _listed(record, index),
+                "run": _run_id(record, index),
             }
             for record, status in reversed(self._rows)
         ]
 
     def _watch(self) -> None:
         while not self._ending:
-            if self._asked and time.monotonic() - self._asked < _ASKED_S:
+            if self._last_request and time.monotonic() - self._last_request < _IDLE_POLL_S:
                 self._rows = [
                     (record, status)
                     for record in read_records()
                     if not (status := _status(record)).ended or time.time() - record.submitted < _SHOWN_S
                 ]
-            self._wake.wait(_EVERY_S)
+            self._wake.wait(_POLL_S)
             self._wake.clear()
 
 
@@ -167,33 +166,33 @@ def _status(record: JobRecord) -> JobStatus:
         return JobStatus(state="unknown", detail=str(error).partition(". ")[0])
 
 
-def _listed(record: JobRecord, index: Index) -> str | None:
+def _run_id(record: JobRecord, index: Index) -> str | None:
     return None if record.run is None else index.id_of(Path(record.run))
 
 
 # --- One run, as the page shows it ---
 
 
-_MOST_FOLLOWED = 16
-_MOST_ENTRIES = 300
+_MAX_FOLLOWED = 16
+_MAX_ENTRIES = 300
 _LOG_BYTES = 64 * 1024
 _SHOWN_OPTIONS = select(lambda its: its.summary)
 
 
 class Views:
-    """Follows the runs that were last looked at; safe to use from several threads."""
+    """The runs that were last looked at, with their curves; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._followed: OrderedDict[str, Curves] = OrderedDict()
         self._lock = threading.Lock()
 
     def curves(self, run: str, directory: RunDirectory) -> dict[str, Any]:
-        """The curves, up to date."""
+        """Return the current curves."""
         with self._lock:
             return {"curves": self._follow(run, directory).as_json()}
 
     def detail(self, run: str, directory: RunDirectory, row: dict[str, Any]) -> dict[str, Any]:
-        """All else that the page shows of a run; what is damaged is left out, and named in ``problems``."""
+        """Return everything else that the page shows of a run; damaged parts are omitted and named in ``problems``."""
         problems: list[str] = []
         detail: dict[str, Any] = {"run": row, "problems": problems}
         with self._lock:
@@ -214,14 +213,14 @@ class Views:
     def _follow(self, run: str, directory: RunDirectory) -> Curves:
         followed = self._followed.setdefault(run, Curves(directory.metrics))
         self._followed.move_to_end(run)
-        while len(self._followed) > _MOST_FOLLOWED:
+        while len(self._followed) > _MAX_FOLLOWED:
             self._followed.popitem(last=False)
         followed.update()
         return followed
 
 
 def log_tail(directory: RunDirectory, rank: int) -> str | None:
-    """The end of what a rank printed; None where it has no log."""
+    """Return the end of a rank's output; None if it has no log."""
     path = directory.log_of(rank)
     try:
         if path.is_symlink() or not path.is_file():
@@ -239,21 +238,21 @@ def _config(directory: RunDirectory) -> dict[str, Any]:
     manifest = directory.read_manifest()
     task = manifest.get("task", {})
     fields = [f"{name}={value}" for name, value in task.get("fields", {}).items()]
-    shown = {"task": task.get("spec", ""), "set": fields, **manifest.get("config", {})}
-    return {name: shown[name] for name in _SHOWN_OPTIONS if name in shown}
+    options = {"task": task.get("spec", ""), "set": fields, **manifest.get("config", {})}
+    return {name: options[name] for name in _SHOWN_OPTIONS if name in options}
 
 
 def _history(directory: RunDirectory) -> dict[str, Any]:
-    read = timeline(directory.read_events())
+    history = timeline(directory.read_events())
     return {
-        "entries": [asdict(entry) for entry in read.entries[-_MOST_ENTRIES:]],
-        "left_out": max(0, len(read.entries) - _MOST_ENTRIES),
+        "entries": [asdict(entry) for entry in history.entries[-_MAX_ENTRIES:]],
+        "left_out": max(0, len(history.entries) - _MAX_ENTRIES),
         "recoveries": [
             {**asdict(interruption), "seconds": round(interruption.seconds, 3)}
-            for interruption in read.interruptions[-_MOST_ENTRIES:]
+            for interruption in history.interruptions[-_MAX_ENTRIES:]
         ],
-        "goodput": read.goodput.share,
-        "lost_s": dict(read.goodput.lost_s),
+        "goodput": history.goodput.share,
+        "lost_s": dict(history.goodput.lost_s),
     }
 
 
@@ -274,32 +273,32 @@ def _logs(directory: RunDirectory) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-# --- The HTTP side: a page from the package, and JSON of what runs are at. Nothing can be changed here ---
+# --- HTTP: static files of the package, and read-only JSON about runs ---
 
 
 _PATHS = re.compile(r"/api/runs/([0-9a-f]{16})(?:/(curves|logs/(\d{1,6})))?")
-_IDLE_S = 30.0  # a client that says nothing for so long is left
-_MOST_CLIENTS = 64
-_LONGEST_FORM = 1024  # bytes
+_IDLE_S = 30.0  # a silent client is disconnected after this time
+_MAX_CLIENTS = 64
+_MAX_FORM_BYTES = 1024  # bytes
 
 
 class DashboardServer:
-    """Serves until it is closed, from threads of its own.
+    """A server in threads of its own, until it is closed.
 
     Args:
         roots: folders of runs, or runs.
-        host: the address to listen on.
-        port: 0: any that is free.
-        token: what a visitor must know; None: nothing.
+        host: address to listen on.
+        port: 0 picks a free one.
+        token: the secret of visitors; None asks for none.
 
     Raises:
-        ConfigError: the address cannot be had, or others could reach it without a token.
+        ConfigError: the address is not available, or other machines could reach it without a token.
     """
 
     def __init__(
         self, roots: list[Path], *, host: str = "127.0.0.1", port: int = 0, token: bytes | None = None
     ) -> None:
-        DashboardAccess(host, port, token)  # before anything is opened
+        DashboardAccess(host, port, token)  # check before anything is opened
         self._jobs = Jobs()
         pages = Pages(Index(roots), self._jobs)
         try:
@@ -308,7 +307,7 @@ class DashboardServer:
             self._jobs.close()
             raise ConfigError(
                 f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose another --port; 0 "
-                "takes any that is free."
+                "picks a free one."
             ) from error
         self.port: int = self._server.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
@@ -328,14 +327,14 @@ class DashboardServer:
 
 
 class Pages:
-    """What there is to be had, by path."""
+    """The dashboard's resources, by path."""
 
     def __init__(self, index: Index, jobs: Jobs) -> None:
         self._index, self._jobs, self._views = index, jobs, Views()
         self._assets = Assets("paceline.insight")
 
     def find(self, path: str, query: dict[str, list[str]]) -> tuple[str, bytes, str] | None:
-        """A path's type, content and tag; None where there is nothing."""
+        """Return a path's content type, content and tag; None if the path does not exist."""
         if path == "/":
             return self._file("index.html")
         if path.startswith("/static/"):
@@ -374,13 +373,13 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, access: Callable[[int], DashboardAccess], pages: Pages) -> None:
         if ":" in host:
             self.address_family = socket.AF_INET6
-        self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
+        self._free_clients = threading.BoundedSemaphore(_MAX_CLIENTS)
         self.pages = pages
         super().__init__((host, port), _Handler)
         self.access = access(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        if not self._free_clients.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -389,10 +388,10 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._free_clients.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is nobody's error; a reader's is told to the client (see ``_Handler``)."""
+        """Ignore a client that went away; errors of readers are reported to the client (see ``_Handler``)."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -406,7 +405,7 @@ class _Handler(BaseHTTPRequestHandler):
         target = urlsplit(self.path)
         access, pages = self.server.access, self.server.pages
         if not access.is_our_name(self.headers.get("Host", "")):
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name")
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another host name")
             return
         if not access.admits(self.headers.get("Authorization", ""), self.headers.get("Cookie", "")):
             public = target.path == "/" or target.path in ("/static/login.css", "/static/icon.svg")
@@ -414,18 +413,18 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
                 return
             name = "/static/login.html" if target.path == "/" else target.path
-            found = pages.find(name, {})
+            page = pages.find(name, {})
         else:
             try:
-                found = pages.find(target.path, parse_qs(target.query))
+                page = pages.find(target.path, parse_qs(target.query))
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                # Foreign files can be wrong in every way that a reader can trip over.
+                # Files of other programs can be wrong in every way.
                 self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error}")
                 return
-        if found is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+        if page is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "this page does not exist")
             return
-        kind, content, tag = found
+        kind, content, tag = page
         if self.headers.get("If-None-Match") == tag:
             self._answer(HTTPStatus.NOT_MODIFIED, kind, b"", tag)
         else:
@@ -434,14 +433,14 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Only ``/login``: the token from the form becomes a cookie."""
+        """Answer ``/login``, which turns the form's token into a cookie."""
         self.close_connection = True
         access, length = self.server.access, self.headers.get("Content-Length", "")
         if self.path != "/login" or not access.needs_token:
-            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing can be changed here")
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "the dashboard is read-only")
             return
-        if not length.isdecimal() or int(length) > _LONGEST_FORM:
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "this is no token")
+        if not length.isdecimal() or int(length) > _MAX_FORM_BYTES:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the token is too long")
             return
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
         if not access.knows(form.get("token", [""])[0]):
@@ -471,4 +470,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: a page that asks every two seconds would fill the terminal."""
+        """Log nothing: a page that polls every two seconds would fill the terminal."""

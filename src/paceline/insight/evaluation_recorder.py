@@ -1,4 +1,4 @@
-"""What one evaluation of a split shows: every sample's metrics, and what the model said of it."""
+"""Per-sample metrics and predictions, recorded during the evaluation of a split."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from paceline.data.samples import MicroBatch
 from paceline.training.evaluation import MetricIntervals
 
 MISTAKES = 12
-"""How many of the most confident mistakes are kept, with their inputs."""
+"""Number of most confident mistakes to keep with their inputs."""
 
 Classes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A sample whose class the model got wrong.
+    """A misclassified sample.
 
     Attributes:
-        number: of the sample in its split.
+        number: index of the sample in its split.
         predicted, actual: classes.
-        confidence: the probability of the predicted class.
-        actual_probability: of the actual one.
+        confidence: probability of the predicted class.
+        actual_probability: of the actual class.
         inputs: by name, without the batch.
     """
 
@@ -48,15 +48,15 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a classifier said of a split of N samples, in the split's order.
+    """A classifier's predictions for a split of N samples, in the split's order.
 
     Attributes:
         actual, predicted: classes, (N,).
         confidence: of the predicted class, (N,).
         actual_probability: of the actual class, (N,).
-        brier: the squared distance of the probabilities from the truth, (N,).
-        labels: the classes' names.
-        mistakes: the most confident ones, most confident first.
+        brier: squared distance of the probabilities from the truth, (N,).
+        labels: names of the classes.
+        mistakes: most confident first.
     """
 
     actual: Classes
@@ -69,39 +69,39 @@ class Predictions:
 
     @property
     def right(self) -> npt.NDArray[np.bool_]:
-        """Whether each was right, (N,)."""
+        """Return whether each prediction is correct, (N,)."""
         return np.asarray(self.actual == self.predicted)
 
 
 class EvaluationRecorder:
-    """Looks at each block of an evaluation; an instance is an ``Observe``.
+    """A recorder of each block of an evaluation, to be passed as its ``Observe``.
 
     Attributes:
         estimates: of the metrics.
 
     Args:
-        task: what is evaluated.
-        inference: what its model does for others; None where that is unknown.
+        task: the evaluated task.
+        inference: signature of its model; None if unknown.
     """
 
     def __init__(self, task: Task, inference: InferenceSignature | None) -> None:
         self._task = task
         self._inference = inference
         self.estimates = MetricIntervals()
-        self._digests: list[hashlib._Hash] = []  # of each tensor of a batch, through all blocks
-        self._said: list[tuple[Any, ...]] = []
+        self._digests: list[hashlib._Hash] = []  # one per tensor of a batch, over all blocks
+        self._rows: list[tuple[Any, ...]] = []
         self._worst: list[tuple[float, int, Mistake]] = []
         self._samples = 0
 
     def __call__(self, microbatch: MicroBatch, values: Mapping[str, Any]) -> None:
-        """Take in a block and what the task's ``metrics`` said of it."""
+        """Record a block and the metrics that the task computed of it."""
         self.estimates(microbatch, values)
         tensors = [leaf for leaf in tree_leaves(microbatch.batch) if isinstance(leaf, torch.Tensor)]
-        for place, tensor in enumerate(tensors):
-            if place == len(self._digests):
+        for index, tensor in enumerate(tensors):
+            if index == len(self._digests):
                 self._digests.append(hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape[1:])} ".encode()))
             flat = tensor.detach().cpu().contiguous().reshape(-1)
-            self._digests[place].update(flat.view(torch.uint8).numpy().tobytes())
+            self._digests[index].update(flat.view(torch.uint8).numpy().tobytes())
         inference = self._inference
         if inference is not None and inference.probabilities is not None:
             self._classify(inference, microbatch.batch)
@@ -109,27 +109,27 @@ class EvaluationRecorder:
 
     @property
     def data_sha256(self) -> str:
-        """Of the tensors of all batches: two evaluations with the same have seen the same data.
+        """Return a digest of all batches' tensors: evaluations with the same digest saw the same data.
 
-        The size of the blocks does not matter, unless what a sample looks like depends on the others in its
-        block, as with padding.
+        The size of the blocks does not matter, unless a sample depends on the others in its block, as with
+        padding.
         """
         parts = [str(self._samples), *(digest.hexdigest() for digest in self._digests)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def predictions(self) -> Predictions | None:
-        """What the model said; None where it is no classifier."""
-        if not self._said or self._inference is None:
+        """Return the model's predictions; None if it is not a classifier."""
+        if not self._rows or self._inference is None:
             return None
-        actual, predicted, confidence, of_actual, brier = (
-            np.concatenate(column) for column in zip(*self._said, strict=True)
+        actual, predicted, confidence, actual_probability, brier = (
+            np.concatenate(column) for column in zip(*self._rows, strict=True)
         )
         worst = sorted(self._worst, key=lambda entry: (-entry[0], entry[2].number))
         return Predictions(
             actual=actual,
             predicted=predicted,
             confidence=confidence,
-            actual_probability=of_actual,
+            actual_probability=actual_probability,
             brier=brier,
             labels=self._inference.labels,
             mistakes=tuple(mistake for _, _, mistake in worst),
@@ -144,8 +144,8 @@ class EvaluationRecorder:
         assert name is not None
         if name not in outputs:
             raise TaskError(
-                f"{type(self._task).__name__}.inference_signature says that its module gives {name!r}, but it "
-                f"gives {', '.join(outputs) or 'nothing'}."
+                f"{type(self._task).__name__}.inference_signature declares an output {name!r}, but its module "
+                f"returns {', '.join(outputs) or 'nothing'}."
             )
         probabilities = outputs[name].detach().double().cpu()
         actual = actual.detach().cpu()
@@ -155,10 +155,10 @@ class EvaluationRecorder:
                 f"{int(actual.max())}, but {name!r} has {probabilities.shape[1]} columns."
             )
         confidence, predicted = probabilities.max(dim=1)
-        of_actual = probabilities.gather(1, actual[:, None])[:, 0]
-        brier = probabilities.square().sum(dim=1) - 2 * of_actual + 1
-        self._said.append(tuple(t.numpy() for t in (actual, predicted, confidence, of_actual, brier)))
-        self._keep_worst(inference, inputs, actual, predicted, confidence, of_actual)
+        actual_probability = probabilities.gather(1, actual[:, None])[:, 0]
+        brier = probabilities.square().sum(dim=1) - 2 * actual_probability + 1
+        self._rows.append(tuple(t.numpy() for t in (actual, predicted, confidence, actual_probability, brier)))
+        self._keep_worst(inference, inputs, actual, predicted, confidence, actual_probability)
 
     def _keep_worst(
         self,
@@ -167,23 +167,23 @@ class EvaluationRecorder:
         actual: torch.Tensor,
         predicted: torch.Tensor,
         confidence: torch.Tensor,
-        of_actual: torch.Tensor,
+        actual_probability: torch.Tensor,
     ) -> None:
         wrong = (actual != predicted).nonzero()[:, 0]
         for index in wrong[confidence[wrong].argsort(descending=True, stable=True)][:MISTAKES].tolist():
-            sure, number = float(confidence[index]), self._samples + index
-            if len(self._worst) == MISTAKES and sure <= self._worst[0][0]:
+            sample_confidence, number = float(confidence[index]), self._samples + index
+            if len(self._worst) == MISTAKES and sample_confidence <= self._worst[0][0]:
                 break
             mistake = Mistake(
                 number=number,
                 predicted=int(predicted[index]),
                 actual=int(actual[index]),
-                confidence=sure,
-                actual_probability=float(of_actual[index]),
+                confidence=sample_confidence,
+                actual_probability=float(actual_probability[index]),
                 inputs={
                     name: tensor[index].detach().cpu().clone()
                     for name, tensor in zip(inference.inputs, inputs, strict=True)
                 },
             )
             push = heapq.heappush if len(self._worst) < MISTAKES else heapq.heappushpop
-            push(self._worst, (sure, -number, mistake))
+            push(self._worst, (sample_confidence, -number, mistake))

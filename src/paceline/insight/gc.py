@@ -1,4 +1,4 @@
-"""What may be removed from disk, and its removal."""
+"""Retention policies for runs, checkpoints and packages, and their removal from disk."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from paceline.runs.package import read_manifest
 from paceline.runs.package_registry import Registry
 from paceline.runs.status import read_beats, run_directories, summarise
 
-# --- What there is to keep or remove: the runs of a folder and the packages of a registry. No torch ---
+# --- Inventory: the runs of a folder and the packages of a registry ---
 
 
 SILENT_S = 600.0
-"""A rank on another machine that was heard of so long ago may still be at work; clocks differ."""
+"""A rank on another node with a heartbeat this recent may still be active; clocks differ."""
 
 FRESH_S = 600.0
-"""A package that is younger may be about to get its tag."""
+"""A younger package may be about to get its tag."""
 
 Kind = Literal["run", "checkpoint", "package"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """A run or a package.
+    """A run, a checkpoint or a package.
 
     Attributes:
-        kind: what it is.
-        name: of the run's directory; of a package, its own and the start of its digest.
+        kind: of the artifact.
+        name: of the run's directory; for a package, its name and the start of its digest.
         path: its directory.
-        group: among which it may be the best or one of the last: runs of a task, packages of a name.
-        identity: the run's id, or the package's digest; "" where that is unknown.
-        size_bytes: of its files, not of what links lead to.
+        group: runs of a task or packages of a name, among which it may be the best or one of the newest.
+        identity: the run's id, or the package's digest; "" if unknown.
+        size_bytes: of its files, without the targets of links.
         time: Unix time of the last sign of life.
-        score: the higher, the better; None where that is unknown.
-        criterion: what the score is of, such as "val accuracy:max": only scores of the same can be compared.
-        parents: identities of what it came from: runs and packages.
-        versions: run's id -> a state version of it that this one came from.
-        kept_because: it may not be removed, whatever the policy says; None where it may.
+        score: higher is better; None if unknown.
+        criterion: of the score, such as "val accuracy:max"; only equal criteria can be compared.
+        parents: identities of its sources: runs and packages.
+        versions: run's id -> the state version of that run from which this artifact came.
+        kept_because: a reason to keep it whatever the policy says; None if it may be removed.
     """
 
     kind: Kind
@@ -71,7 +71,7 @@ class Artifact:
 
 
 def runs_in(root: Path) -> list[Artifact]:
-    """The runs directly in a folder, the newest first.
+    """Return the runs directly in a folder, newest first.
 
     Raises:
         RunDirectoryError: the folder cannot be read.
@@ -95,18 +95,18 @@ def _run(directory: RunDirectory) -> Artifact:
         )
     summary = summarise(directory)
     manifest: Mapping[str, Any] = {}
-    because = None
+    kept_because = None
     try:
         manifest = directory.read_complete_manifest()
     except RunDirectoryError:
-        because = "damaged"
+        kept_because = "damaged"
     if summary.state == "damaged":
-        because = "damaged"
+        kept_because = "damaged"
     elif is_active(directory):
-        because = "at work"
+        kept_because = "active"
     parent = manifest.get("parent", {})
     if not isinstance(parent, dict):
-        parent, because = {}, "damaged"
+        parent, kept_because = {}, "damaged"
     parents = {str(parent[name]) for name in ("run", "package") if parent.get(name)}
     version = parent.get("version")
     split, metrics = _metrics_of(directory)
@@ -118,17 +118,17 @@ def _run(directory: RunDirectory) -> Artifact:
         group=summary.task or "",
         identity=str(manifest.get("id", "")),
         size_bytes=size_of(path),
-        time=_last_sign(directory, summary.created),
+        time=_last_activity(directory, summary.created),
         score=score,
         criterion=criterion,
         parents=frozenset(parents),
         versions=((str(parent["run"]), version),) if "run" in parent and isinstance(version, int) else (),
-        kept_because=because,
+        kept_because=kept_because,
     )
 
 
 def is_active(directory: RunDirectory) -> bool:
-    """Whether some process trains in it: on this machine by its lock, on others by their heartbeats."""
+    """Return whether a process trains in a run, by its lock on this node and by heartbeats from others."""
     if directory.is_running():
         return True
     now = time.time()
@@ -136,20 +136,20 @@ def is_active(directory: RunDirectory) -> bool:
 
 
 def packages_in(registry: Registry) -> list[Artifact]:
-    """The packages of a registry, the newest first.
+    """Return the packages of a registry, newest first.
 
     Raises:
-        PackageError: a tag cannot be read, so that nobody knows which package it means.
+        PackageError: a tag cannot be read, so its package is unknown.
     """
     tags: dict[str, str] = {}
     for reference, tag in registry.all_tags().items():
-        # What a roll-back would go to is kept too.
+        # Also keep the package that a roll-back would restore.
         for digest in tag.earlier[:1]:
-            tags.setdefault(digest, f"what {reference} was before")
+            tags.setdefault(digest, f"previous package of {reference}")
         tags[tag.digest] = str(reference)
     found = []
     for digest in registry.digests():
-        with suppress(FileNotFoundError):  # another gc was faster
+        with suppress(FileNotFoundError):  # removed by another gc meanwhile
             found.append(_package(registry.path_of(digest), digest, tags))
     return sorted(found, key=lambda item: (-item.time, item.name))
 
@@ -157,18 +157,18 @@ def packages_in(registry: Registry) -> list[Artifact]:
 def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Artifact:
     short = digest[:12]
     written = path.lstat().st_mtime
-    because = tags.get(digest)
+    kept_because = tags.get(digest)
     if path.is_symlink():
-        because = "a link"
-    elif because is None and time.time() - written < FRESH_S:
-        because = "just made"
+        kept_because = "a link"
+    elif kept_because is None and time.time() - written < FRESH_S:
+        kept_because = "just created"
     name, group, score, criterion = short, "", None, ""
     parents: frozenset[str] = frozenset()
     versions: tuple[tuple[str, int], ...] = ()
     try:
         manifest, _ = read_manifest(path)
     except PackageError:
-        because = because or "damaged"
+        kept_because = kept_because or "damaged"
     else:
         origin = manifest.provenance
         name, group = f"{manifest.name} {short}", manifest.name
@@ -189,12 +189,12 @@ def _package(path: Path, digest: str, tags: Mapping[str, str]) -> Artifact:
         criterion=criterion,
         parents=parents,
         versions=versions,
-        kept_because=because,
+        kept_because=kept_because,
     )
 
 
 def size_of(path: Path) -> int:
-    """Bytes of the files in a directory; links are not followed, and what goes meanwhile counts nothing."""
+    """Return the bytes of the files in a directory, without following links; files that vanish count zero."""
     total = 0
     with suppress(OSError), os.scandir(path) as entries:
         for entry in entries:
@@ -208,7 +208,7 @@ def size_of(path: Path) -> int:
 
 
 def _score(best: object, split: str, metrics: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The metric that ``--best-metric`` names, or the loss, turned so that more is better; and which that is."""
+    """Return the ``--best-metric`` or the loss, negated if lower is better, and its criterion."""
     try:
         name, mode = parse_best(str(best)) if best else ("loss", "min")
     except ConfigError:
@@ -220,18 +220,18 @@ def _score(best: object, split: str, metrics: Mapping[str, Any]) -> tuple[float 
 
 
 def _metrics_of(directory: RunDirectory) -> tuple[str, Mapping[str, Any]]:
-    """Of the validation split, by which models are chosen; of the test split where there is none."""
+    """Return the metrics of the validation split, by which models are selected, or else of the test split."""
     try:
         metrics = (directory.read_result() or {}).get("metrics", {})
     except (RunDirectoryError, OSError, TypeError):
         return "", {}
     for split in ("val", "test"):
-        if isinstance(metrics, dict) and isinstance(found := metrics.get(split), dict):
-            return split, found
+        if isinstance(metrics, dict) and isinstance(split_metrics := metrics.get(split), dict):
+            return split, split_metrics
     return "", {}
 
 
-def _last_sign(directory: RunDirectory, created: float | None) -> float:
+def _last_activity(directory: RunDirectory, created: float | None) -> float:
     times = [created or 0.0]
     for path in (directory.events, directory.metrics, directory.result):
         with suppress(OSError):
@@ -245,21 +245,21 @@ def _id_of(directory: RunDirectory) -> str:
     return ""
 
 
-# --- What a policy keeps, and why; all else may go. Pure functions of what was found ---
+# --- Policy: what to keep, and why. Pure functions of the inventory ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Which may go.
+    """The rules for what to keep.
 
     Attributes:
-        keep_last: of each task's runs, each name's packages and each run's checkpoints, so many of the newest
-            stay; None: their number is no reason to stay.
-        older_than_s: what is younger stays; None: age is no reason to stay.
-        keep_best: of each task's runs and each name's packages the best stays, by each criterion there is.
+        keep_last: keep this many of the newest runs of each task, packages of each name and checkpoints of
+            each run; None: do not keep any for being new.
+        older_than_s: keep what is younger; None: do not keep any for their age.
+        keep_best: keep the best run of each task and package of each name, by each criterion.
 
     Raises:
-        ConfigError: it says nothing, or a number cannot work.
+        ConfigError: the policy is empty, or a number is not possible.
     """
 
     keep_last: int | None = None
@@ -269,8 +269,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.keep_last is None and self.older_than_s is None:
             raise ConfigError(
-                "say what may go: --keep-last N keeps the N newest of each, --older-than 30d keeps what is "
-                "younger; both together keep what either keeps."
+                "the policy is empty: --keep-last N keeps the N newest of each kind, --older-than 30d keeps "
+                "what is younger; both together keep what either keeps."
             )
         if self.keep_last is not None and self.keep_last < 1:
             raise ConfigError(f"--keep-last must be at least 1, but is {self.keep_last}.")
@@ -278,11 +278,11 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of an item.
+    """The decision about an item.
 
     Attributes:
         item: the item.
-        reason: why it stays; None where it goes.
+        reason: to keep it; None to remove it.
     """
 
     item: Artifact
@@ -290,10 +290,10 @@ class Decision:
 
 
 def decide(items: Sequence[Artifact], policy: Policy, now: float | None = None) -> list[Decision]:
-    """What becomes of each run and package.
+    """Decide which runs and packages to keep.
 
     Args:
-        items: runs and packages together, since one may come from the other.
+        items: runs and packages together, since one may be the source of the other.
         policy: the policy.
         now: Unix time.
     """
@@ -305,12 +305,12 @@ def decide(items: Sequence[Artifact], policy: Policy, now: float | None = None) 
             reasons[item.path] = item.kept_because
         groups[item.kind, item.group].append(item)
     for members in groups.values():
-        _keep_of_group(members, policy, now, reasons)
+        _apply_policy(members, policy, now, reasons)
     _keep_parents(items, reasons)
     return [Decision(item=item, reason=reasons.get(item.path)) for item in items]
 
 
-def _keep_of_group(members: Sequence[Artifact], policy: Policy, now: float, reasons: dict[Path, str]) -> None:
+def _apply_policy(members: Sequence[Artifact], policy: Policy, now: float, reasons: dict[Path, str]) -> None:
     newest = sorted(members, key=lambda item: (-item.time, item.name))
     if policy.keep_last is not None:
         for item in newest[: policy.keep_last]:
@@ -330,38 +330,38 @@ def _keep_of_group(members: Sequence[Artifact], policy: Policy, now: float, reas
 
 
 def _keep_parents(items: Sequence[Artifact], reasons: dict[Path, str]) -> None:
-    """What something that stays came from stays, and what that came from."""
-    by_identity: dict[str, list[Artifact]] = defaultdict(list)  # a directory that was copied has the same
+    """Keep the sources of every kept item, recursively."""
+    by_identity: dict[str, list[Artifact]] = defaultdict(list)  # copies of a directory have the same identity
     for item in items:
         by_identity[item.identity].append(item)
-    left = [item for item in items if item.path in reasons]
-    while left:
-        child = left.pop()
+    pending = [item for item in items if item.path in reasons]
+    while pending:
+        child = pending.pop()
         for identity in sorted(child.parents):
             for parent in by_identity.get(identity, []):
                 if parent.path not in reasons:
                     reasons[parent.path] = f"parent of {child.name}"
-                    left.append(parent)
+                    pending.append(parent)
 
 
 def checkpoints_to_remove(
     run: Artifact,
     policy: Policy,
-    stays: Iterable[Artifact],
+    kept: Iterable[Artifact],
     on_read: OnRead,
     now: float | None = None,
 ) -> tuple[list[Artifact], list[str]]:
-    """Which checkpoints of a run that stays may go, as ``paceline checkpoint prune`` chooses them.
+    """Choose the checkpoints to remove from a run that is kept, as ``paceline checkpoint prune`` does.
 
     Args:
-        run: it is not at work.
+        run: an inactive run.
         policy: with ``keep_last`` None, the run's own ``--keep-checkpoints`` counts.
-        stays: all that is kept; a checkpoint that one of these came from stays.
-        on_read: told of the bytes that were verified.
+        kept: all kept items, whose source checkpoints are kept too.
+        on_read: called with the number of verified bytes.
         now: Unix time.
 
     Returns:
-        Those, oldest first; and the names of damaged ones, which stay.
+        The checkpoints, oldest first, and the names of damaged ones, which are kept.
     """
     now = time.time() if now is None else now
     directory = RunDirectory(run.path)
@@ -372,17 +372,17 @@ def checkpoints_to_remove(
         keep = int(directory.read_complete_manifest()["config"].get("keep_checkpoints", 1))
     try:
         number = len(scan(directory.checkpoints))
-    except PermissionError:  # another user's
+    except PermissionError:  # owned by another user
         return [], []
     if number <= keep:
         return [], []
-    chosen = choose_removals(directory.checkpoints, max(1, keep), damaged=False, on_read=on_read)
-    wanted = {version for item in stays for identity, version in item.versions if identity == run.identity}
+    choice = choose_removals(directory.checkpoints, max(1, keep), damaged=False, on_read=on_read)
+    source_versions = {version for item in kept for identity, version in item.versions if identity == run.identity}
     found = []
-    for path in reversed(chosen.removed):
+    for path in reversed(choice.removed):
         written = path.lstat().st_mtime
-        young = policy.older_than_s is not None and now - written < policy.older_than_s
-        if not young and parse_name(path.name)[1] not in wanted:
+        is_young = policy.older_than_s is not None and now - written < policy.older_than_s
+        if not is_young and parse_name(path.name)[1] not in source_versions:
             found.append(
                 Artifact(
                     kind="checkpoint",
@@ -394,40 +394,40 @@ def checkpoints_to_remove(
                     time=written,
                 )
             )
-    return found, [path.name for path in chosen.damaged]
+    return found, [path.name for path in choice.damaged]
 
 
-# --- Removing what was chosen: looked at once more, renamed, and only then deleted. No torch ---
+# --- Removal: check each item again, rename it, and only then delete it ---
 #
-# A crash leaves a directory under a name that nobody reads; the next removal deletes it.
+# A crash leaves a directory under a name that is never read; the next removal deletes it.
 
 
-_DOOMED = ".gc-"
-_LEFT_BEHIND = re.compile(r"\.gc-[0-9a-f]{16}")
+_DOOMED_PREFIX = ".gc-"
+_DOOMED_NAME = re.compile(r"\.gc-[0-9a-f]{16}")
 
 OnItem = Callable[[Artifact, str | None], None]
-"""Is told of each item, and why it was left; None where it is gone."""
+"""Called with each item and the reason why it could not be removed; None if it was removed."""
 
 
-def remove_left_behind(parent: Path) -> None:
-    """Delete what a removal that was killed had renamed already."""
+def delete_leftovers(parent: Path) -> None:
+    """Delete directories that a killed removal had already renamed."""
     with suppress(OSError):
         for path in list(parent.iterdir()):
-            if _LEFT_BEHIND.fullmatch(path.name) and not path.is_symlink():
+            if _DOOMED_NAME.fullmatch(path.name) and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def remove(items: Sequence[Artifact], root: Path, registry: Registry, on_item: OnItem) -> None:
-    """Remove runs, checkpoints and packages; what has changed since it was chosen stays.
+    """Remove runs, checkpoints and packages, except those that changed since they were chosen.
 
     Args:
-        items: what is to go.
-        root: the folder of the runs.
-        registry: the packages'.
-        on_item: told of each.
+        items: to remove.
+        root: folder of the runs.
+        registry: of the packages.
+        on_item: called with each item.
     """
     for parent in (root, registry.packages):
-        remove_left_behind(parent)
+        delete_leftovers(parent)
     for item in items:
         why = None
         try:
@@ -447,23 +447,23 @@ def remove(items: Sequence[Artifact], root: Path, registry: Registry, on_item: O
 def _remove_run(item: Artifact) -> None:
     directory = RunDirectory(item.path)
     if item.path.is_symlink() or not item.path.is_dir():
-        raise RunDirectoryError("it is no directory any more")
+        raise RunDirectoryError("it is not a directory any more")
     if is_active(directory):
-        raise RunInUseError("it is at work")
+        raise RunInUseError("it is active")
     with directory.locked():
         if directory.events.exists() and directory.events.stat().st_mtime > item.time + 1:
-            raise RunInUseError("it was at work meanwhile")
-        doomed = _renamed(item.path)
-    # Not before its lock's file is closed: an NFS keeps what is open, and with it the directory.
+            raise RunInUseError("it was active meanwhile")
+        doomed = _rename_doomed(item.path)
+    # Only after the lock's file is closed: NFS keeps open files, and with them the directory.
     _delete(doomed)
 
 
 def _remove_checkpoint(item: Artifact) -> None:
     directory = RunDirectory(item.path.parent.parent)
     if item.path.parent.is_symlink():
-        raise RunDirectoryError("its folder is a link now")
+        raise RunDirectoryError("its folder has become a link")
     if is_active(directory):
-        raise RunInUseError("its run is at work")
+        raise RunInUseError("its run is active")
     with directory.locked():
         checkpoint_store.remove_checkpoints(item.path.parent, [item.path])
 
@@ -473,8 +473,8 @@ def _remove_package(item: Artifact, registry: Registry) -> None:
         tags = registry.all_tags()
         for reference, tag in tags.items():
             if item.identity in (tag.digest, *tag.earlier[:1]):
-                raise PackageError(f"it is {reference} now")
-        doomed = _renamed(item.path)
+                raise PackageError(f"it is now {reference}")
+        doomed = _rename_doomed(item.path)
     _delete(doomed)
 
 
@@ -482,12 +482,12 @@ def _delete(doomed: Path) -> None:
     try:
         shutil.rmtree(doomed)
     except OSError as error:
-        raise RunDirectoryError(f"it is {doomed} now, and cannot be deleted: {error.strerror}") from error
+        raise RunDirectoryError(f"it was renamed to {doomed}, but cannot be deleted: {error.strerror}") from error
 
 
-def _renamed(path: Path) -> Path:
-    """Take a directory's name away, through its parent's descriptor: no link is followed."""
-    doomed = path.with_name(f"{_DOOMED}{secrets.token_hex(8)}")
+def _rename_doomed(path: Path) -> Path:
+    """Rename a directory through its parent's descriptor, so that no link is followed."""
+    doomed = path.with_name(f"{_DOOMED_PREFIX}{secrets.token_hex(8)}")
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.rename(path.name, doomed.name, src_dir_fd=parent, dst_dir_fd=parent)

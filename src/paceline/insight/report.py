@@ -1,4 +1,4 @@
-"""A report: the headline, the comparison with other runs, and the files."""
+"""Reports on runs: comparison, headline and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.insight.analysis import Analysis
 from paceline.insight.classification import ClassificationResult
 from paceline.insight.evaluation_recorder import Predictions
 
-# --- Runs beside each other: whether one is better, and in what they differ ---
+# --- Comparison of runs: is one better, and how do their settings differ? ---
 
 
 SIGNIFICANT = 0.05
@@ -26,14 +26,14 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A run beside the first one.
+    """A comparison of a run with the first run.
 
     Attributes:
         name: of the run.
-        metric: what is compared.
-        difference: this run minus the first one, its p-value corrected for the number of comparisons;
-            None where they cannot be compared.
-        better: whether it is better than the first, by more than chance; None where that cannot be told.
+        metric: the compared metric.
+        difference: this run minus the first one, with its p-value corrected for the number of comparisons;
+            None if they cannot be compared.
+        better: whether it is significantly better or worse than the first; None if neither.
         why_not: why they cannot be compared.
     """
 
@@ -46,66 +46,66 @@ class RunComparison:
 
 @dataclass(frozen=True)
 class Setting:
-    """An option or field that is not the same in all runs; one value a run, None where it has none."""
+    """An option or field that differs between runs; one value per run, None if the run does not have it."""
 
     name: str
     values: tuple[Any, ...]
 
 
 def compare(analyses: Sequence[Analysis]) -> list[RunComparison]:
-    """Each run but the first beside the first, by its main metric."""
-    first, found = analyses[0], []
+    """Compare each run with the first by the first run's main metric."""
+    first, comparisons = analyses[0], []
     metric = first.main_metric
     for other in analyses[1:]:
         difference, why_not = _difference(first, other, metric)
-        found.append(RunComparison(other.record.name, metric, difference, None, why_not))
-    tested = [index for index, c in enumerate(found) if c.difference is not None]
-    p_values = [d.p_value for c in found if (d := c.difference) is not None]
+        comparisons.append(RunComparison(other.record.name, metric, difference, None, why_not))
+    tested = [index for index, c in enumerate(comparisons) if c.difference is not None]
+    p_values = [d.p_value for c in comparisons if (d := c.difference) is not None]
     for index, p_value in zip(tested, holm(p_values), strict=True):
-        difference = found[index].difference
+        difference = comparisons[index].difference
         assert difference is not None
         gain = difference.estimate.value * (1 if first.more_is_better else -1)
         better = gain > 0 if p_value < SIGNIFICANT else None
-        found[index] = replace(found[index], difference=replace(difference, p_value=p_value), better=better)
-    return found
+        comparisons[index] = replace(comparisons[index], difference=replace(difference, p_value=p_value), better=better)
+    return comparisons
 
 
 def differing_settings(analyses: Sequence[Analysis]) -> list[Setting]:
-    """The options and fields whose values are not the same in all runs."""
+    """Return the options and fields that differ between the runs."""
     settings = [analysis.record.settings for analysis in analyses]
-    names = dict.fromkeys(name for of_run in settings for name in of_run)
-    rows = [Setting(name, tuple(of_run.get(name) for of_run in settings)) for name in names]
+    names = dict.fromkeys(name for settings_of_run in settings for name in settings_of_run)
+    rows = [Setting(name, tuple(settings_of_run.get(name) for settings_of_run in settings)) for name in names]
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
 def _difference(first: Analysis, other: Analysis, metric: str) -> tuple[Difference | None, str]:
     if metric not in other.metrics:
-        return None, f"it has no {metric}"
+        return None, f"it does not have {metric}"
     if first.data.sha256 != other.data.sha256:
-        return None, f"its {other.split} split holds other data, or the same but padded otherwise"
+        return None, f"its {other.split} split has other data, or the same data with other padding"
     if metric not in first.per_sample or metric not in other.per_sample:
         return None, f"{metric} has no value for each sample"
     for analysis in (first, other):
         values = analysis.per_sample[metric]
-        if strange := int((~np.isfinite(values)).sum()):
-            of_all = f"{strange:,} of {analysis.record.name}'s {len(values):,} samples"
-            return None, f"{metric} is NaN or infinite for {of_all}"
+        if num_nonfinite := int((~np.isfinite(values)).sum()):
+            share = f"{num_nonfinite:,} of {analysis.record.name}'s {len(values):,} samples"
+            return None, f"{metric} is NaN or infinite for {share}"
     before, after = first.per_sample[metric], other.per_sample[metric]
     if all(bool(((values == 0) | (values == 1)).all()) for values in (before, after)):
         return mcnemar(before == 1, after == 1), ""
     return paired(before, after), ""
 
 
-# --- What a report says first ---
+# --- The headline ---
 
 
 @dataclass(frozen=True)
 class Headline:
-    """The first screen.
+    """The first lines of a report.
 
     Attributes:
         headline: a few words.
-        sentence: what they rest on.
+        sentence: the evidence.
         marks: (tone, text): "good", "bad" or "plain".
     """
 
@@ -115,7 +115,7 @@ class Headline:
 
 
 def headline(analyses: Sequence[Analysis], comparisons: Sequence[RunComparison]) -> Headline:
-    """Of one run, what it reached; of several, who is better."""
+    """State a single run's main result, or which of several runs is better."""
     first = analyses[0]
     if len(analyses) == 1:
         name = first.main_metric
@@ -123,47 +123,47 @@ def headline(analyses: Sequence[Analysis], comparisons: Sequence[RunComparison])
         return Headline(f"{number(estimate)} {name}", _measured(first, estimate), tuple(_marks(first)))
     better = [c.name for c in comparisons if c.better]
     worse = [c.name for c in comparisons if c.better is False]
-    # With more than two runs: each is held against the first only, and that is what is said.
+    # Each run is compared with the first only, also if there are more than two.
     if better:
-        headline = f"{_listed(better)} {'is' if len(better) == 1 else 'are'} better than {first.record.name}"
+        headline = f"{_join_names(better)} {'is' if len(better) == 1 else 'are'} better than {first.record.name}"
     elif worse and len(worse) == len(comparisons):
-        headline = f"{first.record.name} is better than {_listed(worse)}"
+        headline = f"{first.record.name} is better than {_join_names(worse)}"
     elif all(c.difference is None for c in comparisons):
         headline = "These runs cannot be compared"
     else:
-        told = f", and better than {_listed(worse)}" if worse else ""
-        others = _listed([c.name for c in comparisons if c.difference is not None and c.better is None])
-        headline = f"{first.record.name} cannot be told from {others}{told}"
-    return Headline(headline, " ".join(map(_compared, comparisons)), ())
+        suffix = f", and is better than {_join_names(worse)}" if worse else ""
+        equals = _join_names([c.name for c in comparisons if c.difference is not None and c.better is None])
+        headline = f"{first.record.name} does not differ significantly from {equals}{suffix}"
+    return Headline(headline, " ".join(map(_describe_comparison, comparisons)), ())
 
 
 def number(estimate: Estimate) -> str:
-    """For people: a share in per cent, anything else with four digits."""
+    """Format a share in per cent, and another value with four digits."""
     return shown(estimate.value, estimate)
 
 
 def interval(estimate: Estimate) -> str:
-    """Both ends, or nothing."""
+    """Format both ends of an interval; "" if there is none."""
     if estimate.low is None or estimate.high is None:
         return ""
     return f"{shown(estimate.low, estimate).removesuffix(' %')} to {shown(estimate.high, estimate)}"
 
 
 def shown(value: float, like: Estimate) -> str:
-    """A number, written as ``like`` is."""
+    """Format a value like ``like``."""
     return f"{100 * value:.2f} %" if like.is_share else f"{value:#.4g}".removesuffix(".")
 
 
 def probability(value: float) -> str:
-    """A p-value."""
+    """Format a p-value."""
     return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
 
 
 def _measured(analysis: Analysis, estimate: Estimate) -> str:
-    sure = f"95 % interval {interval(estimate)}. " if estimate.low is not None else ""
+    bounds = f"95 % interval {interval(estimate)}. " if estimate.low is not None else ""
     which = "best" if analysis.is_best else "model"
     return (
-        f"{sure}Measured on the {analysis.data.samples:,} samples of the {analysis.split} split, with the "
+        f"{bounds}Measured on the {analysis.data.samples:,} samples of the {analysis.split} split, with the "
         f"{which + ' model' if analysis.is_best else which} after step {analysis.step:,}."
     )
 
@@ -173,59 +173,61 @@ def _marks(analysis: Analysis) -> list[tuple[str, str]]:
     marks = [("good" if record.state == "finished" else "bad", record.state)]
     if analysis.recorded:
         differ = [n for n, e in analysis.metrics.items() if analysis.recorded.get(n) not in (None, e.value)]
-        same = "the numbers that the run recorded, to the last bit"
-        marks.append(("bad", f"the run recorded another {_listed(differ)}") if differ else ("good", same))
+        same = "bitwise equal to the metrics that the run recorded"
+        marks.append(
+            ("bad", f"the run recorded different values of {_join_names(differ)}") if differ else ("good", same)
+        )
     faults = sum(1 for entry in record.timeline.entries if entry.event in ("fault", "node lost", "hang"))
     recoveries = (record.result or {}).get("recoveries")
     if faults:
-        told = f"{faults} fault{'s' if faults > 1 else ''}"
-        marks.append(("plain", f"{told}, {recoveries} recovered in place" if recoveries else told))
+        count = f"{faults} fault{'s' if faults > 1 else ''}"
+        marks.append(("plain", f"{count}, {recoveries} recovered in place" if recoveries else count))
     else:
         marks.append(("plain", "no faults"))
     return marks
 
 
-def _compared(comparison: RunComparison) -> str:
+def _describe_comparison(comparison: RunComparison) -> str:
     difference = comparison.difference
     if difference is None:
         return f"{comparison.name} cannot be compared: {comparison.why_not}."
     points = f"{comparison.metric} {points_of(difference.estimate)}"
-    said = {True: "better", False: "worse", None: "no difference that chance does not explain"}
+    verdicts = {True: "better", False: "worse", None: "no significant difference"}
     return (
-        f"{comparison.name}: {points}, {said[comparison.better]} "
+        f"{comparison.name}: {points}, {verdicts[comparison.better]} "
         f"({difference.test}, {probability(difference.p_value)})."
     )
 
 
 def points_of(estimate: Estimate) -> str:
-    """A difference with its sign and its interval; of shares, in percentage points."""
+    """Format a difference with its sign and interval; shares in percentage points."""
 
     def signed(value: float) -> str:
         return (f"{100 * value:+.2f}" if estimate.is_share else f"{value:+.4f}").replace("-", "−")
 
-    known = estimate.low is not None and estimate.high is not None
-    ends = f" ({signed(estimate.low or 0.0)} to {signed(estimate.high or 0.0)})" if known else ""
+    has_interval = estimate.low is not None and estimate.high is not None
+    ends = f" ({signed(estimate.low or 0.0)} to {signed(estimate.high or 0.0)})" if has_interval else ""
     return f"{signed(estimate.value)}{ends}{' points' if estimate.is_share else ''}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-# --- A report on one run or several, as JSON types ---
+# --- The report as JSON ---
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Runs and what follows from them.
+    """Analysed runs with their comparison.
 
     Attributes:
-        analyses: the runs, as they were named.
-        comparisons: each but the first beside the first.
-        differing: options and fields that are not the same in all.
-        verdict: what is said first.
-        created: when, local time.
-        versions: of what evaluated the models.
+        analyses: of the runs, in the order given.
+        comparisons: of each further run with the first.
+        differing: options and fields that differ between the runs.
+        headline: the first lines.
+        created: local time.
+        versions: of the libraries that evaluated the models.
     """
 
     analyses: tuple[Analysis, ...]
@@ -237,7 +239,7 @@ class RunReport:
 
 
 def make_report(analyses: Sequence[Analysis]) -> RunReport:
-    """Compare the runs and say what came out."""
+    """Compare the runs and build the report."""
     comparisons = compare(analyses)
     return RunReport(
         analyses=tuple(analyses),
@@ -250,7 +252,7 @@ def make_report(analyses: Sequence[Analysis]) -> RunReport:
 
 
 def versions_now() -> dict[str, str]:
-    """As ``run.toml`` records them."""
+    """Return the installed versions as ``run.toml`` records them."""
     return {
         "paceline": __version__,
         "torch": str(torch.__version__),
@@ -259,7 +261,7 @@ def versions_now() -> dict[str, str]:
 
 
 def as_json(report: RunReport) -> dict[str, Any]:
-    """All figures of the report; curves are in each run's ``metrics.jsonl``."""
+    """Return all results of the report; curves are in each run's ``metrics.jsonl``."""
     return {
         "verdict": report.headline.headline,
         "explanation": report.headline.sentence,
@@ -307,14 +309,14 @@ def _run(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _classification(found: ClassificationResult, predictions: Predictions) -> dict[str, Any]:
+def _classification(result: ClassificationResult, predictions: Predictions) -> dict[str, Any]:
     return {
         **{
-            name: getattr(found, name).as_json()
+            name: getattr(result, name).as_json()
             for name in ("accuracy", "balanced_accuracy", "macro_f1", "nll", "brier")
         },
-        "calibration_error": found.calibration_error,
-        "overconfidence": found.overconfidence,
+        "calibration_error": result.calibration_error,
+        "overconfidence": result.overconfidence,
         "classes": [
             {
                 "label": score.label,
@@ -324,11 +326,11 @@ def _classification(found: ClassificationResult, predictions: Predictions) -> di
                 "recall": _or_none(score.recall),
                 "f1": score.f1,
             }
-            for score in found.classes
+            for score in result.classes
         ],
-        "matrix": None if found.matrix is None else found.matrix.tolist(),
-        "confusions": [dataclasses.asdict(confusion) for confusion in found.confusions],
-        "bins": [{**dataclasses.asdict(b), "accuracy": b.accuracy.as_json()} for b in found.bins],
+        "matrix": None if result.matrix is None else result.matrix.tolist(),
+        "confusions": [dataclasses.asdict(confusion) for confusion in result.confusions],
+        "bins": [{**dataclasses.asdict(b), "accuracy": b.accuracy.as_json()} for b in result.bins],
         "mistakes": [
             {
                 "number": mistake.number,

@@ -1,4 +1,4 @@
-"""The report's page."""
+"""The report as an HTML page."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from paceline.insight.classification import BINS, ClassScore
 from paceline.insight.report import RunReport, interval, number, points_of, probability
 from paceline.runs.console import duration
 
-# --- A model's input as something to look at: a picture where it is one, else its numbers ---
+# --- Previews of model inputs: a picture if the input is an image, else its numbers ---
 
 
-_MOST = 160  # pixels a side in the page
-_NUMBERS = 24
+_MAX_PIXELS = 160  # per side, in the page
+_MAX_NUMBERS = 24
 
 
 @dataclass(frozen=True)
 class Preview:
-    """An input: a picture as a ``data:`` address, or text."""
+    """A preview of an input: a picture as a ``data:`` URL, or text."""
 
     picture: str | None
     text: str
 
 
 def show(tensor: torch.Tensor) -> Preview:
-    """An input of one sample.
+    """Make a preview of one sample's input.
 
-    A tensor (1, H, W) or (3, H, W), or (H, W) of bytes, is a picture. Bytes are shown as they are; of other
-    numbers the least is black and the greatest white, since a model's own normalisation is not known.
+    A tensor (1, H, W) or (3, H, W), or (H, W) of bytes, is a picture. Bytes are shown as they are; other values
+    are scaled to black and white by minimum and maximum, since the model's own normalisation is unknown.
     """
     if tensor.dim() == 2 and tensor.dtype == torch.uint8:
         tensor = tensor[None]
     if tensor.dim() == 3 and tensor.shape[0] in (1, 3) and min(tensor.shape[1:]) > 1:
         return Preview(_png(tensor), "")
     flat = tensor.reshape(-1)
-    shown = [f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_NUMBERS].tolist()]
-    rest = f" … ({flat.numel():,})" if flat.numel() > _NUMBERS else ""
-    return Preview(None, " ".join(shown) + rest)
+    values = [f"{value:.4g}" if tensor.is_floating_point() else str(value) for value in flat[:_MAX_NUMBERS].tolist()]
+    rest = f" … ({flat.numel():,})" if flat.numel() > _MAX_NUMBERS else ""
+    return Preview(None, " ".join(values) + rest)
 
 
 def _png(tensor: torch.Tensor) -> str:
@@ -68,23 +68,23 @@ def _png(tensor: torch.Tensor) -> str:
         tensor = ((values - low) * (255 / (high - low) if high > low else 0)).round().to(torch.uint8)
     pixels = np.asarray(tensor[0] if tensor.shape[0] == 1 else tensor.permute(1, 2, 0))
     image = Image.fromarray(np.ascontiguousarray(pixels))
-    image.thumbnail((_MOST, _MOST))
+    image.thumbnail((_MAX_PIXELS, _MAX_PIXELS))
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-# --- A report as one HTML page that needs nothing else: no script, no other file, no network ---
+# --- The page: one HTML file without scripts, other files or network access ---
 
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_LAYERS = 60
-_ENTRIES = 80
-_QUIET = ("checkpoint", "backup", "created")
+_MAX_LAYERS = 60
+_MAX_ENTRIES = 80
+_HIDDEN_EVENTS = ("checkpoint", "backup", "created")
 
 
 def render(report: RunReport) -> str:
-    """The page.
+    """Render the page.
 
     Raises:
         ConfigError: matplotlib, Pillow or Jinja is not installed.
@@ -95,7 +95,7 @@ def render(report: RunReport) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,  # names, metrics and labels are anybody's
+        autoescape=True,  # names, metrics and labels are not trusted
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -112,7 +112,7 @@ def render(report: RunReport) -> str:
         "weakest": _weakest_first,
         "value": _value,
     }
-    measured = [_measured(analysis) for analysis in report.analyses]
+    measured = [_all_metrics(analysis) for analysis in report.analyses]
     style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
     return environment.get_template("report.html").render(
         style=style,
@@ -123,32 +123,31 @@ def render(report: RunReport) -> str:
         histories=[_history(index, analysis) for index, analysis in enumerate(report.analyses)],
         tiles=_tiles(report.analyses[0]),
         several=len(report.analyses) > 1,
-        most_layers=_LAYERS,
+        most_layers=_MAX_LAYERS,
         series=SERIES,
         now=report.versions,
         name_of=_class_name,
         measured=measured,
-        metrics=list(dict.fromkeys(name for of_run in measured for name in of_run)),
+        metrics=list(dict.fromkeys(name for metrics in measured for name in metrics)),
     )
 
 
-def _measured(analysis: Analysis) -> dict[str, Estimate]:
-    """The task's metrics, and those of a classifier."""
-    found = analysis.classification
-    if found is None:
+def _all_metrics(analysis: Analysis) -> dict[str, Estimate]:
+    """Return the task's metrics, and those of a classifier."""
+    result = analysis.classification
+    if result is None:
         return dict(analysis.metrics)
-    own = {
-        "balanced accuracy": found.balanced_accuracy,
-        "macro F1": found.macro_f1,
-        "negative log-likelihood": found.nll,
-        "Brier score": found.brier,
+    classifier_metrics = {
+        "balanced accuracy": result.balanced_accuracy,
+        "macro F1": result.macro_f1,
+        "negative log-likelihood": result.nll,
+        "Brier score": result.brier,
     }
-    return {**analysis.metrics, **{n: e for n, e in own.items() if n not in analysis.metrics}}
+    return {**analysis.metrics, **{n: e for n, e in classifier_metrics.items() if n not in analysis.metrics}}
 
 
 def _training(analyses: Sequence[Analysis]) -> list[Chart]:
-    """The curves over the steps."""
-    watched = dict.fromkeys((analyses[0].main_metric, "loss"))
+    metrics = dict.fromkeys((analyses[0].main_metric, "loss"))
     losses = _series(analyses, [a.record.loss for a in analyses])
     charts: list[tuple[str, str, list[Series], dict[str, Any]]] = [
         ("loss", "Training loss", losses, {"log": True}),
@@ -159,12 +158,12 @@ def _training(analyses: Sequence[Analysis]) -> list[Chart]:
                 _series(analyses, [a.record.metric("val", metric) for a in analyses]),
                 {},
             )
-            for k, metric in enumerate(watched)
+            for k, metric in enumerate(metrics)
         ),
         ("lr", "Learning rate", _series(analyses, [a.record.learning_rate for a in analyses]), {}),
         (
             "throughput",
-            "Samples a second",
+            "Samples per second",
             _series(analyses, [a.record.throughput for a in analyses]),
             {"from_zero": True},
         ),
@@ -180,9 +179,9 @@ def _training(analyses: Sequence[Analysis]) -> list[Chart]:
 
 def _series(analyses: Sequence[Analysis], points: Sequence[list[CurvePoint]]) -> list[Series]:
     return [
-        Series(analysis.record.name, index, [p.step for p in of_run], [p.value for p in of_run])
-        for index, (analysis, of_run) in enumerate(zip(analyses, points, strict=True))
-        if of_run
+        Series(analysis.record.name, index, [p.step for p in run_points], [p.value for p in run_points])
+        for index, (analysis, run_points) in enumerate(zip(analyses, points, strict=True))
+        if run_points
     ]
 
 
@@ -208,9 +207,8 @@ def _calibration(analyses: Sequence[Analysis]) -> Chart | None:
 
 
 def _history(index: int, analysis: Analysis) -> dict[str, Any]:
-    """A run's faults and recoveries."""
     timeline = analysis.record.timeline
-    told = [entry for entry in timeline.entries if entry.event not in _QUIET]
+    shown_entries = [entry for entry in timeline.entries if entry.event not in _HIDDEN_EVENTS]
     chart = None
     if timeline.worlds:
         end = max([entry.seconds for entry in timeline.entries] + [timeline.goodput.active_s, 1.0])
@@ -223,8 +221,8 @@ def _history(index: int, analysis: Analysis) -> dict[str, Any]:
         )
     return {
         "chart": chart,
-        "entries": told[:_ENTRIES],
-        "left_out": len(told) - len(told[:_ENTRIES]),
+        "entries": shown_entries[:_MAX_ENTRIES],
+        "left_out": len(shown_entries) - len(shown_entries[:_MAX_ENTRIES]),
         "checkpoints": sum(entry.event == "checkpoint" for entry in timeline.entries),
         "goodput": timeline.goodput,
         "interruptions": timeline.interruptions,
@@ -232,30 +230,30 @@ def _history(index: int, analysis: Analysis) -> dict[str, Any]:
 
 
 def _tiles(analysis: Analysis) -> list[tuple[str, str, str]]:
-    """(name, number, what it means): the few that are looked at first."""
-    record, found = analysis.record, analysis.classification
+    """Return (name, number, meaning) of the first figures to look at."""
+    record, classification = analysis.record, analysis.classification
     result, goodput = record.result or {}, record.timeline.goodput
     tiles = [
         (name, number(estimate), interval(estimate))
         for name, estimate in analysis.metrics.items()
         if name != analysis.main_metric
-    ][: 1 if found is not None else 2]
-    if found is not None:
-        tiles.append(("macro F1", number(found.macro_f1), interval(found.macro_f1)))
-        lean = "overconfident" if found.overconfidence > 0 else "underconfident"
-        tiles.append(("calibration error", f"{found.calibration_error:.4f}", f"{lean} in the mean"))
+    ][: 1 if classification is not None else 2]
+    if classification is not None:
+        tiles.append(("macro F1", number(classification.macro_f1), interval(classification.macro_f1)))
+        lean = "overconfident" if classification.overconfidence > 0 else "underconfident"
+        tiles.append(("calibration error", f"{classification.calibration_error:.4f}", f"{lean} on average"))
     tiles.append(("parameters", f"{analysis.architecture.parameters:,}", _bytes(analysis.architecture.bytes)))
     if isinstance(result.get("seconds"), int | float):
         speed = result.get("samples_per_s")
         rate = f"{speed:,.0f} samples/s" if isinstance(speed, int | float) else ""
         tiles.append(("time", duration(float(result["seconds"])), rate))
     if goodput.share is not None:
-        tiles.append(("goodput", f"{goodput.share:.1%}".replace("%", " %"), "of the time went into steps"))
+        tiles.append(("goodput", f"{goodput.share:.1%}".replace("%", " %"), "of the time spent in steps"))
     return tiles
 
 
 def _weakest_first(classes: Sequence[ClassScore]) -> list[ClassScore]:
-    """Those with the most samples first among equals; those without samples and predictions last."""
+    """Sort by F1 ascending, then by samples descending; classes without samples and predictions come last."""
     return sorted(classes, key=lambda score: (score.f1 is None, score.f1 or 0.0, -score.support))
 
 

@@ -1,4 +1,4 @@
-"""Recomputes the recorded metrics of runs and packages under today's libraries."""
+"""Recomputation of the recorded metrics of runs and packages with the installed libraries."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from paceline.serving.formats import load_program, load_weights, task_of
 from paceline.serving.trained_source import PACKAGE_METRICS, TrainedSource, open_exported
 from paceline.training.loaded_model import load_trained_model, make_evaluator
 
-# --- Whether the numbers that a run recorded still hold, under what is installed now ---
+# --- Runs ---
 
 
 ROUNDING = 2.0**-20
-"""Relative difference up to which two float32 computations of one mean are called equal within rounding."""
+"""Largest relative difference of two float32 computations of one mean that is rounding."""
 
 OnProgress = Callable[[str, int, int], None]
 Finding = Literal["same", "rounding", "tolerated", "differs"]
@@ -34,12 +34,12 @@ Finding = Literal["same", "rounding", "tolerated", "differs"]
 
 @dataclass(frozen=True)
 class Number:
-    """A recorded number and what it is now.
+    """A recorded metric and its recomputed value.
 
     Attributes:
         split, name: of the metric.
-        recorded, now: None where it is not a finite number, or not there.
-        finding: "same" to the last bit; "rounding" within ``ROUNDING``; "tolerated" within the user's
+        recorded, now: None if it is not finite, or missing.
+        finding: "same" if bitwise equal; "rounding" within ``ROUNDING``; "tolerated" within the user's
             tolerance; else "differs".
     """
 
@@ -51,19 +51,19 @@ class Number:
 
     @property
     def difference(self) -> float | None:
-        """Now minus then."""
+        """Return the recomputed minus the recorded value."""
         return None if self.recorded is None or self.now is None else self.now - self.recorded
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program of a package beside its weights with the task's code, on the recorded split.
+    """A comparison of a package's program with its weights under the task's code, on the recorded split.
 
     Attributes:
         format: "pt2" or "onnx".
-        then: the largest difference of an output from the trained model's, at the export.
-        now: from the package's weights; None where it was not run, or cannot run.
-        problem: why it does not hold; None where it does, or was not run.
+        then: largest difference of an output from the trained model's, at the export.
+        now: largest difference from the package's weights; None if the program was not run or cannot run.
+        problem: why it does not hold; None if it holds, or was not run.
     """
 
     format: str
@@ -74,16 +74,16 @@ class Program:
 
 @dataclass(frozen=True)
 class Revalidation:
-    """What was found.
+    """The result of a revalidation.
 
     Attributes:
-        step: of the model that the numbers are of.
-        numbers: all that the run recorded, or the package.
-        weights_hold: whether the model's hash is the recorded one; None where the run's last checkpoint is
-            gone, or a package is quantized: its weights are then those that its manifest vouches for.
+        step: of the evaluated model.
+        numbers: all recorded metrics.
+        weights_hold: whether the model's hash is the recorded one; None if the run's last checkpoint is gone,
+            or if the package is quantized, whose weights its manifest verifies.
         then, now: versions.
-        changed_numerics: in what this process differs from the run's, where bits depend on it.
-        programs: a package's.
+        changed_numerics: differences between this process and the run on which bits depend.
+        programs: of a package.
     """
 
     step: int
@@ -96,7 +96,7 @@ class Revalidation:
 
     @property
     def holds(self) -> bool:
-        """Whether everything does that was tried."""
+        """Return whether every check that was made holds."""
         return (
             self.weights_hold is not False
             and all(n.finding != "differs" for n in self.numbers)
@@ -104,7 +104,6 @@ class Revalidation:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """JSON types."""
         return {
             "holds": self.holds,
             "step": self.step,
@@ -122,25 +121,25 @@ def revalidate(
     tolerance: float = 0.0,
     on_progress: OnProgress = lambda split, done, total: None,
 ) -> Revalidation:
-    """Evaluate a finished run's model once more on every split whose numbers it recorded.
+    """Evaluate a finished run's model again on every split with recorded metrics.
 
     Args:
-        directory: the run's; nothing is written there.
-        tolerance: the absolute difference that still holds.
-        on_progress: told of the split, the samples done and all of them, after each block.
+        directory: of the run; nothing is written there.
+        tolerance: largest accepted absolute difference.
+        on_progress: called after each block with the split, the finished samples and the total.
 
     Raises:
-        RunDirectoryError: the run has recorded no numbers.
+        RunDirectoryError: the run has recorded no metrics.
         UserError: its task or data cannot be built any more.
         CheckpointError: the model's checkpoint is gone or damaged.
     """
     record = read_record(directory)
     if not record.recorded_metrics:
         raise RunDirectoryError(
-            f"{directory.path} has recorded no numbers to check: it has not finished, or has neither a "
+            f"{directory.path} has recorded no metrics to check: it has not finished, or has neither a "
             "validation nor a test split. Finish it with: paceline resume " + str(directory.path)
         )
-    found = []
+    numbers = []
     with load_trained_model(directory) as trained:
         for split, recorded in record.recorded_metrics.items():
             with closing(make_evaluator(trained, split)) as evaluator:
@@ -152,11 +151,13 @@ def revalidate(
                     on_progress(split, done, total)
 
                 now = trained.evaluate(evaluator, split, count)
-            found += [compare_number(split, name, value, now.get(name), tolerance) for name, value in recorded.items()]
+            numbers += [
+                compare_number(split, name, value, now.get(name), tolerance) for name, value in recorded.items()
+            ]
         step, changed = trained.info.step, tuple(trained.changed_numerics)
     return Revalidation(
         step=step,
-        numbers=tuple(found),
+        numbers=tuple(numbers),
         weights_hold=_weights_hold(directory, record),
         then={str(name): str(value) for name, value in record.manifest.get("versions", {}).items()},
         now=versions_now(),
@@ -165,7 +166,7 @@ def revalidate(
 
 
 def compare_number(split: str, name: str, then: float | None, now: float | None, tolerance: float) -> Number:
-    """A recorded number beside what it is now."""
+    """Compare a recorded metric with its recomputed value."""
     if now is not None and now != now:  # NaN is recorded as null
         now = None
     finding: Finding = "differs"
@@ -180,7 +181,7 @@ def compare_number(split: str, name: str, then: float | None, now: float | None,
 
 
 def _weights_hold(directory: RunDirectory, record: Record) -> bool | None:
-    """The recorded hash is that of the last step's model, which is not averaged."""
+    """Check the recorded hash, which is that of the last step's model without averaging."""
     recorded = (record.result or {}).get("model_sha256")
     version = (record.result or {}).get("state_version")
     for path in scan(directory.checkpoints):
@@ -189,7 +190,7 @@ def _weights_hold(directory: RunDirectory, record: Record) -> bool | None:
     return None
 
 
-# --- Whether the numbers that a package records still hold, under what is installed now ---
+# --- Packages ---
 
 
 def revalidate_package(
@@ -199,19 +200,19 @@ def revalidate_package(
     tolerance: float = 0.0,
     on_progress: OnProgress = lambda split, done, total: None,
 ) -> Revalidation:
-    """Evaluate a package's weights once more as its export did, and hold its programs against them.
+    """Evaluate a package's weights again as its export did, and compare its programs with them.
 
     Args:
         package: verified.
-        task: whose code is used; None is the task that the package names, where this user trusts it or it is
-            a recipe.
-        tolerance: the absolute difference of a metric that still holds.
-        on_progress: told of what is evaluated, the samples done and all of them, after each block.
+        task: provides the code; None uses the task that the package names, if the user trusts it or it is a
+            built-in task.
+        tolerance: largest accepted absolute difference of a metric.
+        on_progress: called after each block with the evaluated item, the finished samples and the total.
 
     Raises:
         UserError: the task or its data cannot be built.
-        PackageError: the package does not say how it was measured, its weights do not fit the task, or it is
-            not said which code may run.
+        PackageError: the package does not record how it was evaluated, its weights do not fit the task, or
+            the code is not trusted.
     """
     manifest = package.manifest
     origin = manifest.provenance
@@ -241,12 +242,12 @@ def revalidate_package(
 def _recheck_program(
     package: Package, source: TrainedSource, kind: str, *, optional: bool, on_progress: OnProgress
 ) -> Program:
-    """Run a program beside the weights; ``optional`` leaves out one that is not trusted."""
+    """Compare a program with the weights; ``optional`` skips one that is not trusted."""
     then = package.manifest.differences.get(kind)
     recorded = None if then is None else then.largest
     try:
         program = load_program(package, kind)
-        (found,) = compare(source, {kind: program}, partial(on_progress, kind)).values()
+        (comparison,) = compare(source, {kind: program}, partial(on_progress, kind)).values()
     except UntrustedError:
         if not optional:
             raise
@@ -254,10 +255,10 @@ def _recheck_program(
     except PacelineError as error:
         return Program(kind, recorded, None, str(error).splitlines()[0])
     except Exception as error:
-        # What cannot read a file of another version may raise anything.
+        # A reader of a file of another version may raise anything.
         return Program(kind, recorded, None, f"it cannot be loaded: {type(error).__name__}: {error}"[:300])
-    now, scale = found
+    now, scale = comparison
     problem = problem_of(now, scale, None, None)
     if then is not None and now.largest <= then.largest and (now.equal_labels or 0) >= (then.equal_labels or 0):
-        problem = None  # the user said at the export that it may differ so much
+        problem = None  # the user accepted such a difference at the export
     return Program(kind, recorded, now.largest, problem)

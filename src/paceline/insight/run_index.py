@@ -1,4 +1,4 @@
-"""What the dashboard knows of runs: an index, their curves, and alerts."""
+"""The dashboard's index of runs, their curves and their alerts."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from paceline.runs.status import (
     summarise,
 )
 
-# --- The curves of a run: ``metrics.jsonl``, followed as it grows, in bounded memory ---
+# --- Curves: follow a growing ``metrics.jsonl`` in bounded memory ---
 
 
-MOST_POINTS = 800
-"""Of a curve; above, neighbours are merged."""
+MAX_POINTS = 800
+"""Number of points of a curve above which neighbours are merged."""
 
-_MOST_CURVES = 64
-_LONGEST_NAME = 100
-_CHUNK = 4 * 2**20  # bytes read at once
-_MOST_BYTES = 64 * 2**20  # of a file that was never read: what is before is left out
+_MAX_CURVES = 64
+_MAX_NAME_LENGTH = 100
+_CHUNK = 4 * 2**20  # bytes per read
+_MAX_BYTES = 64 * 2**20  # of a new file; earlier bytes are skipped
 
 
 class MetricPoint(NamedTuple):
     """One or several neighbouring records.
 
     Attributes:
-        step: of the last of them.
+        step: of the last record.
         mean, low, high: of their values.
-        records: how many.
+        records: number of records.
     """
 
     step: int
@@ -57,26 +57,26 @@ class MetricPoint(NamedTuple):
 
 
 class Curve:
-    """At most :data:`MOST_POINTS` points; a spike stays visible as a point's ``high`` or ``low``."""
+    """A curve of at most :data:`MAX_POINTS` points, in which a spike stays visible as ``high`` or ``low``."""
 
     def __init__(self) -> None:
         self.points: list[MetricPoint] = []
-        self._group = 1  # records a point
+        self._group = 1  # records per point
 
     def add(self, step: int, value: float) -> None:
-        """Add a record's value; steps do not fall."""
+        """Add a record's value; steps must not decrease."""
         last = self.points[-1] if self.points else None
         if last is None or last.records >= self._group:
             self.points.append(MetricPoint(step, value, value, value, 1))
         else:
-            self.points[-1] = _merged(last, MetricPoint(step, value, value, value, 1))
-        if len(self.points) > MOST_POINTS:
+            self.points[-1] = _merge(last, MetricPoint(step, value, value, value, 1))
+        if len(self.points) > MAX_POINTS:
             halves = iter(self.points)
-            self.points = [_merged(a, b) if (b := next(halves, None)) else a for a in halves]
+            self.points = [_merge(a, b) if (b := next(halves, None)) else a for a in halves]
             self._group *= 2
 
     def as_json(self) -> dict[str, Any]:
-        """The points, as columns; lows and highs only where records were merged."""
+        """Return the points as columns, with lows and highs only if records were merged."""
         columns: dict[str, Any] = {
             "step": [p.step for p in self.points],
             "mean": [p.mean for p in self.points],
@@ -86,25 +86,25 @@ class Curve:
         return columns
 
 
-def _merged(a: MetricPoint, b: MetricPoint) -> MetricPoint:
+def _merge(a: MetricPoint, b: MetricPoint) -> MetricPoint:
     records = a.records + b.records
     mean = (a.mean * a.records + b.mean * b.records) / records
     return MetricPoint(b.step, mean, min(a.low, b.low), max(a.high, b.high), records)
 
 
 class Curves:
-    """Follows one file: each update reads what was added since the last one.
+    """The curves of one file, of which each update reads the new lines.
 
     Attributes:
-        ranks: the newest record's rows, one a rank.
-        nonfinite: steps whose loss was NaN or infinite, the newest ones.
+        ranks: the newest record's rows, one per rank.
+        nonfinite: the newest steps whose loss was NaN or infinite.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._file: tuple[int, int] | None = None
         self._offset = 0
         self._curves: dict[str, Curve] = {}
@@ -112,19 +112,19 @@ class Curves:
         self.nonfinite: list[int] = []
 
     def update(self) -> None:
-        """Read what is new; a file that was replaced, as a resume does, is read anew."""
+        """Read the new lines; if the file was replaced, as by a resume, read it from the start."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
-                    self._forget()
+                    self._reset()
                     self._file = (status.st_dev, status.st_ino)
-                    self._offset = max(0, status.st_size - _MOST_BYTES)
+                    self._offset = max(0, status.st_size - _MAX_BYTES)
                 file.seek(self._offset)
                 while chunk := file.read(_CHUNK):
                     whole, newline, rest = chunk.rpartition(b"\n")
                     if not newline:
-                        break  # a line that has not ended is read again, once it has
+                        break  # an incomplete line is read again later
                     self._offset += len(whole) + 1
                     file.seek(self._offset)
                     for line in whole.split(b"\n"):
@@ -132,10 +132,9 @@ class Curves:
                     if len(rest) == 0 and len(chunk) < _CHUNK:
                         break
         except OSError:
-            self._forget()
+            self._reset()
 
     def as_json(self) -> dict[str, Any]:
-        """Each curve's points, as columns."""
         return {name: curve.as_json() for name, curve in self._curves.items()}
 
     def _read(self, line: bytes) -> None:
@@ -148,16 +147,16 @@ class Curves:
                 if record.get("loss") is None:
                     self.nonfinite = [*self.nonfinite[-9:], step]
             for name, value in _values(record):
-                self._add(name[:_LONGEST_NAME], step, value)
+                self._add(name[:_MAX_NAME_LENGTH], step, value)
         except (ValueError, TypeError, KeyError, AttributeError):
-            return  # a foreign or torn line
+            return  # a foreign or incomplete line
 
     def _add(self, name: str, step: int, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return
         curve = self._curves.get(name)
         if curve is None:
-            if len(self._curves) >= _MOST_CURVES:
+            if len(self._curves) >= _MAX_CURVES:
                 return
             curve = self._curves[name] = Curve()
         curve.add(step, float(value))
@@ -174,32 +173,32 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             yield f"logged.{name}", value
 
 
-# --- What a person should look at: pure functions of what is known of a run ---
+# --- Alerts: pure functions of the known state of a run ---
 
 
 SILENT_S = 15.0
-"""Seconds without a beat after which a rank is called silent."""
+"""Seconds without a heartbeat after which a rank is silent."""
 
 STUCK_S = 120.0
-"""Seconds without a step after which a run is said to make no progress."""
+"""Seconds without a step after which a run makes no progress."""
 
 RECENT_S = 600.0
-"""How long after a fault a run at work is marked for it."""
+"""Seconds for which an active run is marked after a fault."""
 
-LEAST_DISK = (0.02, 2 * 2**30)
-"""A disk is nearly full with less than this share *and* less than so many bytes free."""
+MIN_DISK = (0.02, 2 * 2**30)
+"""A disk is nearly full with less than this share *and* fewer bytes than this free."""
 
-_TOLD = {"fault": "a worker was lost", "node lost": "a machine was lost", "hang": "training hung"}
+_FAULT_TEXTS = {"fault": "a worker was lost", "node lost": "a node was lost", "hang": "training hung"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One thing to look at.
+    """A condition that needs attention.
 
     Attributes:
         kind: "loss", "progress", "silent", "disk", "fault", "checkpoint", "corruption", "ended" or "damaged".
-        severity: "error": the run is not all right; "warning": it goes on.
-        text: what, in words.
+        severity: "error": the run is broken; "warning": it continues.
+        text: a description.
     """
 
     kind: str
@@ -209,15 +208,15 @@ class Alert:
 
 @dataclass(frozen=True, kw_only=True)
 class AlertInputs:
-    """What alerts are made from.
+    """The state of a run from which alerts are derived.
 
     Attributes:
-        state: the run's.
-        problem: what failed or is damaged, where something is.
+        state: of the run.
+        problem: description of a failure or damage, if any.
         events: the last ones, oldest first.
-        beats: the last of each rank.
+        beats: last heartbeat of each rank.
         nonfinite: steps whose loss was NaN or infinite.
-        disk: free and all bytes of the run's disk, None where that is unknown.
+        disk: free and total bytes of the run's disk, None if unknown.
         now: Unix time.
     """
 
@@ -231,33 +230,33 @@ class AlertInputs:
 
 
 def alerts(facts: AlertInputs) -> list[Alert]:
-    """What to look at, the worst first."""
-    found: list[Alert] = []
+    """Return a run's alerts, the most severe first."""
+    alerts_of_run: list[Alert] = []
     if facts.state in ("failed", "crashed", "damaged"):
-        found.append(Alert(kind="ended", severity="error", text=_end(facts)))
+        alerts_of_run.append(Alert(kind="ended", severity="error", text=_end(facts)))
     if facts.nonfinite:
         text = f"the loss was NaN or infinite at step {facts.nonfinite[-1]}"
-        found.append(Alert(kind="loss", severity="error", text=text))
+        alerts_of_run.append(Alert(kind="loss", severity="error", text=text))
     if facts.state in ("running", "waiting"):
-        found += _is_active(facts)
-    found += _saving(facts.events)
-    return sorted(found, key=lambda alert: alert.severity != "error")
+        alerts_of_run += _active_alerts(facts)
+    alerts_of_run += _save_alerts(facts.events)
+    return sorted(alerts_of_run, key=lambda alert: alert.severity != "error")
 
 
 def _end(facts: AlertInputs) -> str:
     if facts.state == "crashed":
-        return "it ended without a word: killed, or its machine went down"
+        return "it ended without a final event: it was killed, or its node went down"
     return facts.problem or facts.state
 
 
-def _is_active(facts: AlertInputs) -> list[Alert]:
+def _active_alerts(facts: AlertInputs) -> list[Alert]:
     found = []
     silent = [beat for beat in facts.beats if is_silent(beat, facts.now)]
     if silent:
         oldest = min(beat.time for beat in silent)
-        who = ", ".join(f"{beat.rank} ({beat.host})" for beat in silent[:4])
+        ranks = ", ".join(f"{beat.rank} ({beat.host})" for beat in silent[:4])
         more = f" and {len(silent) - 4} more" if len(silent) > 4 else ""
-        text = f"no heartbeat for {facts.now - oldest:.0f} s from rank {who}{more}"
+        text = f"no heartbeat for {facts.now - oldest:.0f} s from rank {ranks}{more}"
         found.append(Alert(kind="silent", severity="error", text=text))
     moved = max((beat.stepped for beat in facts.beats), default=None)
     if moved is not None and facts.now - moved > STUCK_S:
@@ -265,21 +264,21 @@ def _is_active(facts: AlertInputs) -> list[Alert]:
         found.append(Alert(kind="progress", severity="warning", text=text))
     if facts.disk is not None:
         free, total = facts.disk
-        if free < LEAST_DISK[1] and free < LEAST_DISK[0] * total:
+        if free < MIN_DISK[1] and free < MIN_DISK[0] * total:
             text = f"the disk is nearly full: {free / 2**30:.2f} GiB free"
             found.append(Alert(kind="disk", severity="warning", text=text))
     recent = [e for e in facts.events if facts.now - float(e.get("time", 0.0)) < RECENT_S]
-    for kind, told in _TOLD.items():
+    for kind, fault_text in _FAULT_TEXTS.items():
         number = sum(event.get("event") == kind for event in recent)
         if number:
             times = f" ({number} times)" if number > 1 else ""
-            text = f"{told} in the last {RECENT_S / 60:.0f} minutes{times}"
+            text = f"{fault_text} in the last {RECENT_S / 60:.0f} minutes{times}"
             found.append(Alert(kind="fault", severity="warning", text=text))
     return found
 
 
-def _saving(events: Sequence[Mapping[str, Any]]) -> list[Alert]:
-    """What was not saved since the last time that it was; a corruption, whenever it was."""
+def _save_alerts(events: Sequence[Mapping[str, Any]]) -> list[Alert]:
+    """Return alerts about saves that failed since the last success, and about any corruption."""
     found = []
     for good, bad in (("checkpoint", "checkpoint failed"), ("backup", "backup failed")):
         last = next((event for event in reversed(events) if event.get("event") in (good, bad)), None)
@@ -288,29 +287,29 @@ def _saving(events: Sequence[Mapping[str, Any]]) -> list[Alert]:
             found.append(Alert(kind="checkpoint", severity="warning", text=text))
     corrupt = next((event for event in reversed(events) if event.get("event") == "corruption"), None)
     if corrupt is not None:
-        text = str(corrupt.get("sentence", "a rank computed other bits than the others"))
+        text = str(corrupt.get("sentence", "the ranks' bits differed"))
         found.append(Alert(kind="corruption", severity="warning", text=text))
     return found
 
 
 def is_silent(beat: HeartbeatRecord, now: float) -> bool:
-    """Whether a rank should have told something by now."""
+    """Return whether a rank's next heartbeat is overdue."""
     return not beat.left and now - beat.time > SILENT_S
 
 
-# --- Which runs there are, and where each stands: read again only where a file has changed ---
+# --- The index: read a run again only after one of its files has changed ---
 
 
 REFRESH_S = 1.0
-"""Seconds for which an answer holds, whoever asks."""
+"""Seconds for which an answer is cached for all clients."""
 
-_AT_WORK = ("running", "waiting")
+_ACTIVE = ("running", "waiting")
 _Signature = tuple[object, ...]
 
 
 @dataclass
 class IndexedRun:
-    """A run, as it was when its files last changed."""
+    """A run as it was when its files last changed."""
 
     directory: RunDirectory
     signature: _Signature
@@ -319,55 +318,47 @@ class IndexedRun:
 
 
 class Index:
-    """The runs in some folders; safe to use from several threads.
-
-    Args:
-        roots: folders of runs, or runs.
-    """
+    """The runs in some folders; safe to use from several threads."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(roots)
         self._runs: dict[str, IndexedRun] = {}
         self._removed: dict[str, int] = {}
         self._revision = 0
-        self._epoch = secrets.token_hex(4)  # another server's revisions are no revisions of ours
+        self._epoch = secrets.token_hex(4)  # tells this server's revisions from another's
         self._lock = threading.Lock()
         self._read_at = -REFRESH_S
 
     def directory(self, run: str) -> RunDirectory | None:
-        """The directory of a run that was listed; what a client sends is never part of a path."""
+        """Return the directory of a listed run; a client's text never becomes part of a path."""
         with self._lock:
-            known = self._runs.get(run)
-        return None if known is None else known.directory
+            indexed = self._runs.get(run)
+        return None if indexed is None else indexed.directory
 
     def id_of(self, path: Path) -> str | None:
-        """What the run in a directory is called here; None where it is not listed."""
+        """Return the id of the run in a directory; None if it is not listed."""
         name = _name(RunDirectory(path))
         with self._lock:
             return name if name in self._runs else None
 
     def row(self, run: str) -> dict[str, Any] | None:
-        """A run's row, as of now."""
+        """Return a run's current row."""
         with self._lock:
             self._refresh()
-            known = self._runs.get(run)
-            return None if known is None else dict(known.row)
+            indexed = self._runs.get(run)
+            return None if indexed is None else dict(indexed.row)
 
     def rows(self, since: str = "") -> tuple[str, dict[str, Any]]:
-        """A tag for the present state, and the rows that changed since an earlier one (else all).
-
-        Args:
-            since: the tag that an earlier call gave; anything else is answered with all rows.
-        """
+        """Return a tag of the current state, and the rows that changed since the tag ``since`` (else all rows)."""
         with self._lock:
             self._refresh()
             epoch, _, number = since.partition("-")
-            part = epoch == self._epoch and number.isdecimal()
-            seen = int(number) if part else -1
-            rows = [known.row for known in self._runs.values() if known.revision > seen]
-            removed = [run for run, revision in self._removed.items() if revision > seen] if part else []
+            is_partial = epoch == self._epoch and number.isdecimal()
+            seen = int(number) if is_partial else -1
+            rows = [indexed.row for indexed in self._runs.values() if indexed.revision > seen]
+            removed = [run for run, revision in self._removed.items() if revision > seen] if is_partial else []
             tag = f"{self._epoch}-{self._revision}"
-            return tag, {"tag": tag, "part": part, "runs": rows, "removed": removed}
+            return tag, {"tag": tag, "part": is_partial, "runs": rows, "removed": removed}
 
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at < REFRESH_S:
@@ -378,27 +369,27 @@ class Index:
             del self._runs[run]
             self._removed[run] = self._revision = revision
         for run, directory in found.items():
-            signature, known = _signature(directory), self._runs.get(run)
-            if known is not None and known.signature == signature and known.row["state"] not in _AT_WORK:
+            signature, indexed = _signature(directory), self._runs.get(run)
+            if indexed is not None and indexed.signature == signature and indexed.row["state"] not in _ACTIVE:
                 continue
             row = {"id": run, **_row(directory)}
-            changed = known is None or known.row != row
+            changed = indexed is None or indexed.row != row
             if changed:
                 self._revision = revision
                 self._removed.pop(run, None)
             self._runs[run] = IndexedRun(
-                directory, signature, row, revision if changed or known is None else known.revision
+                directory, signature, row, revision if changed or indexed is None else indexed.revision
             )
         self._read_at = time.monotonic()
 
     def _directories(self) -> list[RunDirectory]:
         found: dict[Path, RunDirectory] = {}
         for root in self._roots:
-            itself = RunDirectory(root)
+            run = RunDirectory(root)
             try:
-                directories = [itself] if itself.exists() else run_directories(root)
+                directories = [run] if run.exists() else run_directories(root)
             except (RunDirectoryError, OSError):
-                continue  # it cannot be read now
+                continue  # it cannot be read at present
             for directory in directories:
                 found.setdefault(directory.path.absolute(), directory)
         return list(found.values())
@@ -409,18 +400,18 @@ def _name(directory: RunDirectory) -> str:
 
 
 def _signature(directory: RunDirectory) -> _Signature:
-    told: list[object] = [directory.is_running()]
+    state: list[object] = [directory.is_running()]
     for path in (directory.manifest, directory.events, directory.metrics, directory.result):
         try:
             status = path.stat()
-            told.append((status.st_mtime_ns, status.st_size, status.st_ino))
+            state.append((status.st_mtime_ns, status.st_size, status.st_ino))
         except OSError:
-            told.append(None)
-    return tuple(told)
+            state.append(None)
+    return tuple(state)
 
 
 def _row(directory: RunDirectory) -> dict[str, Any]:
-    """What is told of a run; of one that cannot be read, what is wrong with it."""
+    """Return a run's row; if it cannot be read, a row with the problem."""
     summary = summarise(directory)
     try:
         events, records = last_records(directory.events), last_records(directory.metrics)
@@ -440,7 +431,7 @@ def _row_of(
 ) -> dict[str, Any]:
     now = time.time()
     state = state_of(summary, events, beats, now)
-    at_work = state in _AT_WORK
+    is_active = state in _ACTIVE
     row = asdict(summary)
     del row["path"]
     worlds = (event for event in reversed(events) if event.get("event") in ("view", "started"))
@@ -456,13 +447,13 @@ def _row_of(
         nonfinite=[
             r["step"] for r in records if r.get("kind") == "train" and r.get("loss", 0.0) is None and "step" in r
         ],
-        disk=_disk(directory) if at_work else None,
+        disk=_disk(directory) if is_active else None,
         now=now,
     )
     row["alerts"] = [asdict(alert) for alert in alerts(facts)]
     moving = [beat.steps_per_s for beat in beats if beat.steps_per_s is not None and not beat.left]
-    row["steps_per_s"] = max(moving, default=None) if at_work else None
-    if at_work and beats:
+    row["steps_per_s"] = max(moving, default=None) if is_active else None
+    if is_active and beats:
         row["step"] = max([row["step"] or 0, *(beat.step for beat in beats)])
     return row
 
@@ -470,11 +461,11 @@ def _row_of(
 def state_of(
     summary: RunSummary, events: Sequence[Mapping[str, Any]], beats: Sequence[HeartbeatRecord], now: float
 ) -> str:
-    """The run's state in a word.
+    """Return the run's state in a word.
 
-    Besides those of ``paceline runs``: "preempted" for a run that something else than Ctrl-C stopped,
-    "waiting" for one whose machine reaches too few others. A run whose lock is on another machine is at work
-    as long as its ranks beat.
+    In addition to the states of ``paceline runs``: "preempted" if something other than Ctrl-C stopped the run,
+    "waiting" if its node reaches too few others. A run whose lock is on another node is active as long as its
+    ranks send heartbeats.
     """
     state: str = summary.state
     last = events[-1] if events else {}

@@ -1,4 +1,4 @@
-"""Clouds whose job is only rendered: Azure Machine Learning and Google Cloud."""
+"""Clouds for which jobs are only rendered: Azure Machine Learning and Google Cloud."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.launch.launcher import (
 from paceline.launch.node import node_command
 from paceline.launch.rendering import refuse_secrets, to_yaml
 
-# --- Clouds whose machines share no directory, or one that is a bucket: no locks, no links, and late ---
+# --- Clouds whose nodes share no directory, or only a bucket, which has no locks and no links ---
 
 
 RANK_VARIABLES = (
@@ -35,72 +35,71 @@ RANK_VARIABLES = (
     "MASTER_PORT",
     "TF_CONFIG",
 )
-"""What a cloud tells the one process that it starts on each machine, as if it were a rank."""
+"""Rank variables that a cloud sets for the one process that it starts on each node."""
 
 
 def fixed_nodes(spec: LaunchSpec, where: str) -> None:
-    """Refuse machines that come and go.
+    """Refuse a variable number of nodes.
 
     Raises:
-        ConfigError: they were asked for.
+        ConfigError: it was requested.
     """
     if spec.nodes[0] != spec.nodes[1]:
-        raise ConfigError(f"--nodes MIN:MAX does not work with --on {where}: a job keeps its machines.")
+        raise ConfigError(f"--nodes MIN:MAX is not supported by --on {where}: the number of nodes is fixed.")
 
 
 def copied_path(path: str, source: Path, called: str) -> str:
-    """Where the machines find a file, relative to a directory that each of them is given a copy of.
+    """Return the path of a file relative to a directory that is copied to the nodes.
 
     Args:
-        path: of the file, from there; or an absolute one.
+        path: relative to the directory, or absolute.
         source: the directory.
-        called: what messages call it.
+        called: its name in messages.
 
     Returns:
-        The path; an absolute one as it is where it is a program that only the machines' image may have.
+        The path; an absolute path of a program, which may exist only in the nodes' image, is unchanged.
 
     Raises:
-        ConfigError: the directory has no such file.
+        ConfigError: the directory does not contain the file.
     """
     source = source.resolve()
-    given = Path(os.path.normpath(source / Path(path).expanduser()))
-    for file in (given, given.resolve()):
+    candidate = Path(os.path.normpath(source / Path(path).expanduser()))
+    for file in (candidate, candidate.resolve()):
         if file.is_relative_to(source) and file.is_file():
             return file.relative_to(source).as_posix()
     if Path(path).is_absolute() and not path.endswith(".py"):
         return path
-    here = Path(path).resolve()
-    meant = here.is_file() and here.is_relative_to(source)
-    advice = f"From there it is {here.relative_to(source)}." if meant else "Put it there."
-    raise ConfigError(f"there is no file {path} in {called}, and the machines get a copy of that alone. {advice}")
+    local_path = Path(path).resolve()
+    is_in_source = local_path.is_file() and local_path.is_relative_to(source)
+    advice = f"Its path in it is {local_path.relative_to(source)}." if is_in_source else "Copy it into this directory."
+    raise ConfigError(f"{called} does not contain {path}, and only its files are copied to the nodes. {advice}")
 
 
 def without_shared_directory(spec: LaunchSpec, where: str) -> LaunchSpec:
-    """A task's job on several machines, which cannot survive the loss of one: it is resumed.
+    """Return a task's job on several nodes without recovery, since it can only be resumed after a node is lost.
 
     Raises:
-        ConfigError: another recovery was asked for.
+        ConfigError: another recovery was requested.
     """
     if not spec.is_task or spec.nodes[0] == 1:
         return spec
     if "--recover" not in spec.command:
         return replace(spec, command=(*spec.command, "--recover", "none"))
-    asked = spec.command[spec.command.index("--recover") + 1]
-    if asked != "none":
+    recovery = spec.command[spec.command.index("--recover") + 1]
+    if recovery != "none":
         raise ConfigError(
-            f"--recover {asked} on several machines needs a directory that they share, with locks and links; "
-            f"--on {where} has none. Leave it out: a run that was stopped goes on from its checkpoints."
+            f"--recover {recovery} on several nodes needs a shared directory with locks and links, which --on "
+            f"{where} does not have. Leave it out: a stopped run continues from its checkpoints."
         )
     return spec
 
 
-# --- ``--on azureml``: the file of a command job for Azure Machine Learning, which its own ``az ml``
-#     submits
+# --- ``--on azureml``: the file of a command job for Azure Machine Learning, submitted with ``az ml``
 
 
 FILE = "job.yaml"
 _SCHEMA = "https://azuremlschemas.azureml.ms/latest/commandJob.schema.json"
-_RUN = "/azureml/run"  # stands for the output until Azure has mounted it
+_RUN = "/azureml/run"  # placeholder of the output that Azure mounts
 _OUTPUT = "${{outputs.run}}"
 
 
@@ -108,10 +107,10 @@ _OUTPUT = "${{outputs.run}}"
 class AzureMLOptions:
     """Options of Azure ML jobs."""
 
-    image: str | None = option("The container image.")
-    compute: str | None = option("The compute cluster's name.")
+    image: str | None = option("Container image.")
+    compute: str | None = option("Name of the compute cluster.")
     datastore: str = option("Datastore for the run's directory. Default: workspaceblobstore.", "workspaceblobstore")
-    shm_size: str = option("Shared memory of each machine. Default: 8g.", "8g")
+    shm_size: str = option("Shared memory of each node. Default: 8g.", "8g")
 
     def __post_init__(self) -> None:
         for flag, value in (("--image", self.image), ("--compute", self.compute)):
@@ -120,7 +119,7 @@ class AzureMLOptions:
 
 
 class AzureML(Launcher):
-    """Renders a command job; Azure starts the node's command once on each machine."""
+    """A launcher that renders a command job; Azure starts the node's command once on each node."""
 
     name = "azureml"
     rank_launchers = ("torchrun", "agent", "spawn")
@@ -129,12 +128,12 @@ class AzureML(Launcher):
     default_run = _RUN
 
     def render(self, spec: LaunchSpec, options: AzureMLOptions | None = None) -> RenderedJob:
-        """Render the job's YAML, by Azure's schema of command jobs."""
+        """Render the job's YAML by Azure's schema of command jobs."""
         options = options or AzureMLOptions()
         refuse_secrets(spec.env, "Let the script read it from the workspace's key vault.")
         fixed_nodes(spec, self.name)
         if spec.run is not None and spec.run != Path(_RUN):
-            raise ConfigError(f"--run-dir {spec.run}: Azure mounts the run's directory. Leave out --run-dir.")
+            raise ConfigError(f"--run-dir {spec.run}: Azure mounts the run's directory itself. Leave out --run-dir.")
         nodes, _ = spec.nodes
         job: dict[str, Any] = {
             "$schema": _SCHEMA,
@@ -159,36 +158,36 @@ class AzureML(Launcher):
         return RenderedJob(spec=spec, options=options, files={FILE: to_yaml(job)})
 
     def remote_path(self, path: str, options: AzureMLOptions) -> str:
-        """Where the machines find a file of this directory."""
+        """Return the path of a file of this directory on the nodes."""
         return copied_path(path, Path.cwd(), "this directory")
 
     def submit(self, rendered: RenderedJob) -> NoReturn:
-        """Say how Azure's own command submits it.
+        """Raise the command that submits the job.
 
         Raises:
             RenderedOnlyError: always.
         """
         raise RenderedOnlyError(
-            f"--on azureml writes the job; Azure's own command submits it:\n"
+            f"--on azureml only writes the job file. Submit it with Azure's command:\n"
             f"  az ml job create --file {shlex.quote(str(rendered.spec.directory / FILE))} "
             "--workspace-name WORKSPACE --resource-group GROUP"
         )
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """No job is submitted, so there is none to find."""
-        raise ConfigError("--on azureml keeps no jobs. Look there: az ml job list.")
+        """Raise an error, since no job is submitted."""
+        raise ConfigError("--on azureml keeps no record of jobs. List them with: az ml job list.")
 
 
 def _command(spec: LaunchSpec) -> str:
-    """What a shell runs on each machine: Azure's word for which one it is, in Paceline's variables."""
+    """Return a node's shell command, which converts Azure's node rank into Paceline's variables."""
     command = shlex.join(node_command(spec)).replace(_RUN, _OUTPUT)
     if spec.nodes[0] == 1:
         return command
-    place = f'{NODE_RANK}="$NODE_RANK" {NODES}={spec.nodes[0]} {HOSTS}="$MASTER_ADDR"'
-    return f"{place} env {' '.join(f'-u {name}' for name in RANK_VARIABLES)} {command}"
+    rank_variables = f'{NODE_RANK}="$NODE_RANK" {NODES}={spec.nodes[0]} {HOSTS}="$MASTER_ADDR"'
+    return f"{rank_variables} env {' '.join(f'-u {name}' for name in RANK_VARIABLES)} {command}"
 
 
-# --- ``--on google``: the file of a custom job for Google's Vertex AI, which its own ``gcloud`` submits ---
+# --- ``--on google``: the file of a custom job for Google's Vertex AI, submitted with ``gcloud`` ---
 
 
 _BUCKETS = Path("/gcs")
@@ -198,11 +197,11 @@ _BUCKETS = Path("/gcs")
 class GoogleOptions:
     """Options of Vertex AI jobs."""
 
-    image: str | None = option("The container image.")
-    machine_type: str | None = option("The machines' type, such as a2-highgpu-4g.")
-    accelerator: str | None = option("The GPUs' type, such as NVIDIA_TESLA_A100; --gpus-per-node says how many.")
-    service_account: str | None = option("The service account of the machines.")
-    region: str | None = option("The region. Default: gcloud's.")
+    image: str | None = option("Container image.")
+    machine_type: str | None = option("Machine type of the nodes, such as a2-highgpu-4g.")
+    accelerator: str | None = option("GPU type, such as NVIDIA_TESLA_A100; their number is --gpus-per-node.")
+    service_account: str | None = option("Service account of the nodes.")
+    region: str | None = option("Region. Default: gcloud's.")
 
     def __post_init__(self) -> None:
         for flag, value in (("--image", self.image), ("--machine-type", self.machine_type)):
@@ -211,7 +210,7 @@ class GoogleOptions:
 
 
 class Google(Launcher):
-    """Renders a custom job: worker pool 0 is the first machine, pool 1 the others."""
+    """A launcher that renders a custom job: worker pool 0 is the first node, pool 1 the others."""
 
     name = "google"
     rank_launchers = ("torchrun", "agent", "spawn")
@@ -223,7 +222,7 @@ class Google(Launcher):
         refuse_secrets(spec.env, "Let the script read it from Secret Manager.")
         fixed_nodes(spec, self.name)
         if bool(options.accelerator) != bool(spec.gpus_per_node):
-            raise ConfigError("--accelerator TYPE and --gpus-per-node N belong together: give both, or neither.")
+            raise ConfigError("--accelerator TYPE and --gpus-per-node N need each other: give both, or neither.")
         if spec.run is not None and not spec.run.is_relative_to(_BUCKETS):
             raise ConfigError(f"--run-dir must be in a bucket, /gcs/BUCKET/..., but is {spec.run}.")
         spec = without_shared_directory(spec, self.name)
@@ -250,18 +249,18 @@ class Google(Launcher):
         return RenderedJob(spec=spec, options=options, files={FILE: to_yaml(job)})
 
     def submit(self, rendered: RenderedJob) -> NoReturn:
-        """Say how Google's own command submits it.
+        """Raise the command that submits the job.
 
         Raises:
             RenderedOnlyError: always.
         """
         region = rendered.options.region or "REGION"
         raise RenderedOnlyError(
-            f"--on google writes the job; Google's own command submits it:\n"
+            f"--on google only writes the job file. Submit it with Google's command:\n"
             f"  gcloud ai custom-jobs create --region={region} --display-name={rendered.spec.directory.name} "
             f"--config={shlex.quote(str(rendered.spec.directory / FILE))}"
         )
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """No job is submitted, so there is none to find."""
-        raise ConfigError("--on google keeps no jobs. Look there: gcloud ai custom-jobs list.")
+        """Raise an error, since no job is submitted."""
+        raise ConfigError("--on google keeps no record of jobs. List them with: gcloud ai custom-jobs list.")

@@ -1,4 +1,4 @@
-"""The logs of a job, read and followed from any process."""
+"""Reading and following the logs of a job from any process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import BinaryIO, TypeVar
 from paceline.core.errors import LaunchError
 from paceline.launch.launcher import JobStatus
 
-# --- Lines of log files as they come: several files as one stream, what several say alike said once ---
+# --- Following log files: several files as one stream, with equal lines of ranks merged ---
 
 
 _POLL_S = 0.2
@@ -24,11 +24,11 @@ _BLOCK_BYTES = 64 * 1024
 
 
 class Tail:
-    """The last lines of a file, and then those that are added, also after it was cut or replaced.
+    """The last lines of a file, followed by new ones, even after it was truncated or replaced.
 
     Args:
-        path: the file; it exists.
-        last_lines: how many of its lines to begin with; None: all.
+        path: an existing file.
+        last_lines: number of existing lines to start with; None: all.
     """
 
     def __init__(self, path: Path, last_lines: int | None = None) -> None:
@@ -45,16 +45,16 @@ class Tail:
         self._file.close()
 
     def new_lines(self) -> Iterator[str]:
-        """The whole lines since the last call, without their ends."""
+        """Yield the complete lines since the last call, without line ends."""
         self._reopen_if_replaced()
         while block := self._file.read(_BLOCK_BYTES):
             *complete, self._partial = (self._partial + block).split(b"\n")
             for line in complete:
-                yield _shown(line)
+                yield _displayed(line)
 
     def unfinished_line(self) -> str:
-        """What follows the last line end; "" if there is nothing."""
-        return _shown(self._partial)
+        """Return the text after the last line end."""
+        return _displayed(self._partial)
 
     def _reopen_if_replaced(self) -> None:
         try:
@@ -71,11 +71,11 @@ class Tail:
 
 
 def follow_files(paths: Sequence[Path], *, ended: Callable[[], bool] | None = None) -> Iterator[str]:
-    """Yield lines without their ends, an unfinished one last; with a prefix where files are several.
+    """Yield lines without line ends, an incomplete one last; with a prefix if there are several files.
 
     Args:
-        paths: files; one that is not there yet is waited for.
-        ended: True once nothing more will be written; None: what is there now is all.
+        paths: files; those that do not exist yet are waited for.
+        ended: returns True once nothing more will be written; None reads only the present contents.
     """
     prefixes = {path: f"{path.name} | " if len(paths) > 1 else "" for path in paths}
     with ExitStack() as stack:
@@ -97,94 +97,94 @@ def follow_files(paths: Sequence[Path], *, ended: Callable[[], bool] | None = No
 
 
 def merge_rank_lines(lines: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, ...], str, int]]:
-    """Merge what several ranks printed: yield a line's ranks, the line, and how often it came in a row.
+    """Merge lines of several ranks: yield a line's ranks, the line, and its number of repetitions.
 
-    The lines of each rank keep their order. A line that other ranks print later is held back for them while
-    something else can be printed first, so that a line which all ranks print comes once.
+    The lines of each rank keep their order. A line that other ranks print later is delayed while something else
+    can be printed first, so that a line of all ranks is yielded once.
     """
-    waiting = {rank: deque(_repeats(own)) for rank, own in sorted(lines.items()) if own}
-    counts = {rank: Counter(own) for rank, own in waiting.items()}
-    having = Counter(line for own in counts.values() for line in own)
-    first_of: dict[tuple[str, int], list[int]] = {}
-    for rank, own in waiting.items():
-        first_of.setdefault(own[0], []).append(rank)
-    # How many ranks print a line later, and the lowest that prints it now: the least comes next. Of a line
-    # whose numbers have changed there is another entry, and the old one is passed over.
-    order = [(having[line] - len(ranks), ranks[0], line) for line, ranks in first_of.items()]
+    pending = {rank: deque(_repeats(own)) for rank, own in sorted(lines.items()) if own}
+    counts = {rank: Counter(own) for rank, own in pending.items()}
+    num_ranks_with = Counter(line for own in counts.values() for line in own)
+    ranks_at: dict[tuple[str, int], list[int]] = {}
+    for rank, own in pending.items():
+        ranks_at.setdefault(own[0], []).append(rank)
+    # Order by how many ranks print a line later, then by the lowest rank that prints it now. Entries with outdated
+    # numbers are skipped.
+    order = [(num_ranks_with[line] - len(ranks), ranks[0], line) for line, ranks in ranks_at.items()]
     heapify(order)
     while order:
         later, lowest, chosen = heappop(order)
-        ranks = first_of.get(chosen, [])
-        if not ranks or (later, lowest) != (having[chosen] - len(ranks), ranks[0]):
+        ranks = ranks_at.get(chosen, [])
+        if not ranks or (later, lowest) != (num_ranks_with[chosen] - len(ranks), ranks[0]):
             continue
         yield tuple(ranks), *chosen
         changed = {chosen}
-        for rank in first_of.pop(chosen):
-            own = waiting[rank]
+        for rank in ranks_at.pop(chosen):
+            own = pending[rank]
             counts[rank][own.popleft()] -= 1
-            having[chosen] -= counts[rank][chosen] == 0
+            num_ranks_with[chosen] -= counts[rank][chosen] == 0
             if own:
-                insort(first_of.setdefault(own[0], []), rank)
+                insort(ranks_at.setdefault(own[0], []), rank)
                 changed.add(own[0])
         for line in changed:
-            if ranks := first_of.get(line, []):
-                heappush(order, (having[line] - len(ranks), ranks[0], line))
+            if ranks := ranks_at.get(line, []):
+                heappush(order, (num_ranks_with[line] - len(ranks), ranks[0], line))
 
 
 def _repeats(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Each line, and how often it comes in a row."""
-    last, times = lines[0], 0
+    """Yield each line with the number of its consecutive repetitions."""
+    last, count = lines[0], 0
     for line in lines:
         if line == last:
-            times += 1
+            count += 1
         else:
-            yield last, times
-            last, times = line, 1
-    yield last, times
+            yield last, count
+            last, count = line, 1
+    yield last, count
 
 
-def _shown(line: bytes) -> str:
-    """A line as a terminal would show it: what a progress bar has written over is gone."""
+def _displayed(line: bytes) -> str:
+    """Return a line as a terminal displays it, without text that a progress bar has overwritten."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 def _start_of_last_lines(file: BinaryIO, count: int) -> int:
-    """The offset at which the last ``count`` lines begin; an unfinished last line counts."""
+    """Return the offset of the last ``count`` lines; an incomplete last line counts."""
     position = end = file.seek(0, os.SEEK_END)
     if count == 0 or end == 0:
         return end
-    # The line end of the last line begins no line.
-    wanted = count
+    # The line end of the last line does not start a line.
+    remaining = count
     searched_to = end - 1
     while searched_to > 0:
         position = max(0, searched_to - _BLOCK_BYTES)
         file.seek(position)
         block = file.read(searched_to - position)
-        found = len(block)
-        while (found := block.rfind(b"\n", 0, found)) >= 0:
-            wanted -= 1
-            if wanted == 0:
-                return position + found + 1
+        newline = len(block)
+        while (newline := block.rfind(b"\n", 0, newline)) >= 0:
+            remaining -= 1
+            if remaining == 0:
+                return position + newline + 1
         searched_to = position
     return 0
 
 
-# --- Following a job whose system may be away for a while ---
+# --- Following a job whose cluster may be unavailable for a while ---
 
 
-_PATIENCE_S = 600.0
-"""How long a system may not answer while one waits for a job."""
+_MAX_SILENCE_S = 600.0
+"""How long a cluster may be unavailable while a command waits for a job."""
 
 _T = TypeVar("_T")
 
 
 class StatusPoller:
-    """Asks after a job now and then, and bears with a system that does not answer for a while.
+    """A poller of a job's status that tolerates a cluster that is unavailable for a while.
 
     Args:
-        status: asks where the job stands.
-        intervals_s: the first interval, from which they grow to the last.
-        logs: where the job's logs are, for the one whose system has forgotten it.
+        status: queries the job's status.
+        intervals_s: the first and the longest polling interval.
+        logs: location of the job's logs, for a message if the cluster no longer knows the job.
     """
 
     def __init__(
@@ -201,46 +201,46 @@ class StatusPoller:
         self._silent_since: float | None = None
 
     def ended(self) -> bool:
-        """Whether the job has, as far as is known; asks only when it is time to.
+        """Return whether the job is known to have ended; query only when the interval has passed.
 
         Raises:
-            LaunchError: the system has forgotten the job, or has not answered for long.
+            LaunchError: the cluster no longer knows the job, or has been unavailable for too long.
         """
         return time.monotonic() >= self._next and self._end() is not None
 
     def wait(self) -> JobStatus:
-        """The job's last status, once it has ended.
+        """Return the job's final status once it has ended.
 
         Raises:
-            LaunchError: the system has forgotten the job, or has not answered for long.
+            LaunchError: the cluster no longer knows the job, or has been unavailable for too long.
         """
         while (end := self._end()) is None:
             time.sleep(max(0.0, self._next - time.monotonic()))
         return end
 
     def answer(self, question: Callable[[], _T]) -> _T | None:
-        """What the system says to a question; None where it does not answer, and may yet.
+        """Return the result of a query; None if the cluster is unavailable, but only for a while so far.
 
         Raises:
-            LaunchError: it has not answered for long, or the library that asks it is not installed.
+            LaunchError: the cluster has been unavailable for too long, or the client library is not installed.
         """
         try:
             answer = question()
         except LaunchError as error:
-            if isinstance(error.__cause__, ImportError):  # no library comes of waiting
+            if isinstance(error.__cause__, ImportError):  # waiting does not install a library
                 raise
             now = time.monotonic()
             if self._silent_since is None:
                 self._silent_since = now
-                print(f"paceline: {error} Asking again, for {_PATIENCE_S / 60:.0f} min.", file=sys.stderr)
-            if now - self._silent_since > _PATIENCE_S:
+                print(f"paceline: {error} Retrying for {_MAX_SILENCE_S / 60:.0f} min.", file=sys.stderr)
+            if now - self._silent_since > _MAX_SILENCE_S:
                 raise
             return None
         self._silent_since = None
         return answer
 
     def _end(self) -> JobStatus | None:
-        """Ask; the status that the job has ended with, if it has."""
+        """Query the job; return its final status, if it has ended."""
         self._next = time.monotonic() + self._interval_s
         self._interval_s = min(self._last_s, self._interval_s * 1.3)
         status = self.answer(self._status)

@@ -19,13 +19,13 @@ from paceline.launch.rendering import to_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedKubernetes(RenderedJob):
-    """Objects to make, in this order; the job itself comes last."""
+    """The objects to create, in order; the job itself is last."""
 
     objects: tuple[Manifest, ...]
 
 
 class Kubernetes(Launcher):
-    """Submits to the API server of a cluster."""
+    """A launcher that submits jobs to a cluster's API server."""
 
     name = "kubernetes"
     rank_launchers = ("torchrun", "agent", "spawn")
@@ -33,14 +33,14 @@ class Kubernetes(Launcher):
     extra = "kubernetes"
 
     def render(self, spec: LaunchSpec, options: KubernetesOptions | None = None) -> RenderedKubernetes:
-        """Render the manifests, as one file that ``kubectl apply -f`` takes too."""
+        """Render the manifests as one file, which ``kubectl apply -f`` accepts too."""
         options = options or KubernetesOptions()
         objects = tuple(manifests(spec, options))
         text = "---\n".join(map(to_yaml, objects))
         return RenderedKubernetes(spec=spec, options=options, files={"job.yaml": text}, objects=objects)
 
     def common_directory(self, spec: LaunchSpec, options: KubernetesOptions) -> Path | None:
-        """The run's, or one of the job's own in the first volume."""
+        """Return the run's directory, or one for the job in the first volume."""
         if spec.run is not None:
             return spec.run
         for path in options.claims().values():
@@ -48,32 +48,32 @@ class Kubernetes(Launcher):
         if spec.nodes[1] == 1:
             return None
         raise ConfigError(
-            "--preflight with --nodes above 1: the pods meet in a directory that all of them can write. Give "
+            "--preflight with --nodes above 1: the pods need a directory that all of them can write. Give "
             "--volume CLAIM:/PATH, the first one if there are several; or leave --preflight out."
         )
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Make the objects; the job owns the others, which go when it goes."""
+        """Create the objects; the job owns the other objects, which are deleted with it."""
         assert isinstance(rendered, RenderedKubernetes)
         options: KubernetesOptions = rendered.options
         cluster = KubernetesCluster(options.namespace, options.context)
-        begun: list[Manifest] = []
-        made: list[Manifest] = []
+        requested: list[Manifest] = []
+        created: list[Manifest] = []
         try:
             for manifest in rendered.objects:
-                begun.append(manifest)
+                requested.append(manifest)
                 with interrupt_at_exit():
-                    made.append(_made(cluster, manifest))
-            *others, job = made
+                    created.append(_create(cluster, manifest))
+            *others, job = created
             for other in others:
                 owner = {"apiVersion": job["apiVersion"], "kind": job["kind"]}
                 owner |= {key: job["metadata"][key] for key in ("name", "uid")}
                 change = {"metadata": {"ownerReferences": [owner]}}
                 cluster.patch(other["kind"], other["metadata"]["name"], change)
         except (LaunchError, KeyboardInterrupt) as error:
-            refused = isinstance(error, KubernetesApiError) and not error.lost
-            uncertain = [] if refused else begun[len(made) :]
-            _delete(cluster, [*uncertain, *reversed(made)], error)
+            was_refused = isinstance(error, KubernetesApiError) and not error.lost
+            uncertain = [] if was_refused else requested[len(created) :]
+            _delete(cluster, [*uncertain, *reversed(created)], error)
             raise
         reference = {
             "id": job["metadata"]["name"],
@@ -86,44 +86,44 @@ class Kubernetes(Launcher):
         return KubernetesJob(reference, cluster)
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the job again by its name."""
+        """Find the job by its name."""
         return KubernetesJob(reference)
 
 
-def _made(cluster: KubernetesCluster, manifest: Manifest) -> Manifest:
-    """The object as the server keeps it, also where the answer to its making was lost.
+def _create(cluster: KubernetesCluster, manifest: Manifest) -> Manifest:
+    """Create an object and return the server's copy, even if the answer was lost.
 
     Raises:
-        Refused: with the server's own words.
+        KubernetesApiError: with the server's message.
     """
     try:
         return cluster.create(manifest)
     except KubernetesApiError as error:
-        there = None
+        existing = None
         if error.lost:
             with suppress(KubernetesApiError):
-                there = cluster.get(manifest["kind"], manifest["metadata"]["name"])
-        if there is None:
+                existing = cluster.get(manifest["kind"], manifest["metadata"]["name"])
+        if existing is None:
             raise
-        return there
+        return existing
 
 
 def _delete(cluster: KubernetesCluster, objects: Sequence[Manifest], error: BaseException) -> None:
-    """Delete what there is of a job that could not be submitted.
+    """Delete the objects of a job that could not be submitted.
 
     Raises:
-        LaunchError: some of it may be left; the message says how it is deleted.
+        LaunchError: some objects may remain; says how to delete them.
     """
-    left = []
+    remaining = []
     for manifest in objects:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         try:
             cluster.delete(kind, name)
         except LaunchError:
-            left.append(f"{kind.lower()}/{name}")
-    if left:
+            remaining.append(f"{kind.lower()}/{name}")
+    if remaining:
         context = f" --context {cluster.context}" if cluster.context else ""
         raise LaunchError(
-            f"{str(error) or 'interrupted.'} The job may be there, and could not be deleted. Do so: "
-            f"kubectl delete --ignore-not-found --namespace {cluster.namespace}{context} {' '.join(left)}"
+            f"{str(error) or 'interrupted.'} The job may exist and could not be deleted. Delete it with: "
+            f"kubectl delete --ignore-not-found --namespace {cluster.namespace}{context} {' '.join(remaining)}"
         ) from error

@@ -1,4 +1,4 @@
-"""What Paceline asks of a Kubernetes API server."""
+"""Access to a Kubernetes API server, and jobs on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.launch.job_logs import StatusPoller
 from paceline.launch.kubernetes_manifests import CONTAINER, Manifest
 from paceline.launch.launcher import JobHandle, JobStatus
 
-# --- The Kubernetes API server: make, look at, change and delete objects; read what pods print ---
+# --- Requests: create, read, change and delete objects; read the output of pods ---
 
 
 _PLURALS = {
@@ -28,23 +28,22 @@ _PLURALS = {
     "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
     "TrainingRuntime": ("trainer.kubeflow.org", "v1alpha1", "trainingruntimes"),
 }
-_TRAINER = "Install Kubeflow Trainer there (https://www.kubeflow.org), or use --kind jobset or job."
+_TRAINER = "Install Kubeflow Trainer in the cluster (https://www.kubeflow.org), or use --kind jobset or job."
 _INSTALL = {
-    "JobSet": "Install JobSet there (https://jobset.sigs.k8s.io), or use --kind job.",
+    "JobSet": "Install JobSet in the cluster (https://jobset.sigs.k8s.io), or use --kind job.",
     "TrainJob": _TRAINER,
     "TrainingRuntime": _TRAINER,
 }
 _TIMEOUT_S = (5, 30)  # to connect, to answer
-_SILENCE_S = (5, 7 * 86400)  # of a log that is followed
+_SILENCE_S = (5, 7 * 86400)  # while a log is followed
 
 
 class KubernetesApiError(LaunchError):
-    """The API server did not do what was asked.
+    """A request to the API server failed.
 
     Attributes:
-        status: the HTTP status; 0 where nobody answered.
-        lost: whether it may have been done nevertheless: the request was sent, and nobody said what became
-            of it.
+        status: of HTTP; 0 without an answer.
+        lost: whether the request may have been carried out, because it was sent but not answered.
     """
 
     def __init__(self, message: str, status: int, *, lost: bool = False) -> None:
@@ -54,18 +53,18 @@ class KubernetesApiError(LaunchError):
 
 
 class KubernetesCluster:
-    """One namespace of a cluster, as a kubeconfig or the pod that this runs in describes it.
+    """One namespace of a cluster, described by a kubeconfig or by the pod of this process.
 
     Args:
-        namespace: where the objects are.
-        context: the kubeconfig's; default: its current one.
+        namespace: of the objects.
+        context: of the kubeconfig; default: its current one.
 
     Attributes:
-        context: the kubeconfig's; None in a pod.
-        server: the API server's address.
+        context: of the kubeconfig; None in a pod.
+        server: address of the API server.
 
     Raises:
-        LaunchError: the kubernetes library is not installed, or nothing describes a cluster.
+        LaunchError: the kubernetes library is not installed, or no cluster is configured.
     """
 
     def __init__(self, namespace: str, context: str | None) -> None:
@@ -88,11 +87,11 @@ class KubernetesCluster:
                 )
                 self.context = context or kubernetes.config.list_kube_config_contexts(file)[1]["name"]
         except (kubernetes.config.ConfigException, OSError) as error:
-            asked = f" (--context {context})" if context else ""
-            said = str(error).rstrip(".")
+            context_text = f" (--context {context})" if context else ""
+            message = str(error).rstrip(".")
             raise LaunchError(
-                f"nothing says how to reach a Kubernetes cluster{asked}: {said}. Set KUBECONFIG; `kubectl "
-                "config get-contexts` lists what there is."
+                f"no Kubernetes cluster is configured{context_text}: {message}. Set KUBECONFIG; `kubectl config "
+                "get-contexts` lists the available contexts."
             ) from error
         configuration.retries = 1
         client = kubernetes.client.ApiClient(configuration)
@@ -102,19 +101,19 @@ class KubernetesCluster:
         self._core = kubernetes.client.CoreV1Api(client)
 
     def create(self, manifest: Manifest) -> Manifest:
-        """Make an object; return it as the server keeps it.
+        """Create an object and return the server's copy.
 
         Raises:
-            Refused: with the server's own words.
+            KubernetesApiError: with the server's message.
         """
         name = str(manifest["metadata"]["name"])
         return self._call("create", manifest["kind"], name, body=manifest, field_validation="Strict")
 
     def get(self, kind: str, name: str) -> Manifest | None:
-        """An object as it is now; None where there is none.
+        """Return an object, or None if it does not exist.
 
         Raises:
-            Refused: with the server's own words.
+            KubernetesApiError: with the server's message.
         """
         try:
             return self._call("get", kind, name)
@@ -124,18 +123,18 @@ class KubernetesCluster:
             raise
 
     def patch(self, kind: str, name: str, change: Manifest) -> None:
-        """Change an object by a merge patch (RFC 7386).
+        """Change an object with a merge patch (RFC 7386).
 
         Raises:
-            Refused: with the server's own words.
+            KubernetesApiError: with the server's message.
         """
         self._call("patch", kind, name, body=change)
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object and what it owns; nothing happens where there is none.
+        """Delete an object with everything that it owns, if it exists.
 
         Raises:
-            Refused: with the server's own words.
+            KubernetesApiError: with the server's message.
         """
         try:
             self._call("delete", kind, name, propagation_policy="Background")
@@ -144,29 +143,29 @@ class KubernetesCluster:
                 raise
 
     def pods(self, selector: str) -> list[Manifest]:
-        """The pods with these labels, in the order of their indices.
+        """Return the pods with these labels, ordered by index.
 
         Raises:
-            Refused: with the server's own words.
+            KubernetesApiError: with the server's message.
         """
-        listed = self._answer(
+        pod_list = self._answer(
             "list pods",
             lambda: self._core.list_namespaced_pod(
                 self.namespace, label_selector=selector, _preload_content=False, _request_timeout=_TIMEOUT_S
             ),
         )
-        return sorted(listed["items"], key=pod_index)
+        return sorted(pod_list["items"], key=pod_index)
 
     def log(self, pod: str, *, follow: bool) -> Iterator[str]:
-        """What a pod prints, line by line; with ``follow`` until it ends. Nothing where it has not started.
+        """Yield a pod's output by lines, until it ends with ``follow``; nothing if it has not started.
 
         Raises:
-            Refused: with the server's own words.
+            KubernetesApiError: with the server's message.
         """
         from urllib3.exceptions import HTTPError
 
         try:
-            response = self._called(
+            response = self._request(
                 f"read the log of pod {pod}",
                 lambda: self._core.read_namespaced_pod_log(
                     pod,
@@ -178,7 +177,7 @@ class KubernetesCluster:
                 ),
             )
         except KubernetesApiError as error:
-            if error.status in (400, 404):  # its container waits to be created, or it is gone
+            if error.status in (400, 404):  # the container was not created yet, or the pod is gone
                 return
             raise
         rest = b""
@@ -187,7 +186,7 @@ class KubernetesCluster:
                 *lines, rest = (rest + block).split(b"\n")
                 yield from (line.decode(errors="replace") for line in lines)
         except HTTPError as error:
-            raise KubernetesApiError(f"the log of pod {pod} ends here: {error}.", 0) from error
+            raise KubernetesApiError(f"the log of pod {pod} broke off: {error}.", 0) from error
         if rest:
             yield rest.decode(errors="replace")
 
@@ -210,14 +209,14 @@ class KubernetesCluster:
     def _answer(self, what: str, call: Any, kind: str = "") -> Manifest:
         def read() -> Any:
             response = call()
-            response.read(cache_content=True)  # here it is noticed where an answer breaks off
+            response.read(cache_content=True)  # raises if the answer breaks off
             return response
 
-        answer: Manifest = json.loads(self._called(what, read, kind).data)
+        answer: Manifest = json.loads(self._request(what, read, kind).data)
         return answer
 
-    def _called(self, what: str, call: Any, kind: str = "") -> Any:
-        """The response to a request, whose words are passed on where it is a refusal."""
+    def _request(self, what: str, call: Any, kind: str = "") -> Any:
+        """Return the response to a request; raise the server's message if it is an error."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError, MaxRetryError
 
@@ -229,16 +228,16 @@ class KubernetesCluster:
                 f"the Kubernetes API server {self.server} cannot be reached: {reason}. Check it with "
                 "`kubectl cluster-info`; --context chooses another cluster.",
                 0,
-                lost=not isinstance(error, MaxRetryError),  # only what was never sent is tried again
+                lost=not isinstance(error, MaxRetryError),  # urllib3 retries only requests that were never sent
             ) from error
         except ApiException as error:
-            raise self._refusal(what, kind, error.status or 0, error.body or error.reason or "") from error
+            raise self._api_error(what, kind, error.status or 0, error.body or error.reason or "") from error
         if response.status >= 400:
-            raise self._refusal(what, kind, response.status, response.data)
+            raise self._api_error(what, kind, response.status, response.data)
         return response
 
-    def _refusal(self, what: str, kind: str, status: int, body: str | bytes) -> KubernetesApiError:
-        """A refusal in the server's words, and what to do."""
+    def _api_error(self, what: str, kind: str, status: int, body: str | bytes) -> KubernetesApiError:
+        """Return an error with the server's message and advice."""
         words = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
         details: Any = {}
         with suppress(ValueError):
@@ -247,10 +246,10 @@ class KubernetesCluster:
         missing_kind = status == 404 and kind in _INSTALL and not details.get("name")
         advice = {
             401: "Log in to the cluster again, or choose another --context.",
-            403: "Ask for the right to do so, or choose another --namespace or --context.",
+            403: "Request the permission, or choose another --namespace or --context.",
             404: _INSTALL[kind] if missing_kind else "Check --namespace.",
             409: "Give another --name.",
-            422: "The manifest is what --dry-run shows.",
+            422: "See the manifest with --dry-run.",
         }.get(status, "")
         return KubernetesApiError(
             f"the Kubernetes API server refused to {what}: {words.strip().rstrip('.')}. {advice}".rstrip(),
@@ -259,17 +258,17 @@ class KubernetesCluster:
 
 
 def pod_index(pod: Manifest) -> int:
-    """A pod's number in its job."""
+    """Return a pod's index in its job."""
     return int(pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", 0))
 
 
 def _in_a_pod() -> bool:
-    """Whether this runs in a pod, and no kubeconfig says otherwise."""
+    """Return whether this process runs in a pod without a kubeconfig."""
     configured = os.environ.get("KUBECONFIG") or (Path.home() / ".kube" / "config").exists()
     return "KUBERNETES_SERVICE_HOST" in os.environ and not configured
 
 
-# --- A job on Kubernetes, followed through the API server ---
+# --- A job, followed through the API server ---
 
 
 _POLL_S = 1.0
@@ -281,8 +280,8 @@ class KubernetesJob(JobHandle):
 
     Args:
         reference: its name as ``id``, ``kind``, ``namespace``, ``context``, ``server``, and ``nodes``: the
-            least and the greatest number of machines.
-        cluster: where it is; default: connected to when it is first asked.
+            smallest and the largest number of nodes.
+        cluster: of the job; default: connect on the first request.
     """
 
     def __init__(self, reference: Mapping[str, Any], cluster: KubernetesCluster | None = None) -> None:
@@ -293,7 +292,6 @@ class KubernetesJob(JobHandle):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """As it is recorded."""
         return self._reference
 
     @property
@@ -303,12 +301,12 @@ class KubernetesJob(JobHandle):
         return self._connected
 
     def status(self) -> JobStatus:
-        """What the job's conditions say, and while it has none, its pods."""
+        """Return the state of the job's conditions, or of its pods while it has none."""
         job = self._cluster.get(self._kind, self._name)
         if job is None:
-            if self._elsewhere:
-                return JobStatus(state="unknown", detail=self._elsewhere)
-            return JobStatus(state="cancelled", detail=f"the cluster has no {self._kind} {self._name} any more")
+            if self._other_cluster:
+                return JobStatus(state="unknown", detail=self._other_cluster)
+            return JobStatus(state="cancelled", detail=f"{self._kind} {self._name} no longer exists in the cluster")
         pods = self._pods()
         failed = sum(pod["status"].get("phase") == "Failed" for pod in pods)
         for condition in job.get("status", {}).get("conditions", []):
@@ -321,49 +319,49 @@ class KubernetesJob(JobHandle):
         if any(pod["status"].get("phase") == "Running" for pod in pods):
             running = sum(pod["status"].get("phase") == "Running" for pod in pods)
             return JobStatus(state="running", detail=f"{running} pod(s)", restarts=failed)
-        return JobStatus(state="pending", detail=_what_it_waits_for(pods), restarts=failed)
+        return JobStatus(state="pending", detail=_pending_reason(pods), restarts=failed)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """What the pods print; with several, each line begins with the machine's number."""
+        """Yield the output of the pods, with the node's number before each line if there are several."""
         if follow:
-            yield from self._followed()
+            yield from self._follow()
             return
         pods = self._pods()
-        several = len({pod_index(pod) for pod in pods}) > 1
+        has_several = len({pod_index(pod) for pod in pods}) > 1
         for pod in pods:
-            prefix = f"node-{pod_index(pod)} | " if several else ""
+            prefix = f"node-{pod_index(pod)} | " if has_several else ""
             for line in self._cluster.log(pod["metadata"]["name"], follow=False):
                 yield prefix + line
 
     def cancel(self) -> None:
-        """Delete the job; what it owns goes with it, its pods after their time to save.
+        """Delete the job and everything that it owns; its pods first have time to save.
 
         Raises:
-            LaunchError: the API server refused it, or is not the one that has the job.
+            LaunchError: the API server refused it, or is not that of the job.
         """
-        if self._elsewhere and self._cluster.get(self._kind, self._name) is None:
-            raise LaunchError(f"{self._elsewhere}. Set KUBECONFIG to the file that describes its cluster.")
+        if self._other_cluster and self._cluster.get(self._kind, self._name) is None:
+            raise LaunchError(f"{self._other_cluster}. Set KUBECONFIG to the file that describes its cluster.")
         self._cluster.delete(self._kind, self._name)
 
     def wait(self) -> int:
-        """Ask until it has ended."""
-        status = self._watch().wait()
+        """Poll until the job has ended."""
+        status = self._poller().wait()
         if status.state != "succeeded":
             print(f"paceline: {self._kind} {self._name} {status.state}: {status.detail}.", file=sys.stderr)
         return 1 if status.exit_code is None else status.exit_code
 
     def scale(self, nodes: int) -> None:
-        """Give the job so many pods: those with the highest indices go, or new ones come.
+        """Change the number of pods: those with the highest indices are deleted, or new ones are created.
 
-        An indexed Job takes its new size while it runs (Kubernetes 1.27). A JobSet does from its version 0.12
-        on, where ElasticJobSet is switched on; before, its Job is changed beneath it, which it lets be. So it
-        is with the JobSet of a TrainJob, whose own ``numNodes`` is fixed.
+        An indexed Job can be resized while it runs (Kubernetes 1.27). A JobSet can since its version 0.12 with
+        ElasticJobSet enabled; before, its Job is changed directly, which JobSet tolerates. The same applies to
+        the JobSet of a TrainJob, whose own ``numNodes`` is fixed.
         """
         least, most = self._reference["nodes"]
         if not least <= nodes <= most:
             raise ConfigError(
-                f"--nodes {nodes}: this job was submitted with --nodes "
-                f"{least if least == most else f'{least}:{most}'}, and can only have so many machines."
+                f"--nodes {nodes}: must be within the --nodes "
+                f"{least if least == most else f'{least}:{most}'} with which this job was submitted."
             )
         size = {"completions": nodes, "parallelism": nodes}
         if self._kind == "Job":
@@ -371,7 +369,7 @@ class KubernetesJob(JobHandle):
             return
         job_set = self._cluster.get("JobSet", self._name)
         if job_set is None:
-            raise LaunchError(f"the cluster has no JobSet {self._name}, or not yet: see paceline status.")
+            raise LaunchError(f"JobSet {self._name} does not exist, or not yet: see paceline status.")
         replicated = job_set["spec"]["replicatedJobs"]
         replicated[0]["template"]["spec"].update(size)
         try:
@@ -382,33 +380,33 @@ class KubernetesJob(JobHandle):
             self._cluster.patch("Job", f"{self._name}-{CONTAINER}-0", {"spec": size})
 
     @property
-    def _elsewhere(self) -> str:
-        """Why a job that is not found may be in another cluster; "" where it cannot.
+    def _other_cluster(self) -> str:
+        """Return why a job that is not found may be in another cluster; "" if it cannot be.
 
-        A kubeconfig may have changed since, and two may have a context of the same name.
+        The kubeconfig may have changed, and two may have a context of the same name.
         """
-        asked, server = self._cluster.server, self._reference.get("server")
-        if server == asked:
+        current, server = self._cluster.server, self._reference.get("server")
+        if server == current:
             return ""
-        missing = f"{asked} has no {self._kind} {self._name}"
-        return f"it was submitted to {server}, and {missing}" if server else f"{missing}, but another may"
+        missing = f"{current} has no {self._kind} {self._name}"
+        return f"it was submitted to {server}, and {missing}" if server else f"{missing}, but another may have it"
 
     def _pods(self) -> list[Manifest]:
         label = "batch.kubernetes.io/job-name" if self._kind == "Job" else "jobset.sigs.k8s.io/jobset-name"
         return self._cluster.pods(f"{label}={self._name}")
 
-    def _watch(self) -> StatusPoller:
+    def _poller(self) -> StatusPoller:
         return StatusPoller(self.status, (_POLL_S, _POLL_S))
 
-    def _followed(self) -> Iterator[str]:
-        """The lines of all pods as they come, also of those that come later, until the job has ended."""
+    def _follow(self) -> Iterator[str]:
+        """Yield the lines of all pods, including later ones, until the job has ended."""
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         readers: dict[str, threading.Thread] = {}
         _, most = self._reference["nodes"]
-        watch = self._watch()
+        poller = self._poller()
         while True:
-            ended = watch.ended()
-            pods = watch.answer(self._pods)
+            ended = poller.ended()
+            pods = poller.answer(self._pods)
             ended = ended and pods is not None
             for pod in pods or ():
                 name = pod["metadata"]["name"]
@@ -421,7 +419,7 @@ class KubernetesJob(JobHandle):
             if ended:
                 for reader in readers.values():
                     reader.join(timeout=_POLL_S)
-            yield from _drained(lines, 0.0 if ended else _POLL_S)
+            yield from _drain(lines, 0.0 if ended else _POLL_S)
             if ended:
                 return
 
@@ -433,8 +431,8 @@ class KubernetesJob(JobHandle):
             lines.put(f"{prefix}paceline: {error}")
 
 
-def _drained(lines: queue.SimpleQueue[str], wait_s: float) -> Iterator[str]:
-    """What comes within so many seconds, and all that is there then."""
+def _drain(lines: queue.SimpleQueue[str], wait_s: float) -> Iterator[str]:
+    """Yield the lines that arrive within ``wait_s``, and all that have arrived by then."""
     until = time.monotonic() + wait_s
     while True:
         try:
@@ -444,7 +442,7 @@ def _drained(lines: queue.SimpleQueue[str], wait_s: float) -> Iterator[str]:
 
 
 def _container(pod: Manifest) -> Manifest:
-    """The state of a pod's container: ``waiting``, ``running`` or ``terminated``."""
+    """Return the state of a pod's container: ``waiting``, ``running`` or ``terminated``."""
     for status in pod["status"].get("containerStatuses", []):
         if status["name"] == CONTAINER:
             state: Manifest = status.get("state", {})
@@ -453,14 +451,14 @@ def _container(pod: Manifest) -> Manifest:
 
 
 def _exit_code(pods: list[Manifest]) -> int | None:
-    """The exit code of the container that failed first."""
+    """Return the exit code of the container that failed first."""
     ends = [_container(pod).get("terminated", {}) for pod in pods]
     failed = [end for end in ends if end.get("exitCode")]
     return min(failed, key=lambda end: end.get("finishedAt", ""))["exitCode"] if failed else None
 
 
-def _what_it_waits_for(pods: list[Manifest]) -> str:
-    """Why no pod runs, in the cluster's words."""
+def _pending_reason(pods: list[Manifest]) -> str:
+    """Return why no pod runs, in the cluster's words."""
     for pod in pods:
         waiting = _container(pod).get("waiting", {})
         if waiting.get("reason"):

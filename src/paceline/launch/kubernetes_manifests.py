@@ -1,4 +1,4 @@
-"""What Kubernetes is asked to run: a training job, or an inference service."""
+"""Kubernetes manifests of training jobs and inference services."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.launch.node import node_command
 from paceline.launch.options import KubernetesOptions, parse_claims
 from paceline.launch.rendering import refuse_secrets, to_yaml
 
-# --- A job as Kubernetes objects: plain mappings, as they stand in YAML and are sent to the API ---
+# --- A training job as Kubernetes objects: plain mappings, as in YAML and in API requests ---
 #
-# Each pod is one machine, and runs the node's command. Its index is its rank: Kubernetes numbers the pods of
-# an indexed Job, Kubeflow Trainer says the same in torchrun's PET_NODE_RANK. Addresses are the DNS names that
-# a headless service gives to pods, so they outlive a pod that is replaced.
+# Each pod is one node, and runs the node's command. Its index is its rank: Kubernetes numbers the pods of an
+# indexed Job, and Kubeflow Trainer sets torchrun's PET_NODE_RANK accordingly. Addresses are the DNS names of pods
+# from a headless service, so they stay valid when a pod is replaced.
 #
 # The fields are those of batch/v1, jobset.x-k8s.io/v1alpha2 and trainer.kubeflow.org/v1alpha1.
 
@@ -28,27 +28,27 @@ from paceline.launch.rendering import refuse_secrets, to_yaml
 Manifest = dict[str, Any]
 
 CONTAINER = "node"
-"""The container's name, and the replicated job's: Kubeflow Trainer looks for it."""
+"""Name of the container and of the replicated job, which Kubeflow Trainer requires."""
 
 RENDEZVOUS_PORT = 29500
-"""Where the first machine listens. Each pod has an address of its own, so jobs do not clash."""
+"""Port of the first node. Each pod has its own address, so jobs do not conflict."""
 
-_REPLACED = 6
-_STOPPED = 75  # saved after SIGTERM: "run me again"
-_USAGE = 2  # the user's mistake: another pod would make it again
+_MAX_REPLACED = 6
+_SAVED_EXIT_CODE = 75  # saved after SIGTERM: restart
+_USAGE_EXIT_CODE = 2  # a usage error, which another pod would repeat
 
 
 def manifests(spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
-    """What the job consists of, in the order in which it has to be made; the job itself comes last.
+    """Return the job's objects in the order of their creation; the job itself is last.
 
     Raises:
         ConfigError: Kubernetes would refuse a name, or the run would be lost with its pods.
     """
-    name = _checked_name(spec, options)
+    name = _check_name(spec, options)
     _check_run(spec, options)
     if spec.nodes[0] < spec.nodes[1] and spec.rank_launcher == "spawn":
         raise ConfigError(
-            "--nodes MIN:MAX: machines come and go with --rank-launcher torchrun and tasks, not with spawn."
+            "--nodes MIN:MAX needs --rank-launcher torchrun or a task: nodes cannot join or leave with spawn."
         )
     refuse_secrets(spec.env, "Keep it in a Kubernetes secret, and give --secret VARIABLE=SECRET/KEY.")
     if options.kind == "trainjob":
@@ -68,13 +68,13 @@ def manifests(spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
 
 
 def hosts(name: str, kind: str, nodes: int) -> list[str]:
-    """The DNS names of all pods, in the order of their ranks."""
+    """Return the DNS names of all pods, ordered by rank."""
     pod = name if kind == "job" else f"{name}-{CONTAINER}-0"
     return [f"{pod}-{index}.{name}" for index in range(nodes)]
 
 
 def _train_job(name: str, spec: LaunchSpec, options: KubernetesOptions) -> list[Manifest]:
-    """A TrainJob, and the runtime that it refers to unless the cluster has one."""
+    """Return a TrainJob, and its runtime unless the cluster provides one."""
     job_set = _job_set(name, spec, options)
     [replicated] = job_set["replicatedJobs"]
     [container] = replicated["template"]["spec"]["template"]["spec"]["containers"]
@@ -115,20 +115,20 @@ def _job_set(name: str, spec: LaunchSpec, options: KubernetesOptions) -> Manifes
 
 
 def _job(name: str, spec: LaunchSpec, options: KubernetesOptions, subdomain: str | None = None) -> Manifest:
-    """An indexed Job: one pod for each machine.
+    """Return an indexed Job with one pod per node.
 
-    A pod that is evicted or preempted, or ends saved, is replaced without being counted; one that fails is
-    replaced where the others can go on without it, and takes its index and address over.
+    A pod that is evicted or preempted, or that ends after saving, is replaced without counting. A failed pod is
+    replaced if the others can continue without it; the new pod takes its index and address.
     """
     least, most = spec.nodes
     rules: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": _exit_code(_STOPPED)},
+        {"action": "Ignore", "onExitCodes": _exit_code(_SAVED_EXIT_CODE)},
     ]
-    # A machine that joins a run just as it ends is refused with the same code, and is right to come again.
+    # A node that joins a run just as it ends exits with the same code, and may be retried.
     if not (spec.is_task and most > 1):
-        rules.append({"action": "FailJob", "onExitCodes": _exit_code(_USAGE)})
-    retries = spec.max_restarts or (_REPLACED if spec.is_task else 0)
+        rules.append({"action": "FailJob", "onExitCodes": _exit_code(_USAGE_EXIT_CODE)})
+    retries = spec.max_restarts or (_MAX_REPLACED if spec.is_task else 0)
     job: Manifest = {
         "completionMode": "Indexed",
         "completions": least,
@@ -163,13 +163,13 @@ def _pod(name: str, spec: LaunchSpec, options: KubernetesOptions) -> Manifest:
 
 
 def _pod_settings(options: KubernetesOptions) -> Manifest:
-    """What a pod has and what a runtime's pod is patched with."""
+    """Return the settings of a pod, also used to patch a runtime's pod."""
     settings: Manifest = {"terminationGracePeriodSeconds": options.grace_s()}
     if options.service_account is not None:
         settings["serviceAccountName"] = options.service_account
     if options.selector():
         settings["nodeSelector"] = options.selector()
-    # Data loaders and gloo share memory between processes; the default is 64 MiB.
+    # Data loaders and gloo use shared memory between processes; the default is 64 MiB.
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     for number, claim in enumerate(options.claims()):
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
@@ -184,7 +184,7 @@ def _mounts(options: KubernetesOptions) -> list[Manifest]:
 
 
 def _patch(options: KubernetesOptions) -> Manifest:
-    """What a runtime of the cluster's is changed by, for this job."""
+    """Return the changes of the cluster's runtime for this job."""
     container = {"name": CONTAINER, "volumeMounts": _mounts(options)}
     pod = {"spec": {**_pod_settings(options), "containers": [container]}}
     replicated = {"name": CONTAINER, "template": {"spec": {"template": pod}}}
@@ -241,14 +241,14 @@ def _object(version: str, kind: str, name: str, options: KubernetesOptions, spec
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _checked_name(spec: LaunchSpec, options: KubernetesOptions) -> str:
-    """The job's name: unique, since the cluster keeps jobs that have ended."""
+def _check_name(spec: LaunchSpec, options: KubernetesOptions) -> str:
+    """Check the job's name, which must be unique since the cluster keeps ended jobs."""
     name = spec.directory.name
     longest = hosts(name, options.kind, spec.nodes[1])[-1].partition(".")[0]
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(longest) > 63:
         raise ConfigError(
-            f"Kubernetes would refuse a job named {name!r}: a name starts with a letter, has lower-case "
-            f"letters, digits and dashes, and is at most {63 - len(longest) + len(name)} characters long. "
+            f"the job name {name!r} is not valid in Kubernetes: it must start with a letter, consist of lower-case "
+            f"letters, digits and dashes, and have at most {63 - len(longest) + len(name)} characters. "
             "Give another --name."
         )
     return name
@@ -258,20 +258,20 @@ def _check_run(spec: LaunchSpec, options: KubernetesOptions) -> None:
     if spec.run is not None and not options.holds(PurePosixPath(spec.run)):
         mounted = ", ".join(options.claims().values())
         raise ConfigError(
-            f"--run-dir {spec.run} is in no volume of the pods, and would be lost with them. Give --volume "
+            f"--run-dir {spec.run} is not in a volume of the pods, so the run would be lost with them. Give --volume "
             f"CLAIM:/PATH, and a --run-dir below that path{f'; now mounted: {mounted}' if mounted else ''}."
         )
 
 
-# --- ``paceline serve --on kserve``: the same server in pods, as an InferenceService of KServe ---
+# --- ``paceline serve --on kserve``: the server in pods, as an InferenceService of KServe ---
 #
-# The fields are those of serving.kserve.io/v1beta1: a predictor with a container of one's own, which is
-# called kserve-container and says its protocol in the variable PROTOCOL. KServe fetches what STORAGE_URI
-# names into /mnt/models before the container starts.
+# The fields are those of serving.kserve.io/v1beta1: a predictor with a custom container, which must be named
+# kserve-container and give its protocol in the variable PROTOCOL. KServe downloads STORAGE_URI into /mnt/models
+# before the container starts.
 
 
 SERVING_PORT = 8080
-_FETCHED = "/mnt/models"
+_DOWNLOADS = "/mnt/models"
 _SECRETS = PurePosixPath("/etc/paceline")
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -282,24 +282,24 @@ _MARGIN_S = 5
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceService:
-    """What is to be served in pods, and how.
+    """A server in pods.
 
     Attributes:
-        packages: as a pod finds them: below a volume's path; or one URI, which KServe fetches.
-        words: of ``paceline serve``, beside packages and address.
-        image: has Paceline in it.
-        token_secret: SECRET/KEY, where the token that clients send is kept.
-        replicas: pods, at least and at most.
-        gpus: of each pod; it has as many replicas, or one on a CPU.
-        threads: of each replica.
-        timeout_s: how long a request may take.
-        startup_s: how long a server may take to load a package.
-        drain_s: how long a server says "not ready" before it refuses connections.
-        name: of the service. Default: the package's last part.
+        packages: paths in a pod, below a volume's path; or one URI, which KServe downloads.
+        words: further arguments of ``paceline serve``.
+        image: contains Paceline.
+        token_secret: SECRET/KEY of the token that clients send.
+        replicas: smallest and largest number of pods.
+        gpus: per pod, with one replica each; without GPUs, one replica on a CPU.
+        threads: per replica.
+        timeout_s: time limit of a request.
+        startup_s: time limit for loading a package.
+        drain_s: how long a server reports "not ready" before it refuses connections.
+        name: of the service. Default: the last part of the package's.
         namespace: of the service.
-        volume: CLAIM:/PATH, persistent volume claims and where they are mounted.
-        memory: of each pod.
-        service_account: that pods run as, for instance to fetch the package.
+        volume: CLAIM:/PATH, persistent volume claims and their mount points.
+        memory: per pod.
+        service_account: of the pods, for instance to download the package.
     """
 
     packages: tuple[str, ...]
@@ -321,58 +321,57 @@ class InferenceService:
     def __post_init__(self) -> None:
         claims = parse_claims(self.volume)
         if self.uri is not None and len(self.packages) > 1:
-            raise ConfigError(f"KServe fetches one package, {self.uri}. Keep several in a --volume.")
-        for place in self.packages if self.uri is None else ():
-            path = PurePosixPath(place)
+            raise ConfigError(f"KServe downloads only one package, {self.uri}. Put several packages into a --volume.")
+        for package in self.packages if self.uri is None else ():
+            path = PurePosixPath(package)
             if not any(path.is_relative_to(mount) for mount in claims.values()) or ".." in path.parts:
                 raise ConfigError(
-                    f"{place} is nowhere in a pod. Give a package as /PATH in a volume (--volume "
-                    "CLAIM:/PATH), or as a URI that KServe fetches, such as s3://bucket/package."
+                    f"{package} does not exist in a pod. Give a package as /PATH in a volume (--volume "
+                    "CLAIM:/PATH), or as a URI that KServe downloads, such as s3://bucket/package."
                 )
         if not _NAME.fullmatch(self.service_name):
             raise ConfigError(
-                f"Kubernetes would refuse a service named {self.service_name!r}: a name starts with a "
-                "letter, has lower-case letters, digits and dashes, and at most 63 characters. Give --name."
+                f"the service name {self.service_name!r} is not valid in Kubernetes: it must start with a letter, "
+                "consist of lower-case letters, digits and dashes, and have at most 63 characters. Give --name."
             )
         if not _NAME.fullmatch(self.namespace):
             raise ConfigError(f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}.")
         if not _SECRET_NAME.fullmatch(self.token_secret):
             raise ConfigError(
                 f"--token-secret must be SECRET/KEY, such as serving/token, but is {self.token_secret!r}. "
-                "Make one: kubectl create secret generic serving --from-file=token=FILE"
+                "Create one: kubectl create secret generic serving --from-file=token=FILE"
             )
         if self.memory is not None and not _QUANTITY.fullmatch(self.memory):
             raise ConfigError(f"--memory must be a quantity such as 4Gi, but is {self.memory!r}.")
 
     @property
     def uri(self) -> str | None:
-        """What KServe is to fetch."""
-        return next((place for place in self.packages if _URI.fullmatch(place)), None)
+        """Return the URI that KServe downloads, if any."""
+        return next((package for package in self.packages if _URI.fullmatch(package)), None)
 
     @property
     def service_name(self) -> str:
-        """As Kubernetes knows it."""
+        """Return the service's name in Kubernetes."""
         return self.name or PurePosixPath(self.packages[0]).name
 
     @property
     def text(self) -> str:
-        """The manifest as ``kubectl apply -f -`` takes it."""
+        """Return the manifest for ``kubectl apply -f -``."""
         return to_yaml(self.manifest())
 
     def manifest(self) -> Manifest:
-        """The InferenceService."""
         least, most = self.replicas
         predictor: Manifest = {
             "minReplicas": least,
             "maxReplicas": most,
             "timeout": math.ceil(self.timeout_s),
-            # The server drains first: it says so, then answers what it was asked.
+            # The server drains first: it reports not ready, then answers the accepted requests.
             "terminationGracePeriodSeconds": round(self.drain_s + self.timeout_s) + _MARGIN_S,
         }
         if self.service_account is not None:
             predictor["serviceAccountName"] = self.service_account
         secret, key = self.token_secret.split("/")
-        # Nobody else may read the file, or the server refuses it.
+        # The server refuses a token file that others can read.
         volumes: list[Manifest] = [
             {
                 "name": "token",
@@ -397,14 +396,14 @@ class InferenceService:
                 "name": self.service_name,
                 "namespace": self.namespace,
                 "labels": {"app.kubernetes.io/managed-by": "paceline"},
-                # A Deployment: what Knative makes of pods knows no grace period.
+                # A plain Deployment, because Knative's pods have no grace period.
                 "annotations": {"serving.kserve.io/deploymentMode": "RawDeployment"},
             },
             "spec": {"predictor": predictor},
         }
 
     def _container(self, mounts: list[Manifest]) -> Manifest:
-        packages: Sequence[str] = self.packages if self.uri is None else (_FETCHED,)
+        packages: Sequence[str] = self.packages if self.uri is None else (_DOWNLOADS,)
         replicas = (
             "--devices",
             ",".join(f"cuda:{i}" for i in range(self.gpus)),
@@ -418,7 +417,7 @@ class InferenceService:
         env = [{"name": "PROTOCOL", "value": "v2"}]
         if self.uri is not None:
             env.append({"name": "STORAGE_URI", "value": self.uri})
-        # One CPU more, for HTTP.
+        # One more CPU, for HTTP.
         requests = {"cpu": str(1 + self.threads * max(self.gpus, 1))}
         limits: Manifest = {"nvidia.com/gpu": str(self.gpus)} if self.gpus else {}
         if self.memory is not None:
@@ -426,7 +425,7 @@ class InferenceService:
         return {
             "name": "kserve-container",
             "image": self.image,
-            # Kubernetes replaces $(NAME) in commands by a variable; $$ is its escape.
+            # Kubernetes replaces $(NAME) in commands by a variable; $$ escapes it.
             "command": [word.replace("$(", "$$(") for word in words],
             "env": env,
             "ports": [{"name": "http1", "containerPort": SERVING_PORT, "protocol": "TCP"}],
@@ -434,7 +433,7 @@ class InferenceService:
                 "httpGet": {"path": "/v2/health/ready", "port": SERVING_PORT},
                 "periodSeconds": 2,
             },
-            # The server listens when its packages are loaded; before that, silence is no fault.
+            # The server listens only after its packages are loaded, so probes may fail until then.
             "startupProbe": {
                 "httpGet": {"path": "/v2/health/live", "port": SERVING_PORT},
                 "periodSeconds": 2,

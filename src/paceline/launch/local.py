@@ -30,7 +30,7 @@ from paceline.launch.launcher import (
     refuse_walltime,
     refuse_what_is_for_clusters,
 )
-from paceline.launch.options import MeetingOptions, TorchrunOptions
+from paceline.launch.options import RendezvousOptions, TorchrunOptions
 from paceline.launch.rank import (
     env_style_variables,
     expand_placeholders,
@@ -56,7 +56,7 @@ class LocalLauncher(ForegroundLauncher):
 
     preallocated = True
 
-    def render(self, spec: LaunchSpec, options: MeetingOptions | None = None) -> RenderedJob:
+    def render(self, spec: LaunchSpec, options: RendezvousOptions | None = None) -> RenderedJob:
         """Render this node's processes."""
         refuse_what_is_for_clusters(spec, self.name)
         refuse_walltime(spec, self.name)
@@ -70,7 +70,7 @@ class LocalLauncher(ForegroundLauncher):
         return ForegroundJob(self._start(rendered), spec.directory if spec.is_recorded else None)
 
     @abstractmethod
-    def _commands(self, spec: LaunchSpec, options: MeetingOptions | None) -> tuple[Command, ...]:
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render the processes of a job whose place is known."""
 
     @abstractmethod
@@ -81,10 +81,10 @@ class LocalLauncher(ForegroundLauncher):
             LaunchError: one could not be started; none is left.
         """
 
-    def _place(self, spec: LaunchSpec, options: MeetingOptions | None) -> LaunchSpec:
+    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
         """The job with this node's place in it."""
         least, most = spec.nodes
-        place: MeetingOptions | LaunchSpec = options or spec
+        place: RendezvousOptions | LaunchSpec = options or spec
         if most > least and self.name != "torchrun" and spec.recover == "none":
             raise ConfigError(
                 f"--nodes {least}:{most}: the number of machines is fixed here. Give one number, or use --on torchrun."
@@ -144,7 +144,7 @@ class InProcess(LocalLauncher):
     rank_launchers = ("spawn",)
     env_styles = ("none",)
 
-    def _commands(self, spec: LaunchSpec, options: MeetingOptions | None) -> tuple[Command, ...]:
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render the plain command."""
         nproc, nodes = spec.local_world_size, spec.nodes[0]
         if nproc > 1 or nodes > 1:
@@ -234,7 +234,7 @@ class Torchrun(LocalLauncher):
     rank_launchers = ("torchrun",)
     env_styles = ("torch",)
 
-    def _place(self, spec: LaunchSpec, options: MeetingOptions | None) -> LaunchSpec:
+    def _place(self, spec: LaunchSpec, options: RendezvousOptions | None) -> LaunchSpec:
         """The same; a script's ``--max-restarts`` are torchrun's."""
         spec = super()._place(spec, options)
         if isinstance(options, TorchrunOptions):
@@ -244,7 +244,7 @@ class Torchrun(LocalLauncher):
                 raise ConfigError("--rdzv-backend static needs --node-rank: this machine's number is fixed.")
         return replace(spec, recover="restart") if spec.max_restarts and not spec.is_task else spec
 
-    def _commands(self, spec: LaunchSpec, options: MeetingOptions | None) -> tuple[Command, ...]:
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render torchrun's command."""
         own = options if isinstance(options, TorchrunOptions) else TorchrunOptions()
         python, arguments = split_python(_command(spec))
@@ -428,7 +428,7 @@ class Spawn(LocalLauncher):
     name = "spawn"
     rank_launchers = ("spawn",)
 
-    def _commands(self, spec: LaunchSpec, options: MeetingOptions | None) -> tuple[Command, ...]:
+    def _commands(self, spec: LaunchSpec, options: RendezvousOptions | None) -> tuple[Command, ...]:
         """Render one command a rank. A free port is looked up where the spec names none.
 
         Where ranks that die are recovered, there is one command only: the agent's fork server, which forks them.

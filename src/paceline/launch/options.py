@@ -1,4 +1,4 @@
-"""What each launcher can be told on the command line beside what all can."""
+"""Each launcher's own command-line options, in addition to those of all launchers."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import parse_duration_s
 from paceline.launch.registry import option
 
-# --- What ``--on spawn`` and ``--on torchrun`` can be asked for ---
+# --- ``--on spawn`` and ``--on torchrun`` ---
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingOptions:
-    """Where several machines meet; the same command is given on each."""
+class RendezvousOptions:
+    """The rendezvous of several nodes, on each of which the same command is run."""
 
-    node_rank: int | None = option("This machine's number, 0 to nodes - 1.")
-    rdzv_endpoint: str | None = option("HOST:PORT of machine 0, where several machines meet.")
-    rdzv_id: str = option("A name that all machines of one job share.", "paceline")
+    node_rank: int | None = option("This node's number, 0 to nodes - 1.")
+    rdzv_endpoint: str | None = option("HOST:PORT of node 0, for the rendezvous of several nodes.")
+    rdzv_id: str = option("A name that all nodes of one job share.", "paceline")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunOptions(MeetingOptions):
-    """What torchrun can do besides."""
+class TorchrunOptions(RendezvousOptions):
+    """Further options of torchrun."""
 
-    rdzv_backend: str = option("How agents on several machines meet: c10d, or static with fixed ranks.", "c10d")
+    rdzv_backend: str = option("Rendezvous of the agents on several nodes: c10d, or static with fixed ranks.", "c10d")
     local_rank_argument: bool = option(
-        "Give each script --local-rank=N, as torch.distributed.launch did without --use-env.", False
+        "Pass --local-rank=N to each script, as torch.distributed.launch did without --use-env.", False
     )
 
 
-# --- What ``--on slurm`` can be asked for ---
+# --- ``--on slurm`` ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What sbatch is asked for, besides machines, processes, GPUs, CPUs and time."""
+    """Options of sbatch, in addition to nodes, processes, GPUs, CPUs and time."""
 
-    partition: str | None = option("The partition, or several with commas.")
-    account: str | None = option("The account to charge.")
-    qos: str | None = option("The quality of service.")
-    constraint: str | None = option("Features that the nodes must have, such as a100.")
-    exclude: str | None = option("Nodes to leave out, such as gpu[03-04].")
-    exclusive: bool = option("Share the nodes with no other job; use all CPUs.", False)
+    partition: str | None = option("Partition, or several, comma-separated.")
+    account: str | None = option("Account to charge.")
+    qos: str | None = option("Quality of service.")
+    constraint: str | None = option("Required features of the nodes, such as a100.")
+    exclude: str | None = option("Nodes to exclude, such as gpu[03-04].")
+    exclusive: bool = option("Use the nodes exclusively, with all their CPUs.", False)
     mem: str | None = option("Memory of each node, such as 64G.")
     comment: str | None = option("A comment, which some sites require.")
     output: str | None = option(
-        "The log, with sbatch's %j, %x, %A, %a and so on. Default: slurm-%j.log in the job's directory."
+        "Log file, with sbatch's %j, %x, %A, %a and so on. Default: slurm-%j.log in the job's directory."
     )
-    error: str | None = option("A separate log for stderr.")
+    error: str | None = option("Separate log file of stderr.")
     module: tuple[str, ...] = option("Environment module to load; may be repeated.", ())
     conda: str | None = option("Conda environment to activate; its python is used.")
     venv: str | None = option("Virtual environment to activate; its python is used.")
@@ -76,7 +76,7 @@ class SlurmOptions:
             raise ConfigError("--conda and --venv: only one environment can be active. Give one of them.")
 
 
-# --- What ``--on kubernetes`` can be told ---
+# --- ``--on kubernetes`` ---
 
 
 KINDS = ("trainjob", "jobset", "job")
@@ -93,15 +93,13 @@ class KubernetesOptions:
     """Options of Kubernetes jobs."""
 
     kind: str = option("trainjob (Kubeflow Trainer), jobset or job. Default: trainjob.", "trainjob")
-    image: str | None = option("The container image.")
-    namespace: str = option("The namespace. Default: default.", "default")
-    context: str | None = option("The kubeconfig's context. Default: its current one.")
-    volume: tuple[str, ...] = option(
-        "CLAIM:/PATH, a persistent volume claim and where it is mounted; may be repeated.", ()
-    )
-    memory: str | None = option("Memory of each machine, such as 64Gi.")
+    image: str | None = option("Container image.")
+    namespace: str = option("Kubernetes namespace. Default: default.", "default")
+    context: str | None = option("Context of the kubeconfig. Default: its current one.")
+    volume: tuple[str, ...] = option("CLAIM:/PATH, a persistent volume claim and its mount point; may be repeated.", ())
+    memory: str | None = option("Memory of each node, such as 64Gi.")
     gpu_resource: str = option("The cluster's resource name for GPUs. Default: nvidia.com/gpu.", "nvidia.com/gpu")
-    service_account: str | None = option("The pods' service account.")
+    service_account: str | None = option("Service account of the pods.")
     secret: tuple[str, ...] = option(
         "VARIABLE=SECRET/KEY: set a variable from a Kubernetes secret; may be repeated.", ()
     )
@@ -115,58 +113,58 @@ class KubernetesOptions:
         if self.kind not in KINDS:
             raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, but is {self.kind!r}.")
         if not self.image:
-            raise ConfigError("--on kubernetes needs --image, a container image that has Paceline in it.")
+            raise ConfigError("--on kubernetes needs --image, a container image that contains Paceline.")
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", self.namespace):
             raise ConfigError(f"--namespace must be lower-case letters, digits and -, but is {self.namespace!r}.")
         if self.memory is not None and not _QUANTITY.fullmatch(self.memory):
             raise ConfigError(f"--memory must be a quantity such as 64Gi, but is {self.memory!r}.")
         if self.runtime is not None and self.kind != "trainjob":
-            raise ConfigError(f"--runtime belongs to --kind trainjob, but --kind is {self.kind}.")
+            raise ConfigError(f"--runtime is only for --kind trainjob, but --kind is {self.kind}.")
         if self.workdir is not None and self.runtime is not None:
-            raise ConfigError("--workdir cannot be changed in a runtime that the cluster has: leave out --runtime.")
+            raise ConfigError("--workdir cannot be combined with --runtime, which has its own. Leave one of them out.")
         self.claims()
         self.secrets()
         self.labels()
         self.selector()
         if self.grace_s() < 1:
-            raise ConfigError(f"--grace-period must be at least 1s, but is {self.grace!r}.")
+            raise ConfigError(f"--grace must be at least 1s, but is {self.grace!r}.")
 
     def claims(self) -> dict[str, str]:
-        """Where each persistent volume claim is mounted."""
+        """Return the mount point of each persistent volume claim."""
         return parse_claims(self.volume)
 
     def secrets(self) -> dict[str, tuple[str, str]]:
-        """The secret and its key, of each variable."""
-        found = {}
+        """Return the secret and its key of each variable."""
+        secrets = {}
         for word in self.secret:
             match = _SECRET.fullmatch(word)
             if match is None:
                 raise ConfigError(f"--secret must be VARIABLE=SECRET/KEY, such as HF_TOKEN=hub/token, but is {word!r}.")
-            found[match[1]] = (match[2], match[3])
-        return found
+            secrets[match[1]] = (match[2], match[3])
+        return secrets
 
     def labels(self) -> dict[str, str]:
-        """Labels of everything that is made."""
+        """Return the labels of all created objects."""
         return _pairs("--label", self.label)
 
     def selector(self) -> dict[str, str]:
-        """Labels of the nodes to run on."""
+        """Return the labels of the nodes to run on."""
         return _pairs("--node-selector", self.node_selector)
 
     def grace_s(self) -> int:
-        """Seconds between SIGTERM and SIGKILL."""
+        """Return the seconds between SIGTERM and SIGKILL."""
         return int(parse_duration_s(self.grace, "grace"))
 
     def holds(self, path: PurePosixPath) -> bool:
-        """Whether a path is in one of the volumes."""
+        """Return whether a path is in one of the volumes."""
         return any(path.is_relative_to(mount) for mount in self.claims().values())
 
 
 def parse_claims(words: Iterable[str]) -> dict[str, str]:
-    """Where each persistent volume claim is mounted, of words CLAIM:/PATH.
+    """Parse CLAIM:/PATH into the mount point of each persistent volume claim.
 
     Raises:
-        ConfigError: one is something else, or was given before.
+        ConfigError: a word has another form, or repeats a claim or path.
     """
     claims: dict[str, str] = {}
     for word in words:
@@ -174,7 +172,7 @@ def parse_claims(words: Iterable[str]) -> dict[str, str]:
         if match is None:
             raise ConfigError(f"--volume must be CLAIM:/PATH, such as runs:/runs, but is {word!r}.")
         if match[1] in claims or match[2] in claims.values():
-            raise ConfigError(f"--volume {word}: the claim or the path was given before.")
+            raise ConfigError(f"--volume {word} repeats a claim or a path. Give each once.")
         claims[match[1]] = match[2]
     return claims
 
@@ -183,13 +181,13 @@ def _pairs(flag: str, words: Iterable[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for word in words:
         if not _LABEL.fullmatch(word):
-            raise ConfigError(f"{flag} must be KEY=VALUE, as Kubernetes takes labels, but is {word!r}.")
+            raise ConfigError(f"{flag} must be KEY=VALUE in the form of Kubernetes labels, but is {word!r}.")
         key, _, value = word.partition("=")
         pairs[key] = value
     return pairs
 
 
-# --- What ``--on sagemaker`` can be told ---
+# --- ``--on sagemaker`` ---
 
 
 DISTRIBUTIONS = {
@@ -197,29 +195,29 @@ DISTRIBUTIONS = {
     "torch_distributed": "sagemaker_torch_distributed_enabled",
     "smdistributed": "sagemaker_distributed_dataparallel_enabled",
 }
-"""SageMaker's own ways to start the ranks, and what its training toolkit calls them."""
+"""SageMaker's own ways to start the ranks, and their names in its training toolkit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SageMakerOptions:
     """Options of SageMaker jobs."""
 
-    image: str | None = option("The container image.")
-    role: str | None = option("The ARN of the job's role.")
-    instance_type: str | None = option("The machines' type, such as ml.p4d.24xlarge.")
+    image: str | None = option("Container image.")
+    role: str | None = option("ARN of the job's role.")
+    instance_type: str | None = option("Instance type of the nodes, such as ml.p4d.24xlarge.")
     s3: str | None = option("s3://BUCKET/PREFIX for the source, checkpoints and output.")
-    source: str = option("Directory to copy to the machines; name scripts relative to it. Default: this one.", ".")
+    source: str = option("Directory to copy to the nodes; script paths are relative to it. Default: this one.", ".")
     checkpoints: str | None = option(
-        "s3://BUCKET/PREFIX of the run's directory; give the same one to continue a run. Default: below --s3."
+        "s3://BUCKET/PREFIX of the run's directory; use the same one to continue a run. Default: below --s3."
     )
     spot: bool = option("Use spot instances; the run continues from its checkpoints.", False)
-    max_wait: str = option("Time limit of a spot job, with its waiting. Default: 24h more.", "24h")
+    max_wait: str = option("Extra time that a spot job may wait for instances. Default: 24h.", "24h")
     distribution: str | None = option(
-        "pytorchddp, torch_distributed or smdistributed: let SageMaker's own image start a script's ranks."
+        "pytorchddp, torch_distributed or smdistributed: let SageMaker's image start a script's ranks."
     )
-    volume_gb: int = option("Disk of each machine, in GB. Default: 30.", 30)
+    volume_gb: int = option("Disk of each node, in GB. Default: 30.", 30)
     tag: tuple[str, ...] = option("KEY=VALUE, for the job; may be repeated.", ())
-    region: str | None = option("The AWS region. Default: AWS's configured one.")
+    region: str | None = option("AWS region. Default: the configured one.")
 
     def __post_init__(self) -> None:
         for flag, value, example in (
@@ -251,11 +249,11 @@ class SageMakerOptions:
         self.tags()
 
     def max_wait_s(self) -> int:
-        """Seconds that a spot job may wait for machines, over all interruptions."""
+        """Return the seconds that a spot job may wait for instances, over all interruptions."""
         return int(parse_duration_s(self.max_wait, "max_wait"))
 
     def tags(self) -> list[dict[str, str]]:
-        """Tags as the API takes them."""
+        """Return the tags in the API's form."""
         pairs = [word.partition("=") for word in self.tag]
         for key, equals, value in pairs:
             if not key or not equals:

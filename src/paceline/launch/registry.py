@@ -27,7 +27,7 @@ LAUNCHER_NAMES = tuple(BUILT_IN["paceline.launchers"])
 
 # Apart from the launchers, whose modules take ``--help`` too long to import; a plug-in's class names its own.
 _OPTIONS = {
-    "spawn": "paceline.launch.options:MeetingOptions",
+    "spawn": "paceline.launch.options:RendezvousOptions",
     "torchrun": "paceline.launch.options:TorchrunOptions",
     "slurm": "paceline.launch.options:SlurmOptions",
     "submitit": "paceline.launch.submitit:SubmititOptions",

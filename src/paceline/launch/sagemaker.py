@@ -1,4 +1,4 @@
-"""A training job on Amazon SageMaker."""
+"""``--on sagemaker``: training jobs on Amazon SageMaker."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ from paceline.launch.node import node_command
 from paceline.launch.options import DISTRIBUTIONS, SageMakerOptions
 from paceline.launch.rendering import refuse_secrets
 
-# --- Amazon's API: its clients, and its refusals in our words ---
+# --- AWS clients and errors ---
 
 
 _T = TypeVar("_T")
 
 
 class AwsApiError(LaunchError):
-    """AWS did not do what was asked.
+    """A request to AWS failed.
 
     Attributes:
-        code: AWS's own word for the reason; empty where nobody answered.
-        lost: whether it may have been done nevertheless: the request was sent, and nobody said what became
-            of it.
+        code: AWS's error code; "" without an answer.
+        lost: whether the request may have been carried out, because it was sent but not answered.
     """
 
     def __init__(self, message: str, code: str = "", *, lost: bool = False) -> None:
@@ -56,12 +55,12 @@ class AwsApiError(LaunchError):
 
 
 def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
-    """A client of a service.
+    """Return a client of a service.
 
     Args:
         service: its name in boto3.
-        region: default: the one that AWS is configured for.
-        attempts: how often a request is sent that is not answered.
+        region: default: the configured one.
+        attempts: how often an unanswered request is sent.
 
     Raises:
         LaunchError: boto3 is not installed, or AWS is not configured.
@@ -82,11 +81,11 @@ def connect(service: str, region: str | None, *, attempts: int = 3) -> Any:
         raise LaunchError(f"AWS is not configured: {error} Give --region, or run `aws configure`.") from error
 
 
-def asked(what: str, call: Callable[[], _T]) -> _T:
-    """The answer to a request.
+def request_aws(what: str, call: Callable[[], _T]) -> _T:
+    """Return the answer to a request.
 
     Raises:
-        Refused: AWS refused it, or cannot be reached; its words are passed on.
+        AwsApiError: AWS refused it, or cannot be reached; with its message.
     """
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
 
@@ -95,15 +94,15 @@ def asked(what: str, call: Callable[[], _T]) -> _T:
     except NoCredentialsError as error:
         raise AwsApiError(f"could not {what}: {error}. Run `aws configure`, or set AWS_PROFILE.") from error
     except ClientError as error:
-        said = error.response.get("Error", {})
-        code, message = said.get("Code", ""), str(said.get("Message", error)).rstrip(".")
+        details = error.response.get("Error", {})
+        code, message = details.get("Code", ""), str(details.get("Message", error)).rstrip(".")
         advice = {
-            "AccessDenied": "Ask for the right to do so, or set another AWS_PROFILE.",
-            "AccessDeniedException": "Ask for the right to do so, or set another AWS_PROFILE.",
-            "NoSuchBucket": "Make the bucket, or give another --s3.",
+            "AccessDenied": "Request the permission, or set another AWS_PROFILE.",
+            "AccessDeniedException": "Request the permission, or set another AWS_PROFILE.",
+            "NoSuchBucket": "Create the bucket, or give another --s3.",
             "ResourceInUse": "Give another --name.",
-            "ResourceLimitExceeded": "Ask for a higher quota, or give another --instance-type.",
-            "ThrottlingException": "Give the command again in a minute.",
+            "ResourceLimitExceeded": "Request a higher quota, or give another --instance-type.",
+            "ThrottlingException": "Repeat the command in a minute.",
         }.get(code, "")
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         raise AwsApiError(
@@ -116,26 +115,26 @@ def asked(what: str, call: Callable[[], _T]) -> _T:
         ) from error
 
 
-# --- The directory that a job's machines are given a copy of, as one archive ---
+# --- The source directory, copied to the nodes as one archive ---
 
 
-_LEFT_OUT = {"__pycache__", "runs", "jobs", "node_modules"}
-_MOST_BYTES = 500 * 1024**2
+_EXCLUDED = {"__pycache__", "runs", "jobs", "node_modules"}
+_MAX_BYTES = 500 * 1024**2
 
 
 def pack(directory: Path) -> bytes:
-    """A gzipped tar of a directory's :func:`packed_files`; equal contents make equal bytes.
+    """Return a gzipped tar of a directory's :func:`packed_files`; equal contents give equal bytes.
 
     Raises:
-        ConfigError: there is no such directory, or it is too large.
+        ConfigError: the directory does not exist, or is too large.
     """
     files = packed_files(directory)
     size = sum(path.stat().st_size for path in files)
-    if size > _MOST_BYTES:
+    if size > _MAX_BYTES:
         largest = max(files, key=lambda path: path.stat().st_size)
         raise ConfigError(
-            f"--source {directory} has {size >> 20} MiB, over {_MOST_BYTES >> 20}; the "
-            f"largest file is {largest.relative_to(directory)}. Put data into S3, and name another directory."
+            f"--source {directory} has {size >> 20} MiB, over {_MAX_BYTES >> 20}; the "
+            f"largest file is {largest.relative_to(directory)}. Put data into S3, or choose another directory."
         )
     packed = io.BytesIO()
     with (
@@ -151,53 +150,51 @@ def pack(directory: Path) -> bytes:
 
 
 def packed_files(directory: Path) -> list[Path]:
-    """The files of a directory that the machines get, sorted; their paths begin with the directory's.
+    """Return the files of a directory to copy to the nodes, sorted, with the directory in their paths.
 
-    Hidden files, ``runs``, ``jobs`` and caches are left out, links to directories, and links that lead
-    elsewhere.
+    Leaves out hidden files, ``runs``, ``jobs`` and caches, links to directories, and links to other places.
 
     Raises:
-        ConfigError: there is no such directory.
+        ConfigError: the directory does not exist.
     """
     if not directory.is_dir():
-        raise ConfigError(f"--source {directory}: there is no such directory.")
+        raise ConfigError(f"--source {directory}: this directory does not exist.")
     return sorted(_files(directory, directory.resolve()))
 
 
 def _files(directory: Path, source: Path) -> list[Path]:
-    found = []
+    files = []
     for path in directory.iterdir():
-        if path.name.startswith(".") or path.name in _LEFT_OUT:
+        if path.name.startswith(".") or path.name in _EXCLUDED:
             continue
         if path.is_dir() and not path.is_symlink():
-            found += _files(path, source)
+            files += _files(path, source)
         elif path.is_file() and (not path.is_symlink() or path.resolve().is_relative_to(source)):
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
-# --- A job as a CreateTrainingJob request, as SageMaker's ModelTrainer makes them ---
+# --- A job as a CreateTrainingJob request, like those of SageMaker's ModelTrainer ---
 #
-# Without ``--distribution`` the container starts ``start.sh``, from the input channel ``code``, on each
-# machine: it unpacks the source and becomes the node's command. With it, the image's own training toolkit
-# unpacks the source and starts the ranks. Hyperparameters tell it how, each one JSON:
-# https://github.com/aws/sagemaker-training-toolkit.
+# Without ``--distribution`` the container runs ``start.sh`` from the input channel ``code`` on each node: it
+# unpacks the source and runs the node's command. With it, the image's own training toolkit unpacks the source and
+# starts the ranks, controlled by hyperparameters in JSON: https://github.com/aws/sagemaker-training-toolkit.
 
 
 Request = dict[str, Any]
 
 CHECKPOINTS = "/opt/ml/checkpoints"
-"""A directory that SageMaker fills from ``--checkpoints`` at the start, and copies there as it changes."""
+"""A directory that SageMaker fills from ``--checkpoints`` at the start, and copies there when it changes."""
 
 SOURCE = "sourcedir.tar.gz"
 START = "start.sh"
 _DATA = "/opt/ml/input/data/code"
 _CODE = "/opt/ml/code"
-_LONGEST_S = 86400
+_MAX_S = 86400
 
 
 def training_job(spec: LaunchSpec, options: SageMakerOptions) -> tuple[Request, str | None]:
-    """The request, and the text of ``start.sh`` where the job has one.
+    """Return the request, and the text of ``start.sh`` if the job has one.
 
     Raises:
         ConfigError: SageMaker cannot run this job.
@@ -223,14 +220,14 @@ def training_job(spec: LaunchSpec, options: SageMakerOptions) -> tuple[Request, 
         "InstanceCount": spec.nodes[0],
         "VolumeSizeInGB": options.volume_gb,
     }
-    longest = int(spec.walltime_s or _LONGEST_S)
-    request["StoppingCondition"] = {"MaxRuntimeInSeconds": longest}
+    max_s = int(spec.walltime_s or _MAX_S)
+    request["StoppingCondition"] = {"MaxRuntimeInSeconds": max_s}
     if options.spot:
         request["EnableManagedSpotTraining"] = True
-        request["StoppingCondition"]["MaxWaitTimeInSeconds"] = longest + options.max_wait_s()
+        request["StoppingCondition"]["MaxWaitTimeInSeconds"] = max_s + options.max_wait_s()
     if spec.is_task or options.spot or options.checkpoints:
-        kept = options.checkpoints or f"{_prefix(options)}/{name}/checkpoints"
-        request["CheckpointConfig"] = {"S3Uri": kept, "LocalPath": CHECKPOINTS}
+        checkpoints_url = options.checkpoints or f"{_prefix(options)}/{name}/checkpoints"
+        request["CheckpointConfig"] = {"S3Uri": checkpoints_url, "LocalPath": CHECKPOINTS}
     request["OutputDataConfig"] = {"S3OutputPath": f"{_prefix(options)}/"}
     if options.tags():
         request["Tags"] = options.tags()
@@ -238,7 +235,7 @@ def training_job(spec: LaunchSpec, options: SageMakerOptions) -> tuple[Request, 
 
 
 def source_of(job: Mapping[str, Any]) -> str:
-    """Where a job reads its source, by its request or its description; empty for others' jobs."""
+    """Return the location of a job's source by its request or description; "" for jobs of other programs."""
     for channel in job.get("InputDataConfig") or ():
         if channel["ChannelName"] == "code":
             return str(channel["DataSource"].get("S3DataSource", {}).get("S3Uri", ""))
@@ -246,7 +243,7 @@ def source_of(job: Mapping[str, Any]) -> str:
 
 
 def split_s3(url: str) -> tuple[str, str]:
-    """Bucket and key of ``s3://BUCKET/KEY``."""
+    """Split ``s3://BUCKET/KEY`` into bucket and key."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
     return bucket, key
 
@@ -257,7 +254,7 @@ def _prefix(options: SageMakerOptions) -> str:
 
 
 def _start(spec: LaunchSpec) -> str:
-    """What each machine runs. They share no directory: that of the checkpoints goes through S3, and late."""
+    """Return the script of each node. The nodes share no directory, since checkpoints pass through S3 with a delay."""
     spec = without_shared_directory(spec, "sagemaker")
     return (
         "#!/bin/bash\n"
@@ -270,13 +267,13 @@ def _start(spec: LaunchSpec) -> str:
 
 
 def _hyperparameters(name: str, source: str, spec: LaunchSpec, options: SageMakerOptions) -> dict[str, str]:
-    """What the training toolkit reads; it gives the other ones to the script, as ``--name value``."""
+    """Return the training toolkit's hyperparameters; it passes others to the script as ``--name value``."""
     assert options.distribution is not None
     script, *arguments = spec.command[1:] if Path(spec.command[0]).name.startswith("python") else spec.command
     if not script.endswith(".py"):
         raise ConfigError(
             f"--distribution {options.distribution} starts a .py file, but the command is "
-            f"{shlex.join(spec.command)}. Leave out --distribution: then Paceline starts it."
+            f"{shlex.join(spec.command)}. Leave out --distribution, so that Paceline starts it."
         )
     own: dict[str, Any] = {
         "sagemaker_program": script,
@@ -290,15 +287,15 @@ def _hyperparameters(name: str, source: str, spec: LaunchSpec, options: SageMake
         own["sagemaker_region"] = options.region
     if options.distribution == "smdistributed":
         own["sagemaker_distributed_dataparallel_custom_mpi_options"] = ""
-    values = {**own, **_named(arguments, options.distribution)}
+    values = {**own, **_arguments_by_name(arguments, options.distribution)}
     return {key: json.dumps(value) for key, value in values.items()}
 
 
-def _named(arguments: list[str], distribution: str) -> dict[str, str]:
-    """Arguments by name, which is all that hyperparameters can say.
+def _arguments_by_name(arguments: list[str], distribution: str) -> dict[str, str]:
+    """Return arguments by name, the only form of hyperparameters.
 
     Raises:
-        ConfigError: one is a flag without a value, has no name, or is there twice.
+        ConfigError: an argument has no name or no value, or occurs twice.
     """
     named: dict[str, str] = {}
     words = list(arguments)
@@ -308,8 +305,8 @@ def _named(arguments: list[str], distribution: str) -> dict[str, str]:
             value, equals = words.pop(0), "="
         if not re.fullmatch(r"--[A-Za-z][\w-]*", name) or not equals or name[2:] in named:
             raise ConfigError(
-                f"--distribution {distribution} hands arguments over as hyperparameters, each --NAME "
-                f"VALUE and once, but there is {name}. Leave out --distribution: then Paceline starts it."
+                f"--distribution {distribution} passes arguments as hyperparameters, each --NAME VALUE and once, "
+                f"which {name} is not. Leave out --distribution, so that Paceline starts the script."
             )
         named[name[2:]] = value
     return named
@@ -322,38 +319,39 @@ def _threads(spec: LaunchSpec) -> dict[str, str]:
 def _check(name: str, spec: LaunchSpec, options: SageMakerOptions) -> None:
     if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", name):
         raise ConfigError(
-            f"SageMaker would refuse a job named {name!r}: letters, digits and dashes, at most 63. Give another --name."
+            f"the job name {name!r} is not valid in SageMaker: it must consist of letters, digits and dashes, at most "
+            "63. Give another --name."
         )
     fixed_nodes(spec, "sagemaker")
     for flag, value in (("--gpus-per-node", spec.gpus_per_node), ("--cpus-per-task", spec.cpus_per_task)):
         if value is not None:
-            raise ConfigError(f"{flag} does not work with --on sagemaker: --instance-type says it.")
+            raise ConfigError(f"{flag} is not supported by --on sagemaker, where --instance-type decides it.")
     refuse_secrets(spec.env, "Let --role read it from AWS Secrets Manager, in the script.")
     if options.distribution is None:
         return
     if spec.is_task:
         raise ConfigError(
-            f"--distribution {options.distribution} starts scripts, and Paceline's agent starts tasks. Leave it out."
+            f"--distribution {options.distribution} starts scripts only, but this is a task. Leave it out."
         )
     if spec.preflight:
         raise ConfigError(
-            f"--preflight: --distribution {options.distribution} has the image's own toolkit start the job, "
-            "and nothing of ours before it. Leave out one of them."
+            f"--preflight cannot be combined with --distribution {options.distribution}, where the image's own toolkit "
+            "starts the job. Leave out one of them."
         )
     if spec.nproc != (1,):
-        raise ConfigError(f"--nproc: --distribution {options.distribution} starts one process a GPU.")
+        raise ConfigError(f"--nproc: --distribution {options.distribution} starts one process per GPU. Leave it out.")
 
 
-# --- A job on SageMaker, followed through its API; what it prints is in CloudWatch ---
+# --- A job, followed through SageMaker's API; its output is in CloudWatch ---
 
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 _POLL_S = 5.0
-_STREAMS = 100  # that can be read at once
-_LATE_MS = 60_000  # what one machine printed may come after what others printed later
+_MAX_STREAMS = 100  # per request
+_MAX_DELAY_MS = 60_000  # a node's output may appear after later output of other nodes
 _STATES: dict[str, State] = {"Completed": "succeeded", "Failed": "failed", "Stopped": "cancelled"}
-_NOT_YET = (
+_PENDING_STATES = (
     "Starting",
     "Pending",
     "LaunchingMLInstances",
@@ -364,11 +362,7 @@ _NOT_YET = (
 
 
 class SageMakerJob(JobHandle):
-    """A training job.
-
-    Args:
-        reference: its name as ``id``, ``region``, and ``nodes``, the number of machines.
-    """
+    """A training job; ``reference`` has its name as ``id``, ``region``, and ``nodes``, the number of nodes."""
 
     def __init__(self, reference: Mapping[str, Any]) -> None:
         self._reference = dict(reference)
@@ -378,14 +372,13 @@ class SageMakerJob(JobHandle):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """As it is recorded."""
         return self._reference
 
     def status(self) -> JobStatus:
-        """What DescribeTrainingJob says."""
-        job = self._ask("describe the training job", "describe_training_job")
-        passed = [step["Status"] for step in job.get("SecondaryStatusTransitions", [])]
-        restarts = passed.count("Restarting")
+        """Return the status by DescribeTrainingJob."""
+        job = self._request("describe the training job", "describe_training_job")
+        transitions = [step["Status"] for step in job.get("SecondaryStatusTransitions", [])]
+        restarts = transitions.count("Restarting")
         state = _STATES.get(job["TrainingJobStatus"])
         secondary = str(job.get("SecondaryStatus", ""))
         if state == "succeeded":
@@ -394,56 +387,56 @@ class SageMakerJob(JobHandle):
             reason = str(job.get("FailureReason", secondary))
             code = re.search(r"exit ?code:? ?(\d+)", reason, flags=re.IGNORECASE)
             return JobStatus(state=state, detail=reason, exit_code=int(code[1]) if code else None, restarts=restarts)
-        waits = secondary in _NOT_YET
-        return JobStatus(state="pending" if waits else "running", detail=secondary, restarts=restarts)
+        is_pending = secondary in _PENDING_STATES
+        return JobStatus(state="pending" if is_pending else "running", detail=secondary, restarts=restarts)
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """What the machines print; with several, each line begins with the machine's name."""
-        several = self._reference["nodes"] > 1
+        """Yield the output of the nodes, with the node's name before each line if there are several."""
+        has_several = self._reference["nodes"] > 1
         seen: set[str] = set()
         since = 0
-        watch = self._watch()
+        poller = self._poller()
         while True:
-            look = partial(self._look, since)
-            ended, events = (watch.answer(look) or (False, [])) if follow else (True, self._events(since))
+            poll = partial(self._poll, since)
+            ended, events = (poller.answer(poll) or (False, [])) if follow else (True, self._events(since))
             latest: set[str] = set()
             for event in events:
                 if event["eventId"] not in seen:
                     host = event["logStreamName"].rpartition("/")[2].rpartition("-")[0]
-                    yield f"{host} | {event['message']}" if several and host else event["message"]
+                    yield f"{host} | {event['message']}" if has_several and host else event["message"]
                 latest.add(event["eventId"])
-                since = max(since, event["timestamp"] - _LATE_MS)
+                since = max(since, event["timestamp"] - _MAX_DELAY_MS)
             seen |= latest
             if ended:
                 return
             time.sleep(_POLL_S)
 
     def cancel(self) -> None:
-        """Stop the job: its machines get SIGTERM, and two minutes to save."""
+        """Stop the job: its nodes get SIGTERM, and two minutes to save."""
         if not self.status().ended:
-            self._ask("stop the training job", "stop_training_job")
+            self._request("stop the training job", "stop_training_job")
 
     def wait(self) -> int:
-        """Ask until it has ended."""
-        status = self._watch().wait()
+        """Poll until the job has ended."""
+        status = self._poller().wait()
         if status.state != "succeeded":
             print(f"paceline: training job {self._name} {status.state}: {status.detail}.", file=sys.stderr)
         return 1 if status.exit_code is None else status.exit_code
 
-    def _watch(self) -> StatusPoller:
+    def _poller(self) -> StatusPoller:
         return StatusPoller(self.status, (_POLL_S, _POLL_S))
 
-    def _look(self, since_ms: int) -> tuple[bool, list[Mapping[str, Any]]]:
-        """Whether it has ended, and what the machines have printed by then."""
+    def _poll(self, since_ms: int) -> tuple[bool, list[Mapping[str, Any]]]:
+        """Return whether the job has ended, and the output of its nodes until then."""
         return self.status().ended, self._events(since_ms)
 
     def _events(self, since_ms: int) -> list[Mapping[str, Any]]:
-        """What the machines have printed, from a time on; each has a stream of its own."""
+        """Return the output of the nodes since a time; each node has its own stream."""
         client = connect("logs", self._region)
 
-        def pages(operation: str, **given: Any) -> Iterator[Mapping[str, Any]]:
+        def pages(operation: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
             pages: Iterator[Mapping[str, Any]] = iter(
-                client.get_paginator(operation).paginate(logGroupName=LOG_GROUP, **given)
+                client.get_paginator(operation).paginate(logGroupName=LOG_GROUP, **arguments)
             )
             return pages
 
@@ -453,7 +446,7 @@ class SageMakerJob(JobHandle):
                 for page in pages("describe_log_streams", logStreamNamePrefix=f"{self._name}/")
                 for stream in page["logStreams"]
             ]
-            parts = [streams[at : at + _STREAMS] for at in range(0, len(streams), _STREAMS)]
+            parts = [streams[at : at + _MAX_STREAMS] for at in range(0, len(streams), _MAX_STREAMS)]
             return [
                 event
                 for part in parts
@@ -462,19 +455,19 @@ class SageMakerJob(JobHandle):
             ]
 
         try:
-            return asked("read the log", read)
+            return request_aws("read the log", read)
         except LaunchError as error:
-            if "ResourceNotFoundException" in str(error):  # no job has printed anything yet
+            if "ResourceNotFoundException" in str(error):  # there is no output of any job yet
                 return []
             raise
 
-    def _ask(self, what: str, method: str) -> Any:
+    def _request(self, what: str, method: str) -> Any:
         if self._client is None:
             self._client = connect("sagemaker", self._region)
-        return asked(f"{what} {self._name}", lambda: getattr(self._client, method)(TrainingJobName=self._name))
+        return request_aws(f"{what} {self._name}", lambda: getattr(self._client, method)(TrainingJobName=self._name))
 
 
-# --- ``--on sagemaker``: a training job on Amazon SageMaker ---
+# --- The launcher ---
 
 
 _IN_USE = "ResourceInUse"
@@ -483,13 +476,13 @@ _NO_SUCH_JOB = ("ValidationException", "ResourceNotFound")
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedSageMaker(RenderedJob):
-    """A request, and what is uploaded before it."""
+    """A request, and the files to upload before it."""
 
     request: Request
 
 
 class SageMaker(Launcher):
-    """Submits to SageMaker's API."""
+    """A launcher that submits jobs to SageMaker's API."""
 
     name = "sagemaker"
     rank_launchers = ("torchrun", "agent", "spawn")
@@ -498,12 +491,12 @@ class SageMaker(Launcher):
     extra = "sagemaker"
 
     def render(self, spec: LaunchSpec, options: SageMakerOptions | None = None) -> RenderedSageMaker:
-        """Render the request as JSON, which ``aws sagemaker create-training-job --cli-input-json`` takes."""
+        """Render the request as JSON for ``aws sagemaker create-training-job --cli-input-json``."""
         options = options or SageMakerOptions()
         if spec.run is not None and str(spec.run) != CHECKPOINTS:
             raise ConfigError(
-                f"--run-dir {spec.run}: SageMaker keeps {CHECKPOINTS} alone. Leave out --run-dir; --checkpoints says "
-                "where it is kept."
+                f"--run-dir {spec.run}: SageMaker keeps only {CHECKPOINTS}. Leave out --run-dir; --checkpoints is its "
+                "location in S3."
             )
         request, start = training_job(spec, options)
         files = {"training-job.json": json.dumps(request, indent=2) + "\n"}
@@ -512,20 +505,20 @@ class SageMaker(Launcher):
         return RenderedSageMaker(spec=spec, options=options, files=files, request=request)
 
     def remote_path(self, path: str, options: SageMakerOptions) -> str:
-        """Where the machines find a file of ``--source``."""
+        """Return the path of a file of ``--source`` on the nodes."""
         source = Path.cwd() / options.source
         packed = packed_files(source)
-        called = "this directory" if options.source == "." else f"--source {options.source}"
-        place = copied_path(path, source, called)
-        if not Path(place).is_absolute() and source / place not in packed:
+        name = "this directory" if options.source == "." else f"--source {options.source}"
+        remote = copied_path(path, source, name)
+        if not Path(remote).is_absolute() and source / remote not in packed:
             raise ConfigError(
-                f"{path} is not copied to the machines: hidden files, runs and jobs are left out, and links "
-                "that lead elsewhere. Put it into another place."
+                f"{path} is not copied to the nodes: hidden files, runs and jobs are left out, and links to other "
+                "places. Move it to another place."
             )
-        return place
+        return remote
 
     def submit(self, rendered: RenderedJob) -> JobHandle:
-        """Upload the source, then make the job."""
+        """Upload the source, then create the job."""
         assert isinstance(rendered, RenderedSageMaker)
         spec, options = rendered.spec, rendered.options
         name = rendered.request["TrainingJobName"]
@@ -534,68 +527,68 @@ class SageMaker(Launcher):
         if START in rendered.files:
             contents[START] = rendered.files[START].encode()
         s3, sagemaker = connect("s3", options.region), connect("sagemaker", options.region)
-        # Sent again, a request that was carried out would be refused: the name is in use now.
+        # A repeated request would be refused if the first was carried out, since the name would be in use.
         once = connect("sagemaker", options.region, attempts=1)
         uploaded: list[str] = []
         try:
             for file, content in contents.items():
                 key = f"{prefix}/{file}"
                 put = partial(s3.put_object, Bucket=bucket, Key=key, Body=content)
-                asked(f"upload s3://{bucket}/{key}", put)
+                request_aws(f"upload s3://{bucket}/{key}", put)
                 uploaded.append(key)
-            _make(once, sagemaker, rendered.request)
+            _create_job(once, sagemaker, rendered.request)
         except (AwsApiError, KeyboardInterrupt) as error:
             in_use = isinstance(error, AwsApiError) and error.code == _IN_USE
-            if in_use and _is_there(sagemaker, rendered.request):
-                raise  # that job reads its source where this one's has been uploaded
+            if in_use and _job_exists(sagemaker, rendered.request):
+                raise  # the existing job reads the source that was just uploaded
             for key in uploaded:
                 with suppress(LaunchError):
-                    asked("delete what was uploaded", partial(s3.delete_object, Bucket=bucket, Key=key))
+                    request_aws("delete the uploaded source", partial(s3.delete_object, Bucket=bucket, Key=key))
             raise
-        region = sagemaker.meta.region_name  # what is configured may be another one later
+        region = sagemaker.meta.region_name  # the configured region may change later
         return SageMakerJob({"id": name, "region": region, "nodes": spec.nodes[0]})
 
     def reopen(self, reference: Mapping[str, Any]) -> JobHandle:
-        """Find the job again by its name."""
+        """Find the job by its name."""
         return SageMakerJob(reference)
 
 
-def _make(once: Any, sagemaker: Any, request: Request) -> None:
-    """Make a job; one whose making is interrupted is stopped.
+def _create_job(once: Any, sagemaker: Any, request: Request) -> None:
+    """Create a job, or stop it if its creation is interrupted.
 
     Args:
         once: a client that sends a request once.
-        sagemaker: one that tries again.
+        sagemaker: a client that retries.
         request: the job.
 
     Raises:
-        Refused: there is no such job.
-        LaunchError: AWS does not say whether there is; the message says how to end it.
+        AwsApiError: the job does not exist.
+        LaunchError: AWS does not say whether it exists; says how to stop it.
     """
     name = request["TrainingJobName"]
     try:
         with interrupt_at_exit():
             try:
-                asked(f"make the training job {name}", partial(once.create_training_job, **request))
+                request_aws(f"create the training job {name}", partial(once.create_training_job, **request))
             except AwsApiError as error:
-                if not (error.lost and _is_there(sagemaker, request)):
+                if not (error.lost and _job_exists(sagemaker, request)):
                     raise
     except KeyboardInterrupt:
-        if _is_there(sagemaker, request):
+        if _job_exists(sagemaker, request):
             stop = partial(sagemaker.stop_training_job, TrainingJobName=name)
-            asked(f"stop the training job {name}", stop)
+            request_aws(f"stop the training job {name}", stop)
         raise
 
 
-def _is_there(sagemaker: Any, request: Request) -> bool:
-    """Whether there is a job of that name, which reads its source where the request says.
+def _job_exists(sagemaker: Any, request: Request) -> bool:
+    """Return whether a job of this name exists that reads the request's source.
 
     Raises:
-        LaunchError: AWS does not say; the message says how to end it.
+        LaunchError: AWS does not say; says how to stop it.
     """
     name = request["TrainingJobName"]
     try:
-        there = asked(
+        description = request_aws(
             f"describe the training job {name}",
             partial(sagemaker.describe_training_job, TrainingJobName=name),
         )
@@ -603,8 +596,8 @@ def _is_there(sagemaker: Any, request: Request) -> bool:
         if error.code in _NO_SUCH_JOB:
             return False
         raise LaunchError(
-            f"the training job {name} may have been made, and nobody says: {error} If it is there, end it: "
+            f"the training job {name} may have been created, but AWS does not say: {error} If it exists, stop it: "
             f"aws sagemaker stop-training-job --region {sagemaker.meta.region_name} "
             f"--training-job-name {name}"
         ) from error
-    return source_of(there) == source_of(request)
+    return source_of(description) == source_of(request)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from paceline.launch.options import SlurmOptions
 
 
-# --- An ``ssh`` for programs that reach other machines by it, in a job whose machines have no ssh server ---
+# --- A replacement of ``ssh`` by job steps, for jobs whose nodes have no ssh server ---
 
 
 _SHELL = r"""
-# horovodrun starts ranks on other machines by ssh. In a job a step does that: no machine needs an ssh server.
+# horovodrun starts ranks on other nodes over ssh. In a job, steps replace ssh, so no node needs an ssh server.
 starters="$(mktemp -d)"
 trap 'rm -r "$starters"' EXIT
 cat >"$starters/ssh" <<END
@@ -44,23 +44,23 @@ chmod +x "$starters/ssh"
 """
 
 
-def ssh_by_steps(of_step: str) -> str:
-    """Shell that writes it into a directory of its own, ``$starters``, for the PATH of such a program.
+def srun_ssh_shim(step_options: str) -> str:
+    """Return shell code that writes the replacement into the directory ``$starters``, for a program's PATH.
 
-    It understands what horovodrun gives: options with a value each, the host, and a command for a shell.
+    It supports horovodrun's use: options with a value each, the host, and a shell command.
 
     Args:
-        of_step: more options for srun.
+        step_options: further options for srun.
     """
-    return _SHELL.replace("{of_step}", of_step).strip()
+    return _SHELL.replace("{of_step}", step_options).strip()
 
 
-# --- What sbatch is asked for: the ``#SBATCH`` lines of a job ---
+# --- The ``#SBATCH`` directives of a job ---
 
 
-_OURS = {
+_REPLACEMENTS = {
     "job-name": "--name",
-    "chdir": "the directory that you are in",
+    "chdir": "the current directory",
     "nodes": "--nodes",
     "ntasks": "--nodes and --nproc",
     "ntasks-per-node": "--nproc",
@@ -68,8 +68,8 @@ _OURS = {
     "gres": "--gpus-per-node",
     "time": "--walltime",
     "signal": "--signal-before",
-    "open-mode": "nothing: logs are appended to",
-    "export": "--env, besides the variables that are set",
+    "open-mode": "no option: logs are always appended",
+    "export": "--env, in addition to the present variables",
     **{
         name: f"--{name}"
         for name in (
@@ -81,12 +81,12 @@ _OURS = {
 
 
 def requeues(spec: LaunchSpec, options: SlurmOptions) -> bool:
-    """Whether the job goes back into the queue by itself."""
+    """Return whether the job is requeued automatically."""
     return options.requeue or (spec.is_task and not options.no_requeue)
 
 
 def log_pattern(spec: LaunchSpec, options: SlurmOptions) -> str:
-    """Where sbatch writes, with its %."""
+    """Return the pattern of the log file, with sbatch's %."""
     if options.output is not None:
         return str(spec.workdir / options.output)
     name = "slurm-%A_%a.log" if options.array else "slurm-%j.log"
@@ -94,10 +94,10 @@ def log_pattern(spec: LaunchSpec, options: SlurmOptions) -> str:
 
 
 def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, str | None]]:
-    """Name and value of each; None where it has none.
+    """Yield the directives' names and values; None if a directive has no value.
 
     Raises:
-        ConfigError: an option has a wrong form, or does not go with another.
+        ConfigError: an option has a wrong form, or conflicts with another.
     """
     least, most = spec.nodes
     yield "job-name", spec.name
@@ -132,17 +132,17 @@ def directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, s
         name, equals, value = text.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise ConfigError(f"--slurm must be KEY=VALUE with a long option of sbatch's, but is {text!r}.")
-        if name in _OURS:
-            raise ConfigError(f"--slurm {name}: Paceline has an option of its own for it: {_OURS[name]}.")
+        if name in _REPLACEMENTS:
+            raise ConfigError(f"--slurm {name} is not allowed, since Paceline sets it. Use {_REPLACEMENTS[name]}.")
         yield name, value if equals else None
 
 
 def cpus_per_task(spec: LaunchSpec, options: SlurmOptions) -> int | None:
-    """CPUs of each of Slurm's tasks; None: all that there are."""
+    """Return the CPUs of each Slurm task; None: all CPUs of the node."""
     if options.exclusive and spec.cpus_per_task is None:
         return None
-    each = spec.cpus_per_task or 1
-    return each if spec.starts_each_rank else each * max(spec.nproc)
+    per_rank = spec.cpus_per_task or 1
+    return per_rank if spec.starts_each_rank else per_rank * max(spec.nproc)
 
 
 def _signal_before_s(spec: LaunchSpec, options: SlurmOptions) -> int | None:
@@ -160,7 +160,7 @@ def _signal_before_s(spec: LaunchSpec, options: SlurmOptions) -> int | None:
 
 
 def slurm_time(seconds: float) -> str:
-    """``D-HH:MM:SS``, rounded up to a second."""
+    """Format seconds as ``D-HH:MM:SS``, rounded up."""
     minutes, second = divmod(-int(-seconds // 1), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -168,10 +168,10 @@ def slurm_time(seconds: float) -> str:
 
 
 def directive_value(name: str, value: str) -> str:
-    """The value as sbatch reads it from a line.
+    """Quote a value for a directive.
 
     Raises:
-        ConfigError: it is more than a line.
+        ConfigError: the value has several lines.
     """
     if "\n" in value or "\0" in value:
         raise ConfigError(f"--{name} must be one line, but is {value!r}.")
@@ -181,10 +181,10 @@ def directive_value(name: str, value: str) -> str:
     return f'"{escaped}"'
 
 
-# --- The text of a Slurm job: sbatch's directives, and the shell that starts the ranks ---
+# --- The script: sbatch's directives, and the shell code that starts the ranks ---
 #
-# Paceline's agents are a step each, since a step ends as a whole and agents are to outlive each other.
-# Whatever else starts ranks is one step on all nodes, which Slurm ends when a part of it fails.
+# Each of Paceline's agents is a step of its own, since a step ends as a whole and agents must survive each other.
+# Other rank launchers are one step on all nodes, which Slurm ends when a part of it fails.
 
 
 SCRIPT, MACHINE_SCRIPT = "job.sh", "machine.sh"
@@ -192,7 +192,7 @@ ARRAY_INDEX = "{array_index}"
 _EXPANDED = {ARRAY_INDEX: '"$SLURM_ARRAY_TASK_ID"'}
 
 _WAIT = """\
-# Bash returns from wait when a signal comes, although the step goes on.
+# Bash returns from wait on a signal, although the step continues.
 steps=()
 signalled=
 {traps}
@@ -209,7 +209,7 @@ wait_for() {
 """
 # Slurm signals the steps of a batch job itself.
 _TRAPS_OF_BATCH = "trap 'signalled=1' INT TERM USR1"
-# A srun that gets SIGTERM has its tasks killed at once.
+# On SIGTERM, srun kills its tasks at once.
 _TRAPS_OF_ALLOCATION = """\
 pass_on() {
   signalled=1
@@ -226,7 +226,7 @@ trap 'signalled=1; kill -s USR1 "${steps[@]}"' USR1"""
 _IN_ARRAY = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
 _REQUEUE = """\
-# 75: saved, run me again. A job that was cancelled is no longer RUNNING, and must not come back.
+# 75: saved, to be restarted. A cancelled job is no longer RUNNING, and must not be requeued.
 if [ "$code" -eq 75 ] &&
   [ "$(squeue --noheader --jobs="{job}" --format=%T)" = RUNNING ]; then
   echo "paceline: saved; back into the queue" >&2
@@ -236,8 +236,8 @@ fi
 
 _MACHINE = """\
 #!/bin/bash
-# Runs the agent of a machine. A job that may lose nodes survives that of job.sh too, and nobody would end it:
-# so wait until that machine answers, or Slurm has taken it out of the job.
+# Runs the agent of a node. A job that may lose nodes survives the loss of job.sh's node, but would then not end:
+# so wait until that node answers, or Slurm has removed it from the job.
 trap : TERM USR1
 "$@"
 code=$?
@@ -258,23 +258,23 @@ exit "$code"
 
 
 def batch_files(spec: LaunchSpec, options: SlurmOptions) -> dict[str, str]:
-    """What sbatch takes, and what each machine runs around its agent; by name.
+    """Return the batch script, and the script that each node runs around its agent, by file name.
 
     Raises:
-        ConfigError: an option has a wrong form, or does not go with another.
+        ConfigError: an option has a wrong form, or conflicts with another.
     """
     files = {SCRIPT: batch_script(spec, options)}
     if spec.rank_launcher == "agent":
-        again = "scontrol requeue" if requeues(spec, options) else "scancel"
-        files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", again).replace("{job}", _this_job(options))
+        requeue_command = "scontrol requeue" if requeues(spec, options) else "scancel"
+        files[MACHINE_SCRIPT] = _MACHINE.replace("{again}", requeue_command).replace("{job}", _this_job(options))
     return files
 
 
 def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
-    """The whole script for sbatch.
+    """Return the script for sbatch.
 
     Raises:
-        ConfigError: an option has a wrong form, or does not go with another.
+        ConfigError: an option has a wrong form, or conflicts with another.
     """
     login = " -l" if options.module or options.conda else ""
     lines = [f"#!/bin/bash{login}"]
@@ -284,26 +284,26 @@ def batch_script(spec: LaunchSpec, options: SlurmOptions) -> str:
 
 
 def allocation_script(spec: LaunchSpec, options: SlurmOptions) -> str:
-    """The same job's steps, for an allocation that is there already.
+    """Return the script of the job's steps for an existing allocation.
 
     Raises:
-        ConfigError: an option asks the queue for something, or nobody could keep to it.
+        ConfigError: an option is for the queue, or cannot be enforced.
     """
-    asked = [f"--{name.replace('_', '-')}" for name in _QUEUE_OPTIONS if getattr(options, name)]
-    if asked:
+    queue_options = [f"--{name.replace('_', '-')}" for name in _QUEUE_OPTIONS if getattr(options, name)]
+    if queue_options:
         raise ConfigError(
-            f"{', '.join(asked)}: here is an allocation of Slurm's already (SLURM_JOB_ID is set), in which "
-            "--on slurm starts steps. Leave these out; or, for a job of its own, begin with: "
+            f"{', '.join(queue_options)}: only for submission, but this shell is in a Slurm allocation (SLURM_JOB_ID "
+            "is set), in which --on slurm starts steps. Leave them out; or submit a job of its own with: "
             "env -u SLURM_JOB_ID paceline"
         )
     limits = ["--gpus-per-node"] if spec.gpus_per_node else []
-    # A task looks at the time itself.
+    # A task enforces its time limit itself.
     limits += ["--walltime"] if spec.walltime_s is not None and not spec.is_task else []
     if limits and spec.rank_launcher in ("mpi", "horovod"):
         raise ConfigError(
-            f"{', '.join(limits)}: in an allocation of Slurm's that is there already, --rank-launcher "
-            f"{spec.rank_launcher} starts no step that Slurm could hold to it. Leave it out; or, for a job of its own, "
-            "begin with: env -u SLURM_JOB_ID paceline"
+            f"{', '.join(limits)}: in an existing Slurm allocation, --rank-launcher {spec.rank_launcher} starts no "
+            "step for which Slurm could enforce it. Leave it out; or submit a job of its own with: "
+            "env -u SLURM_JOB_ID paceline"
         )
     return "\n".join(["#!/bin/bash", *_shell(spec, options, batch=False), ""])
 
@@ -326,7 +326,7 @@ _QUEUE_OPTIONS = (
 
 
 def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[str]:
-    """The lines after the directives."""
+    """Yield the lines after the directives."""
     setup = [f"module load {shlex.quote(name)}" for name in options.module]
     if options.conda is not None:
         setup += ['source "$(conda info --base)/etc/profile.d/conda.sh"']
@@ -342,10 +342,10 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
         result += f'-"{_IN_ARRAY}"'
     if batch:
         yield f"rm -f {result}"
-    of_allocation = _TRAPS_OF_MPIRUN if spec.rank_launcher == "mpi" else _TRAPS_OF_ALLOCATION
-    yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else of_allocation).rstrip()
+    allocation_traps = _TRAPS_OF_MPIRUN if spec.rank_launcher == "mpi" else _TRAPS_OF_ALLOCATION
+    yield _WAIT.replace("{traps}", _TRAPS_OF_BATCH if batch else allocation_traps).rstrip()
     yield ""
-    yield from BODIES[spec.rank_launcher](spec, _of_step(spec, options, batch=batch), batch)
+    yield from BODIES[spec.rank_launcher](spec, _step_options(spec, options, batch=batch), batch)
     if batch and requeues(spec, options):
         yield _REQUEUE.replace("{job}", _this_job(options)).rstrip()
     if batch:
@@ -354,13 +354,13 @@ def _shell(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> Iterator[
 
 
 def _this_job(options: SlurmOptions) -> str:
-    """What a job calls itself when it asks Slurm for something, in double quotes."""
-    # Only where there is an array: a job that is submitted from one has its variables.
+    """Return a job's reference to itself in Slurm's commands, for double quotes."""
+    # Only for arrays: a job that is submitted from an array inherits its variables.
     return "$SLURM_JOB_ID" if options.array is None else _IN_ARRAY
 
 
-def _agents(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
-    """A step for each machine, on which an agent starts the processes."""
+def _agents(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield a step for each node, in which an agent starts the processes."""
     assert spec.run is not None
     most = spec.nodes[1]
     [finished] = quoted([str(spec.run / "result.json")])
@@ -369,10 +369,10 @@ def _agents(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
     yield f'export {HOSTS}="$(IFS=,; echo "${{hosts[*]}}")"'
     yield 'for rank in "${!hosts[@]}"; do'
     srun = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--nodes=1", "--ntasks=1"]
-    srun += ["--ntasks-per-node=1", '--nodelist="${hosts[rank]}"', of_step]
-    around = ["bash", str(spec.directory / MACHINE_SCRIPT)] if batch else []
+    srun += ["--ntasks-per-node=1", '--nodelist="${hosts[rank]}"', step_options]
+    wrapper = ["bash", str(spec.directory / MACHINE_SCRIPT)] if batch else []
     yield f"  export {NODE_RANK}=$rank"
-    yield wrapped([*srun, *quoted([*around, *node_command(spec)]), "&"], indent="  ")
+    yield wrapped([*srun, *quoted([*wrapper, *node_command(spec)]), "&"], indent="  ")
     yield '  steps+=("$!")'
     yield "done"
     yield "code=1"
@@ -386,54 +386,54 @@ def _agents(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
     yield "    *) code=$ended ;;"
     yield "  esac"
     yield "done"
-    yield "# A machine that was lost fails its step, and the others may have finished without it."
+    yield "# The step of a lost node fails, but the others may have finished without it."
     yield f'if [ -n "$finished" ] && [ -e {finished} ]; then code=0'
     yield 'elif [ -n "$stopped" ]; then code=75; fi'
 
 
-def _one_step(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
-    """One step on all nodes: a task for each rank, or one on each machine that starts its ranks."""
+def _one_step(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield one step on all nodes: a task per rank, or one per node that starts its ranks."""
     least, most = spec.nodes
-    # sbatch gives a job as many as there are; an allocation may have more.
-    known = least == most or not batch
-    nodes = str(most) if known else '"$SLURM_JOB_NUM_NODES"'
-    each = spec.nproc[0] if spec.starts_each_rank else 1
-    tasks = str(most * each) if known else f"$((SLURM_JOB_NUM_NODES * {each}))"
+    # sbatch allocates the required number; an existing allocation may have more nodes.
+    is_known = least == most or not batch
+    nodes = str(most) if is_known else '"$SLURM_JOB_NUM_NODES"'
+    per_node = spec.nproc[0] if spec.starts_each_rank else 1
+    tasks = str(most * per_node) if is_known else f"$((SLURM_JOB_NUM_NODES * {per_node}))"
     srun = ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={tasks}"]
-    srun += [f"--ntasks-per-node={each}", of_step]
+    srun += [f"--ntasks-per-node={per_node}", step_options]
     command = rank_command(spec) if spec.starts_each_rank else node_command(spec)
-    yield from _alone([*srun, *quoted(command)])
+    yield from _run_step([*srun, *quoted(command)])
 
 
-def _alone(texts: list[str]) -> Iterator[str]:
+def _run_step(texts: list[str]) -> Iterator[str]:
     yield wrapped([*texts, "&"])
     yield 'steps+=("$!")'
     yield 'wait_for "$!"'
     yield "code=$?"
 
 
-def _of_step(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> str:
-    """The CPUs of a step's tasks; in an allocation also its GPUs, its time, and a name to find it by."""
+def _step_options(spec: LaunchSpec, options: SlurmOptions, *, batch: bool) -> str:
+    """Return a step's CPU options; in an allocation also its GPUs, time limit, and a name to find it by."""
     words = [] if batch else ['--job-name="paceline-$$"']
     if not batch and spec.gpus_per_node:
         words.append(f"--gres=gpu:{spec.gpus_per_node}")
     if not batch and spec.walltime_s is not None:
         words.append(f"--time={slurm_time(spec.walltime_s)}")
     cpus = cpus_per_task(spec, options)
-    # Such as 8(x2),4: the CPUs of the first node.
-    whole = "${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}"
-    # Since Slurm 22.05 srun no longer does as sbatch was told.
+    # Such as 8(x2),4: take the CPUs of the first node.
+    node_cpus = "${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}"
+    # Since Slurm 22.05 srun does not inherit this from sbatch.
     if cpus is not None and (batch or spec.cpus_per_task is not None):
         words.append(f"--cpus-per-task={cpus}")
     elif spec.starts_each_rank:
-        words.append(f"--cpus-per-task=$(({whole} / {spec.nproc[0]}))")
+        words.append(f"--cpus-per-task=$(({node_cpus} / {spec.nproc[0]}))")
     else:
-        words.append(f'--cpus-per-task="{whole}"')
+        words.append(f'--cpus-per-task="{node_cpus}"')
     return " ".join(words)
 
 
 def quoted(words: Iterable[str]) -> list[str]:
-    """The words for a shell; ``{array_index}`` becomes the number in a job's array."""
+    """Quote words for a shell; ``{array_index}`` becomes the index in a job array."""
     texts: list[str] = []
     for word in words:
         pieces = re.split(f"({'|'.join(map(re.escape, _EXPANDED))})", word)
@@ -442,7 +442,7 @@ def quoted(words: Iterable[str]) -> list[str]:
 
 
 def wrapped(texts: Iterable[str], indent: str = "") -> str:
-    """A command on as many lines as it needs to be read."""
+    """Break a command into readable lines."""
     lines = [indent]
     for text in texts:
         if len(lines[-1]) + len(text) > 96 and lines[-1].strip():
@@ -451,38 +451,38 @@ def wrapped(texts: Iterable[str], indent: str = "") -> str:
     return "\\\n".join(lines).rstrip()
 
 
-def _mpirun(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
-    """``mpirun`` on the allocation, which it finds by itself."""
-    nodes, each = _fixed(spec)
+def _mpirun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield ``mpirun`` in the allocation, which it detects itself."""
+    nodes, each = _fixed_size(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
     if spec.is_task:
-        # On SIGTERM it would kill the ranks before they have saved.
+        # mpirun would kill the ranks on SIGTERM before they have saved.
         yield """trap 'signalled=1; kill -s USR1 "${steps[@]}"' TERM INT"""
-    yield from _alone(quoted(mpirun_in_allocation(spec, nodes, each)))
+    yield from _run_step(quoted(mpirun_in_allocation(spec, nodes, each)))
 
 
-def _horovodrun(spec: LaunchSpec, of_step: str, batch: bool) -> Iterator[str]:
-    """``horovodrun`` with the hosts of the allocation; it reaches the others by steps."""
+def _horovodrun(spec: LaunchSpec, step_options: str, batch: bool) -> Iterator[str]:
+    """Yield ``horovodrun`` with the hosts of the allocation; it reaches the other nodes by steps."""
     refuse_secrets(spec.env, IN_HOROVODS_SHELL)
-    nodes, each = _fixed(spec)
+    nodes, each = _fixed_size(spec)
     yield 'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
     yield f"""hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{each}/' | paste -sd, -)\""""
     interface = [] if spec.interface is None else ["--network-interface", spec.interface]
     words = ["horovodrun", "-np", str(nodes * each), "--gloo", *interface]
     if nodes > 1:
-        yield ssh_by_steps(of_step)
-        # The ranks have the PATH of before, should they call ssh themselves.
+        yield srun_ssh_shim(step_options)
+        # The ranks get the original PATH, in case they call ssh themselves.
         horovodrun = ['PATH="$starters:$PATH"', *quoted(words), "-H", '"$hosts"', "env", '"PATH=$PATH"']
     else:
         horovodrun = [*quoted(words), "-H", '"$hosts"']
-    yield from _alone([*horovodrun, *quoted(command_of_a_rank(spec))])
+    yield from _run_step([*horovodrun, *quoted(command_of_a_rank(spec))])
 
 
-def _fixed(spec: LaunchSpec) -> tuple[int, int]:
-    """Machines, and the processes on each.
+def _fixed_size(spec: LaunchSpec) -> tuple[int, int]:
+    """Return the number of nodes and the processes on each.
 
     Raises:
-        ConfigError: their number may change.
+        ConfigError: the number of nodes is variable.
     """
     least, most = spec.nodes
     if least != most:
@@ -504,7 +504,7 @@ BODIES: dict[RankLauncher, Body] = {
     "horovod": _horovodrun,
     "agent": _agents,
 }
-"""By what starts the ranks, the default first: shell that starts them, waits (``wait_for``), sets ``code``.
+"""Shell code by rank launcher, the default first: it starts the ranks, waits (``wait_for``) and sets ``code``.
 
-It is made of the job, of more options for srun, and of whether sbatch runs it.
+Its arguments are the job, further options for srun, and whether sbatch runs it.
 """

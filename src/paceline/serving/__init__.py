@@ -1,1 +1,1 @@
-"""From a trained model to answers: export, server, batch prediction."""
+"""Export of trained models, the inference server and batch prediction."""

@@ -1,4 +1,4 @@
-"""The HTTP endpoints."""
+"""The server's models, metrics and HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import Deployment, DeploymentEvents, LocalDeployment
 from paceline.serving.static_assets import HEADERS, Assets
 
-# --- What Prometheus is told ---
+# --- Prometheus metrics ---
 
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -53,19 +53,19 @@ class Metrics:
         )
         self._counters: dict[tuple[str, int], Counter] = {}  # looking a label up costs more than counting
         self._latency = Histogram(
-            *("paceline_request_seconds", "From a whole request to its answer."),
+            *("paceline_request_seconds", "Time from a complete request to its answer."),
             labelnames=("model",),
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._batch_rows = Histogram(
-            *("paceline_batch_rows", "Rows of a batch."),
+            *("paceline_batch_rows", "Rows per batch."),
             labelnames=("model",),
             buckets=_ROWS,
             registry=self._registry,
         )
         self._batch_seconds = Histogram(
-            *("paceline_batch_seconds", "From a replica's being sent a batch to its answer."),
+            *("paceline_batch_seconds", "Time from sending a batch to a replica to its answer."),
             labelnames=("model",),
             buckets=_SECONDS,
             registry=self._registry,
@@ -73,11 +73,11 @@ class Metrics:
         self._restarts = Counter(
             "paceline_replica_restarts", "Replicas that died.", ("model",), registry=self._registry
         )
-        self._swaps = Counter("paceline_swaps", "Packages exchanged.", ("model",), registry=self._registry)
+        self._swaps = Counter("paceline_swaps", "Packages replaced.", ("model",), registry=self._registry)
         self._registry.register(_Gauges(deployments))
 
     def request(self, model: str, status: int, seconds: float) -> None:
-        """Count an inference request; the time of those that were answered is kept."""
+        """Count an inference request, and observe the time of successful ones."""
         counter = self._counters.get((model, status))
         if counter is None:
             counter = self._counters[model, status] = self._requests.labels(model, str(status))
@@ -86,7 +86,7 @@ class Metrics:
             self._latency.labels(model).observe(seconds)
 
     def observer(self, model: str) -> DeploymentEvents:
-        """What a model's deployment tells."""
+        """Return the observer of a model's deployment."""
         rows_of_model = self._batch_rows.labels(model)
         seconds_of_model = self._batch_seconds.labels(model)
 
@@ -97,22 +97,22 @@ class Metrics:
         return DeploymentEvents(count, self._restarts.labels(model).inc)
 
     def swapped(self, model: str) -> None:
-        """Count an exchange of packages."""
+        """Count a replacement of a package."""
         self._swaps.labels(model).inc()
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Gauges(Collector):
-    """What is looked up when somebody asks."""
+    """Metrics that are read when Prometheus asks for them."""
 
     def __init__(self, deployments: Callable[[], Mapping[str, Deployment]]) -> None:
         self._deployments = deployments
 
     def collect(self) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily("paceline_waiting_rows", "Rows that wait for a replica.", labels=("model",))
+        waiting = GaugeMetricFamily("paceline_waiting_rows", "Rows that are waiting for a replica.", labels=("model",))
         ready = GaugeMetricFamily("paceline_ready_replicas", "Replicas that are ready.", labels=("model",))
         for name, deployment in self._deployments().items():
             waiting.add_metric((name,), deployment.batcher.waiting_rows)
@@ -120,7 +120,7 @@ class _Gauges(Collector):
         return [waiting, ready]
 
 
-# --- The models that a server has: opened from packages, and exchanged while requests come ---
+# --- The models of a server: opened from packages, and replaced while requests arrive ---
 
 
 log = logging.getLogger("paceline.serving")
@@ -131,16 +131,16 @@ _VERSION_DIGITS = 12  # of a package's digest
 
 
 def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", task: str = "") -> ServedModel:
-    """Verify a package and choose how it is computed.
+    """Verify a package and choose which of its programs to run.
 
     Args:
-        place: its directory or reference.
-        program: which of its programs; auto is the pt2, or else the ONNX one.
+        place: the package's directory or reference.
+        program: which of its programs; auto is pt2, or else ONNX.
         task: use the weights with this task's code instead.
 
     Raises:
-        PackageError: it does not verify, has no such program, or its pt2 is not trusted.
-        ConfigError: it cannot be served.
+        PackageError: the package does not verify, or its pt2 program is not trusted.
+        ConfigError: it does not have the program, or cannot be served.
     """
     package = open_package(place)
     manifest = package.manifest
@@ -152,9 +152,10 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
     else:
         kind = "onnx" if "onnx" in manifest.programs and "pt2" not in manifest.programs else "pt2"
     if kind != "task" and kind not in manifest.programs:
-        there = ", ".join(manifest.programs) or "none"
+        available = ", ".join(manifest.programs) or "none"
         raise ConfigError(
-            f"{place} has no {kind} program; it has: {there}. Say --task TASK to use its weights with the task's code."
+            f"{place} has no {kind} program; it has: {available}. "
+            "Use --task TASK to run its weights with the task's code."
         )
     if kind == "pt2":
         require_trusted(package.digest, manifest, package.path)
@@ -173,40 +174,40 @@ def open_model(place: str, *, program: Literal["auto", "pt2", "onnx"] = "auto", 
 
 
 class Models:
-    """By name; what serves a name can be exchanged."""
+    """The deployments of a server by model name, which can be replaced while the server runs."""
 
     def __init__(self, options: ServingOptions, deploy: DeploymentFactory | None = None) -> None:
-        """``deploy`` makes a deployment; None: its replicas are processes of this machine."""
+        """``deploy`` makes a deployment; by default its replicas are processes of this machine."""
         self._options = options
         self._starter = ReplicaStarter(options.threads)
         self._make_deployment = deploy or partial(LocalDeployment, self._starter)
         self._deployments: dict[str, Deployment] = {}
         self._opened: dict[str, ServedModel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing_tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self.metrics = Metrics(lambda: self._deployments)
 
     @property
     def deployments(self) -> Mapping[str, Deployment]:
-        """Those that take requests."""
+        """Return the deployments that accept requests."""
         return self._deployments
 
     @property
     def ready(self) -> bool:
-        """Whether every model has a replica that could compute now."""
+        """Return whether every model has a ready replica."""
         return all(deployment.ready_replicas for deployment in self._deployments.values())
 
     async def start(self, opened: Sequence[ServedModel]) -> None:
-        """Load all of them; where one fails, none is left.
+        """Load all models, or none if one fails.
 
         Raises:
-            ConfigError: two have the same name.
-            ServingError: one cannot be loaded.
+            ConfigError: two models have the same name.
+            ServingError: a model cannot be loaded.
         """
         names = [model.spec.name for model in opened]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ConfigError(f"two packages are called {min(twice)}; addresses need different names.")
+        duplicates = {name for name in names if names.count(name) > 1}
+        if duplicates:
+            raise ConfigError(f"two packages are named {min(duplicates)}, but each model's address needs its own name.")
         try:
             for model in opened:
                 self._deployments[model.spec.name] = await self._deploy(model)
@@ -218,16 +219,16 @@ class Models:
     async def swap(self, name: str, place: str) -> ModelSpec:
         """Serve ``name`` from another package from now on.
 
-        Requests that were taken before are answered by the old one, which then ends. Where the new one cannot
-        be loaded, the old one stays.
+        The old deployment answers requests that it has accepted, and then ends. If the new one cannot be
+        loaded, the old one stays.
 
         Raises:
-            PackageError, ConfigError, ServingError: the new one cannot be served.
+            PackageError, ConfigError, ServingError: the new package cannot be served.
         """
         async with self._swapping:
-            before = self._opened[name]
-            program: Literal["auto", "onnx"] = "onnx" if before.source.kind == "onnx" else "auto"
-            model = await asyncio.to_thread(open_model, place, program=program, task=before.source.task)
+            previous = self._opened[name]
+            program: Literal["auto", "onnx"] = "onnx" if previous.source.kind == "onnx" else "auto"
+            model = await asyncio.to_thread(open_model, place, program=program, task=previous.source.task)
             model = replace(model, spec=replace(model.spec, name=name))
             deployment = await self._deploy(model)
             old = self._deployments[name]
@@ -236,13 +237,13 @@ class Models:
         self.metrics.swapped(name)
         log.info("%s: %s is served instead of %s", name, model.spec.version, old.spec.version)
         task = asyncio.create_task(old.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing_tasks.add(task)
+        task.add_done_callback(self._closing_tasks.discard)
         return model.spec
 
     async def close(self) -> None:
-        """Answer what was asked, then end all replicas."""
-        await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing)
+        """Answer all accepted requests, then end all replicas."""
+        await asyncio.gather(*(d.close() for d in self._deployments.values()), *self._closing_tasks)
         self._starter.close()
 
     async def _deploy(self, model: ServedModel) -> Deployment:
@@ -252,11 +253,10 @@ class Models:
         return deployment
 
 
-# --- The HTTP side: an ASGI application that speaks the Open Inference Protocol v2 ---
+# --- The HTTP side: an ASGI application for the Open Inference Protocol v2 ---
 #
-# https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, for exchanging a
-# package, ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension. People find a
-# page at ``/``.
+# https://github.com/kserve/open-inference-protocol, with the binary tensor extension and, to replace a package,
+# ``POST /v2/repository/models/NAME/load`` as in Triton's model repository extension. ``/`` is a page for people.
 
 
 Scope = MutableMapping[str, Any]
@@ -265,7 +265,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Answer = tuple[int, Headers, bytes]
 
 ON_DISCONNECT = "paceline.disconnect"
-"""In a scope's ``extensions``: a set of futures that are cancelled when the client has gone."""
+"""In a scope's ``extensions``: a set of futures to cancel when the client disconnects."""
 
 access_log = logging.getLogger("paceline.serving.access")
 
@@ -276,14 +276,14 @@ _PAGE_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEAD
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 class App:
-    """Answers requests for the models of one server.
+    """The HTTP application for the models of one server.
 
     Attributes:
-        draining: the server ends soon: it says that it is not ready, and asks clients to connect elsewhere.
+        draining: the server will end soon: it reports not ready, and asks clients to close their connections.
     """
 
     def __init__(self, models: Models, options: ServingOptions, access: AccessPolicy) -> None:
@@ -295,10 +295,9 @@ class App:
         self._logs_access = access_log.isEnabledFor(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             status, headers, body = await self._answer(scope, receive)
         except ClientGone:
@@ -309,15 +308,15 @@ class App:
             raise
         except Exception:
             log.exception("%s %s", scope["method"], scope["path"])
-            status, headers, body = error_answer(500, "an error of the server's own; its log says more.")
-        if status != 304:  # whose length would be that of what is not sent
+            status, headers, body = error_answer(500, "internal server error; see the server's log.")
+        if status != 304:  # whose Content-Length would be that of the omitted body
             headers.append((b"content-length", str(len(body)).encode()))
         if self.draining:
             headers.append((b"connection", b"close"))
         if self._logs_access:
             client = (scope.get("client") or ("-",))[0]
-            seconds = time.perf_counter() - began
-            # What a client put into the path must not begin a line of its own.
+            seconds = time.perf_counter() - start
+            # A path with line breaks must not start a new line of the log.
             access_log.info("%s %s %.200r %d %.1f ms", client, scope["method"], scope["path"], status, 1000 * seconds)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
@@ -328,7 +327,7 @@ class App:
         if parts[:2] == ["v2", "health"] and len(parts) == 3:
             return self._health(scope, parts[2])
         if parts == [""] or (parts[0] == "page" and len(parts) == 2):
-            # Without the token, too: it is the page that asks for it.
+            # Open without the token, since this page asks for it.
             return _read(scope, lambda: self._page(parts[-1] or "index.html", headers))
         self._access.check_token(headers)
         match parts:
@@ -345,10 +344,10 @@ class App:
             case ["v2", "repository", "models", name, "load"]:
                 _only(scope, "POST")
                 return await self._load(scope, receive, headers, name)
-        raise RequestFailure(404, "there is nothing at this address. /openapi.json lists what there is.")
+        raise RequestFailure(404, "this address does not exist. /openapi.json lists all addresses.")
 
     def refuse(self, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> RequestFailure | None:
-        """Why a POST gets no room; None where it does, or where its headers do not tell."""
+        """Return why to refuse a POST before its body is read, if the headers suffice to decide."""
         if self.draining or self._logs_access or not (url.startswith(_MODELS) and url.endswith(_INFER)):
             return None
         name = url[len(_MODELS) : -len(_INFER)].decode("latin-1")
@@ -371,17 +370,17 @@ class App:
         if what == "ready":
             ready = self._models.ready and not self.draining
             return _read(scope, lambda: _json({"ready": ready}, 200 if ready else 503))
-        raise RequestFailure(404, "health is live or ready.")
+        raise RequestFailure(404, "the health addresses are /v2/health/live and /v2/health/ready.")
 
     def _page(self, name: str, headers: Mapping[bytes, bytes]) -> Answer:
         asset = self._assets.find(name)
         if asset is None:
-            raise RequestFailure(404, "the page has no such file.")
+            raise RequestFailure(404, "the page does not have this file.")
         tag = asset.tag.encode()
-        told = [*_PAGE_HEADERS, (b"content-type", asset.content_type.encode()), (b"etag", tag)]
-        # A proxy that compresses has made the tag a weak one.
-        copies = [copy.strip().removeprefix(b"W/") for copy in headers.get(b"if-none-match", b"").split(b",")]
-        return (304, told, b"") if tag in copies else (200, told, asset.content)
+        page_headers = [*_PAGE_HEADERS, (b"content-type", asset.content_type.encode()), (b"etag", tag)]
+        # A proxy that compresses makes the tag a weak one.
+        cached_tags = [tag.strip().removeprefix(b"W/") for tag in headers.get(b"if-none-match", b"").split(b",")]
+        return (304, page_headers, b"") if tag in cached_tags else (200, page_headers, asset.content)
 
     def _metrics(self) -> Answer:
         return 200, [(b"content-type", CONTENT_TYPE)], self._models.metrics.text()
@@ -401,19 +400,19 @@ class App:
         match rest:
             case ["infer"]:
                 _only(scope, "POST")
-                return await self._counted(name, self._infer(scope, receive, headers, name, version))
+                return await self._count(name, self._infer(scope, receive, headers, name, version))
             case []:
                 return _read(scope, lambda: _json(model_metadata(deployment)))
             case ["ready"]:
                 ready = bool(deployment.ready_replicas) and not self.draining
                 return _read(scope, lambda: _json({"name": name, "ready": ready}, 200 if ready else 503))
-        raise RequestFailure(404, "of a model there is /ready and /infer.")
+        raise RequestFailure(404, "a model has the addresses /ready and /infer only.")
 
     def _deployment(self, name: str, version: str | None) -> Deployment:
         return find_deployment(self._models.deployments, name, version)
 
-    async def _counted(self, name: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        began = time.perf_counter()
+    async def _count(self, name: str, answer: Coroutine[Any, Any, Answer]) -> Answer:
+        start = time.perf_counter()
         status = 500
         try:
             result = await answer
@@ -423,10 +422,10 @@ class App:
             status = failure.status
             raise
         except ClientGone:
-            status = 499  # nginx's number for it; nobody is sent it
+            status = 499  # nginx's code for this; it is never sent
             raise
         finally:
-            self._models.metrics.request(name, status, time.perf_counter() - began)
+            self._models.metrics.request(name, status, time.perf_counter() - start)
 
     async def _infer(
         self,
@@ -436,25 +435,25 @@ class App:
         name: str,
         version: str | None,
     ) -> Answer:
-        # Refused before the body is read: that is when there is the least time for it.
+        # Refuse before the body is read, since an overloaded server has little time.
         self._deployment(name, version).batcher.check_room()
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise RequestFailure(415, "compressed bodies are not taken.")
+            raise RequestFailure(415, "compressed bodies are not supported.")
         timeout_s = _timeout_of(headers)
         body = await _read_body(receive, headers, self._options.max_body_bytes)
-        # Only now: the package may have been exchanged while the client sent.
+        # Look it up again: the package may have been replaced while the client sent the body.
         deployment = self._deployment(name, version)
         length = headers.get(b"inference-header-content-length")
         request = parse_request(deployment.spec, body, None if length is None else length.decode("latin-1"))
         times = [t for t in (timeout_s, request.timeout_s, self._options.timeout_s) if t is not None]
         future = deployment.submit(request.inputs)
-        outputs = await _within(min(times), future, scope)
+        outputs = await _await_result(min(times), future, scope)
         return 200, *build_response(deployment.spec, request, outputs)
 
     async def _load(self, scope: Scope, receive: Receive, headers: Mapping[bytes, bytes], name: str) -> Answer:
         self._access.check_admin(scope, headers)
         if name not in self._models.deployments:
-            raise RequestFailure(404, f"there is no model {name!r:.80}.")
+            raise RequestFailure(404, f"unknown model {name!r:.80}.")
         try:
             document = orjson.loads(await _read_body(receive, headers, _MAX_ADMIN_BYTES))
             place = document["parameters"]["package"]
@@ -465,12 +464,12 @@ class App:
         try:
             spec = await self._models.swap(name, place)
         except PacelineError as error:
-            raise RequestFailure(409, f"the model stays as it is: {error}") from error
+            raise RequestFailure(409, f"the model was not replaced: {error}") from error
         return _json({"name": spec.name, "version": spec.version})
 
 
-async def _within(timeout_s: float, future: asyncio.Future[Any], scope: Scope) -> Any:
-    """The future's result, unless time is up or the client goes first; then it is cancelled."""
+async def _await_result(timeout_s: float, future: asyncio.Future[Any], scope: Scope) -> Any:
+    """Return the future's result; cancel it when time is up or the client disconnects first."""
     timed_out = False
 
     def expire() -> None:
@@ -498,7 +497,7 @@ async def _within(timeout_s: float, future: asyncio.Future[Any], scope: Scope) -
 async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: int) -> bytes | bytearray:
     declared = headers.get(b"content-length", b"0")
     if int(declared) > limit:
-        raise RequestFailure(413, f"the body has {int(declared):,} bytes; at most {limit:,} are taken.")
+        raise RequestFailure(413, f"the body has {int(declared):,} bytes; at most {limit:,} are allowed.")
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGone
@@ -518,10 +517,10 @@ async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], limit: in
             return body
 
 
-async def _discard(receive: Receive, message: Mapping[str, Any], most: int) -> None:
-    """Read on for a while: a client that still sends when its connection is closed sees no answer."""
+async def _discard(receive: Receive, message: Mapping[str, Any], limit: int) -> None:
+    """Read on for a while: a client that is still sending when the connection closes does not see the answer."""
     discarded = 0
-    while message.get("more_body", False) and discarded < most:
+    while message.get("more_body", False) and discarded < limit:
         message = await receive()
         discarded += len(message.get("body", b""))
 
@@ -538,7 +537,7 @@ def _timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
 def _only(scope: Scope, *methods: str) -> None:
     if scope["method"] not in methods:
         allowed = ", ".join(methods)
-        raise RequestFailure(405, f"only {allowed} here.", [(b"allow", allowed.encode())])
+        raise RequestFailure(405, f"only {allowed} is allowed here.", [(b"allow", allowed.encode())])
 
 
 def _read(scope: Scope, answer: Callable[[], Answer]) -> Answer:
@@ -551,7 +550,7 @@ def _json(document: Any, status: int = 200) -> Answer:
 
 
 def error_answer(status: int, message: str, headers: Any = ()) -> Answer:
-    """A failure as clients are told of it."""
-    # What a client sent may hold what is no text; orjson takes no lone surrogates.
+    """Return the HTTP answer for a failure."""
+    # A client's text may contain invalid Unicode, and orjson accepts no lone surrogates.
     text = message.encode("utf-8", "replace").decode()
     return status, [JSON_TYPE, *headers], orjson.dumps({"error": text})

@@ -1,4 +1,4 @@
-"""Predictions for large files, in chunks that survive a restart."""
+"""Batch prediction of large files, in chunks that survive a restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.serving.model import Array, Arrays, ModelSpec, ServedModel, Servin
 from paceline.serving.replica_process import ReplicaStarter
 from paceline.serving.replicas import LocalDeployment
 
-# --- Rows to predict from files: pictures, arrays, CSV and JSON ---
+# --- Input rows from files: pictures, arrays, CSV and JSON ---
 
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -38,11 +38,11 @@ _CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass(frozen=True)
 class Rows:
-    """What to predict.
+    """Input rows.
 
     Attributes:
-        arrays: by the model's input, rows first; a large ``.npy`` stays on the disk until it is read.
-        names: of the rows, for people.
+        arrays: by input name, rows first; a large ``.npy`` stays on disk until it is read.
+        names: of the rows, for reports.
     """
 
     arrays: Mapping[str, Array]
@@ -50,23 +50,23 @@ class Rows:
 
 
 def read_rows(paths: Sequence[Path], spec: ModelSpec) -> Rows:
-    """Read files, whose rows follow one another, and check them against the model's inputs.
+    """Read files, concatenate their rows, and check them against the model's inputs.
 
     Raises:
-        DataError: a file cannot be read, or does not fit; says what the model takes.
+        DataError: a file cannot be read, or does not match the inputs; says what the model takes.
     """
     if not paths:
-        raise ConfigError("nothing to predict was given: name images, or .npy, .npz, .csv or .json files.")
-    found = [_read(path, spec) for path in paths]
+        raise ConfigError("there are no input files. Give images, or .npy, .npz, .csv or .json files.")
+    inputs_of_files = [_read(path, spec) for path in paths]
     names = [
         path.name if arrays_rows == 1 else f"{path.name}[{i}]"
-        for path, arrays in zip(paths, found, strict=True)
+        for path, arrays in zip(paths, inputs_of_files, strict=True)
         for arrays_rows in [rows_of(arrays)]
         for i in range(arrays_rows)
     ]
-    if len(found) == 1:
-        return Rows(found[0], names)
-    return Rows({name: np.concatenate([arrays[name] for arrays in found]) for name in spec.inputs}, names)
+    if len(inputs_of_files) == 1:
+        return Rows(inputs_of_files[0], names)
+    return Rows({name: np.concatenate([arrays[name] for arrays in inputs_of_files]) for name in spec.inputs}, names)
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
@@ -87,7 +87,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
         else:
             known = ", ".join((*_PICTURES, ".npy", ".npz", ".csv", ".json"))
             raise DataError(
-                f"{path}: what is in a {kind or 'file without an ending'} is not known; these are: {known}."
+                f"{path}: the file type {kind or 'without an extension'} is not supported. Supported are: {known}."
             )
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
@@ -97,29 +97,32 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Array]:
 def _only_input(spec: ModelSpec, path: Path) -> str:
     if len(spec.inputs) != 1:
         raise DataError(
-            f"{path}: {spec.name} has the inputs {', '.join(spec.inputs)}; give them by name, as .npz or a JSON object."
+            f"{path}: {spec.name} has several inputs ({', '.join(spec.inputs)}). Name them in a .npz or a JSON object."
         )
     return next(iter(spec.inputs))
 
 
 def _picture(path: Path, spec: ModelSpec) -> Array:
-    """One picture as the model's only input has it: (1, C, H, W), (1, H, W, C) or (1, H, W), uint8."""
+    """Read a picture as the model's only input: (1, C, H, W), (1, H, W, C) or (1, H, W), uint8."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError(f"{path}: pictures take Pillow: pip install pillow ({error})") from error
+        raise ConfigError(f"{path}: pictures need Pillow: pip install pillow ({error})") from error
     tensor = spec.inputs[_only_input(spec, path)]
     shape = tensor.shape
-    first = len(shape) == 3 and shape[0] in _CHANNELS
-    sizes = shape[1:] if first else shape[:2]
-    channels = 1 if len(shape) == 2 else shape[0] if first else shape[-1]
+    channels_first = len(shape) == 3 and shape[0] in _CHANNELS
+    sizes = shape[1:] if channels_first else shape[:2]
+    channels = 1 if len(shape) == 2 else shape[0] if channels_first else shape[-1]
     if tensor.dtype != "uint8" or len(shape) not in (2, 3) or channels not in _CHANNELS:
-        raise DataError(f"{path}: {spec.name} takes {_said(tensor)}, which is no picture.")
+        raise DataError(f"{path}: {spec.name} takes {_describe(tensor)}, which is not a picture.")
     with Image.open(path) as picture:
-        height, width = (want if want is not None else has for want, has in zip(sizes, picture.size[::-1], strict=True))
+        height, width = (
+            expected if expected is not None else actual
+            for expected, actual in zip(sizes, picture.size[::-1], strict=True)
+        )
         converted = picture.convert(_CHANNELS[channels]).resize((width, height))
     pixels = np.asarray(converted, np.uint8).reshape(height, width, channels)
-    if first:
+    if channels_first:
         pixels = pixels.transpose(2, 0, 1)
     return np.ascontiguousarray(pixels[..., 0] if len(shape) == 2 else pixels)[np.newaxis]
 
@@ -127,7 +130,7 @@ def _picture(path: Path, spec: ModelSpec) -> Array:
 def _csv(path: Path) -> Array:
     with path.open(newline="", encoding="utf-8") as file:
         lines = [line for line in csv.reader(file) if line]
-    if lines and not _is_number(lines[0][0]):  # a heading
+    if lines and not _is_number(lines[0][0]):  # a header line
         del lines[0]
     values = np.asarray([[float(cell) for cell in line] for line in lines])
     return values
@@ -142,9 +145,11 @@ def _is_number(text: str) -> bool:
 
 
 def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, Array]:
-    """The model's inputs, of its types and shapes; flat rows are brought into shape."""
+    """Convert arrays to the types and shapes of the model's inputs, reshaping flat rows."""
     if raw.keys() != spec.inputs.keys():
-        raise DataError(f"{path} has {', '.join(raw) or 'nothing'}; {spec.name} takes {', '.join(spec.inputs)}.")
+        raise DataError(
+            f"{path} contains {', '.join(raw) or 'nothing'}, but {spec.name} takes {', '.join(spec.inputs)}."
+        )
     arrays = {name: _fit(path, name, np.asanyarray(raw[name]), tensor) for name, tensor in spec.inputs.items()}
     if len({len(array) for array in arrays.values()}) != 1:
         raise DataError(f"{path}: its arrays have different numbers of rows.")
@@ -155,45 +160,45 @@ def _conform(path: Path, raw: Mapping[str, Any], spec: ModelSpec) -> dict[str, A
 
 def _fit(path: Path, name: str, array: Array, tensor: TensorSpec) -> Array:
     if array.dtype.kind not in "biuf":
-        raise DataError(f"{path}: {name} is not all numbers, or its rows differ in length.")
+        raise DataError(f"{path}: {name} must contain only numbers, in rows of equal length.")
     sizes = tensor.shape
     if array.ndim == 2 and None not in sizes and array.shape[1] == math.prod(size or 0 for size in sizes):
         array = array.reshape(len(array), *(size for size in sizes if size is not None))
     fits = array.ndim == 1 + len(sizes) and all(
-        want in (None, has) for want, has in zip(sizes, array.shape[1:], strict=True)
+        expected in (None, actual) for expected, actual in zip(sizes, array.shape[1:], strict=True)
     )
     if not fits:
-        raise DataError(f"{path}: {name} has the shape {array.shape}; {_said(tensor)} is taken.")
+        raise DataError(f"{path}: {name} must be {_describe(tensor)}, but has the shape {array.shape}.")
     if array.dtype == np.dtype(tensor.dtype):
         return array
     with np.errstate(invalid="ignore", over="ignore"):
         converted = array.astype(tensor.dtype)
     if np.dtype(tensor.dtype).kind in "biu" and not (converted == array).all():
-        raise DataError(f"{path}: {name} holds numbers that are not {tensor.dtype}.")
+        raise DataError(f"{path}: {name} contains numbers that {tensor.dtype} cannot represent.")
     return converted
 
 
-def _said(tensor: TensorSpec) -> str:
+def _describe(tensor: TensorSpec) -> str:
     sizes = ", ".join("any" if size is None else str(size) for size in tensor.shape)
     return f"{tensor.dtype} of (rows, {sizes})" if sizes else f"{tensor.dtype} of (rows,)"
 
 
-# --- Predictions of large files, chunk by chunk, that can be killed and gone on with ---
+# --- Predictions in chunks, which continue after a kill ---
 #
-# A chunk's outputs are one file, written whole and renamed into place, in a directory beside the result. Who
-# goes on computes the chunks that are missing; each row is in one chunk, so each is in the result once. The
-# result itself appears whole, when all are there, and the directory goes.
+# A chunk's outputs are one file, written whole and renamed into place, in a directory next to the result. A
+# restart computes the missing chunks; each row is in one chunk, so it is in the result once. The result appears
+# whole once all chunks exist, and then the directory is removed.
 
 
 FORMATS = (".npz", ".jsonl", ".csv")
 
 
 class PredictionStore:
-    """Which chunks of a job are done.
+    """The finished chunks of a job.
 
     Attributes:
         chunks: (first row, row after the last) of each.
-        done: the numbers of those that were found complete when this was opened.
+        done: numbers of the chunks that were complete when the store was opened.
     """
 
     def __init__(self, output: Path, job: Mapping[str, Any], rows: int, chunk_rows: int) -> None:
@@ -206,31 +211,31 @@ class PredictionStore:
     @classmethod
     @contextmanager
     def open(cls, output: Path, job: Mapping[str, Any], rows: int, chunk_rows: int) -> Iterator[PredictionStore]:
-        """Begin a job, or go on with it; nobody else can meanwhile.
+        """Start or continue a job, with exclusive access.
 
         Raises:
-            ConfigError: the output cannot be written, is there already, or another job's parts are.
+            ConfigError: the output exists or cannot be written, or the directory holds parts of another job.
         """
         if output.suffix not in FORMATS:
-            raise ConfigError(f"--output ends in one of {', '.join(FORMATS)}, but is {output}.")
+            raise ConfigError(f"--output must end in one of {', '.join(FORMATS)}, but is {output}.")
         if output.exists():
-            raise ConfigError(f"--output {output} is there already. Remove it, or name another.")
+            raise ConfigError(f"--output {output} already exists. Remove it, or choose another file.")
         if not output.absolute().parent.is_dir():
-            raise ConfigError(f"--output: there is no directory {output.absolute().parent}.")
-        journal = cls(output, job, rows, chunk_rows)
-        journal._directory.mkdir(exist_ok=True)
-        descriptor = os.open(journal._directory, os.O_RDONLY | os.O_DIRECTORY)
+            raise ConfigError(f"--output {output}: the directory {output.absolute().parent} does not exist.")
+        store = cls(output, job, rows, chunk_rows)
+        store._directory.mkdir(exist_ok=True)
+        descriptor = os.open(store._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"another process predicts into {output}.") from None
-            journal._begin()
-            yield journal
+                raise ConfigError(f"another process is writing predictions into {output}.") from None
+            store._load_job()
+            yield store
         finally:
             os.close(descriptor)
 
-    def _begin(self) -> None:
+    def _load_job(self) -> None:
         text = json.dumps(self._job, sort_keys=True).encode()
         record = self._directory / "job.json"
         if not record.exists():
@@ -238,7 +243,7 @@ class PredictionStore:
         elif record.read_bytes() != text:
             raise ConfigError(
                 f"{self._directory} holds parts of another prediction (other rows, model or options). "
-                f"Repeat that one, or remove it: rm -r {self._directory}"
+                f"Repeat that prediction, or remove its parts: rm -r {self._directory}"
             )
         self.done = frozenset(number for number in range(len(self.chunks)) if self._is_whole(number))
 
@@ -256,13 +261,13 @@ class PredictionStore:
             return {name: part[name] for name in part.files}
 
     def write(self, number: int, outputs: Arrays) -> None:
-        """Keep a chunk's outputs."""
+        """Store a chunk's outputs."""
         stream = io.BytesIO()
         np.savez(stream, allow_pickle=False, **dict(outputs))
         write_atomically(self._part(number), stream.getvalue())
 
     def finish(self, spec: ModelSpec, names: Sequence[str]) -> None:
-        """Write the result from all parts, and remove these."""
+        """Write the result from all parts, and remove the parts."""
         parts = (self._load(number) for number in range(len(self.chunks)))
         draft = self._directory / f"result{self._output.suffix}"
         _WRITERS[self._output.suffix](draft, parts, spec, names)
@@ -274,7 +279,7 @@ class PredictionStore:
 
 
 def fingerprint(arrays: Arrays) -> str:
-    """SHA-256 of arrays' names, types, shapes and bytes."""
+    """Return the SHA-256 of arrays' names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape};".encode())
@@ -284,7 +289,7 @@ def fingerprint(arrays: Arrays) -> str:
 
 
 def records(outputs: Arrays, spec: ModelSpec, names: Sequence[str], first: int) -> Iterator[dict[str, Any]]:
-    """Each row for people: its name, the most likely label and its probability, and all outputs."""
+    """Yield a readable record of each row: its name, most likely label, its probability, and all outputs."""
     for i in range(rows_of(outputs)):
         record: dict[str, Any] = {"row": first + i, "source": names[first + i]}
         if spec.label is not None and spec.label in outputs:
@@ -322,7 +327,7 @@ def _write_csv(path: Path, parts: Iterator[Arrays], spec: ModelSpec, names: Sequ
                 flat = {key: value for key, value in record.items() if key != "outputs"}
                 for name, value in record["outputs"].items():
                     if name == spec.label and spec.labels:
-                        continue  # the label's name is there
+                        continue  # the label's name is already in the record
                     cells = np.ravel(value).tolist()
                     headings = [name] if np.ndim(value) == 0 else _headings(name, len(cells), spec)
                     flat.update(zip(headings, cells, strict=True))
@@ -345,7 +350,7 @@ _WRITERS: dict[str, Callable[[Path, Iterator[Arrays], ModelSpec, Sequence[str]],
 }
 
 
-# --- Predictions of many rows: by replicas of this machine, or by a server ---
+# --- Prediction engines: replicas on this machine, or a server ---
 
 
 Predict = Callable[[Arrays], Awaitable[dict[str, Array]]]
@@ -354,10 +359,10 @@ OnRows = Callable[[int], None]
 
 
 @asynccontextmanager
-async def replicas(opened: ServedModel, options: ServingOptions) -> AsyncIterator[Predict]:
-    """A package's own replicas, for as long as this lasts."""
+async def replicas(model: ServedModel, options: ServingOptions) -> AsyncIterator[Predict]:
+    """Run replicas of a package."""
     starter = ReplicaStarter(options.threads)
-    deployment = LocalDeployment(starter, opened, options)
+    deployment = LocalDeployment(starter, model, options)
 
     async def predict(inputs: Arrays) -> dict[str, Array]:
         try:
@@ -375,7 +380,7 @@ async def replicas(opened: ServedModel, options: ServingOptions) -> AsyncIterato
 
 @asynccontextmanager
 async def server(url: str, model: str, token_file: Path | None, connections: int) -> AsyncIterator[Predict]:
-    """A server, through so many connections."""
+    """Use a server through ``connections`` connections."""
     clients = [Client(url, token_file=token_file) for _ in range(connections)]
     free: asyncio.Queue[Client] = asyncio.Queue()
     for client in clients:
@@ -396,28 +401,28 @@ async def server(url: str, model: str, token_file: Path | None, connections: int
 
 
 async def predict_into(
-    journal: PredictionStore, arrays: Arrays, engine: Engine, concurrency: int, on_rows: OnRows
+    store: PredictionStore, arrays: Arrays, engine: Engine, concurrency: int, on_rows: OnRows
 ) -> None:
-    """Compute the chunks of a job that are missing, several at once."""
-    on_rows(sum(journal.chunks[number][1] - journal.chunks[number][0] for number in journal.done))
-    missing = iter([n for n in range(len(journal.chunks)) if n not in journal.done])
+    """Compute the missing chunks of a job, several concurrently."""
+    on_rows(sum(store.chunks[number][1] - store.chunks[number][0] for number in store.done))
+    missing = iter([n for n in range(len(store.chunks)) if n not in store.done])
     async with engine as predict, asyncio.TaskGroup() as group:
         for _ in range(concurrency):
-            group.create_task(_work(missing, journal, arrays, predict, on_rows))
+            group.create_task(_predict_chunks(missing, store, arrays, predict, on_rows))
 
 
-async def _work(
-    missing: Iterator[int], journal: PredictionStore, arrays: Arrays, predict: Predict, on_rows: OnRows
+async def _predict_chunks(
+    missing: Iterator[int], store: PredictionStore, arrays: Arrays, predict: Predict, on_rows: OnRows
 ) -> None:
     for number in missing:
-        start, stop = journal.chunks[number]
+        start, stop = store.chunks[number]
         inputs = {name: np.ascontiguousarray(array[start:stop]) for name, array in arrays.items()}
-        journal.write(number, await predict(inputs))
+        store.write(number, await predict(inputs))
         on_rows(stop - start)
 
 
 async def predict_all(arrays: Arrays, engine: Engine, chunk_rows: int, on_rows: OnRows) -> dict[str, Array]:
-    """Compute all rows and return their outputs, nothing being kept on the way."""
+    """Predict all rows and return the outputs, without storing chunks."""
     total = len(next(iter(arrays.values())))
     answers = []
     async with engine as predict:

@@ -1,4 +1,4 @@
-"""Which requests go to which replica, and when."""
+"""Batching of requests, and their distribution to replicas."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from paceline.serving.model import UNBOUNDED, Array, Arrays, ServingOptions, rows_of
 from paceline.serving.replica_process import BatchFailed, ReplicaDied
 
-# --- Why a request is not answered with a prediction, as HTTP says it ---
+# --- Failures of requests, with their HTTP status ---
 
 
 class RequestFailure(Exception):
-    """A request gets an error: a status, a sentence, and headers.
+    """A request is answered with an error.
 
     Attributes:
         status: of HTTP.
-        headers: to be sent with it.
+        headers: to send with it.
     """
 
     def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -32,156 +32,156 @@ class RequestFailure(Exception):
 
 
 class InvalidRequest(RequestFailure):
-    """The request is not what the protocol or the model's schema says."""
+    """The request does not follow the protocol or the model's schema."""
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message)
 
 
 class Overloaded(RequestFailure):
-    """More waits than may wait."""
+    """The queue is full."""
 
     def __init__(self, waiting_rows: int, retry_after_s: int) -> None:
         super().__init__(
             429,
-            f"{waiting_rows} rows wait already. Try again in {retry_after_s} s.",
+            f"the queue is full with {waiting_rows} rows. Try again in {retry_after_s} s.",
             [(b"retry-after", str(retry_after_s).encode())],
         )
 
 
 class DeadlinePassed(RequestFailure):
-    """The request's time is up."""
+    """The request's time limit has passed."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(504, f"it took longer than the {timeout_s * 1000:,.0f} ms that this request may take.")
+        super().__init__(504, f"the request was not answered within its time limit of {timeout_s * 1000:,.0f} ms.")
 
 
 class ModelFailed(RequestFailure):
-    """The model raised an error on this input alone."""
+    """The model raised an error on this input."""
 
     def __init__(self, message: str) -> None:
         super().__init__(500, f"the model failed on this input: {message}")
 
 
 class ReplicaLost(RequestFailure):
-    """Two replicas, one after the other, died while they computed this request."""
+    """Two replicas in a row died while they computed this request."""
 
     def __init__(self) -> None:
-        super().__init__(503, "the replicas that computed this request died. Others are being started.")
+        super().__init__(503, "the replicas that computed this request died. New ones are being started.")
 
 
-# --- Which requests are computed together, and by whom ---
+# --- Batching ---
 #
-# A batch never waits while a replica is idle. While all compute, requests gather; each replica may have one
-# more batch sent ahead, so that it need not wait for the server between two, and that one goes off when it is
-# full or ``max_wait`` after its first request came.
+# A batch never waits while a replica is idle. While all replicas compute, requests gather. Each replica may have
+# one more batch queued, so that it does not wait for the server between two batches; that batch is sent when it is
+# full, or ``max_wait`` after its first request arrived.
 
 
-_SPAN_S = 0.1
-SENT_AHEAD = 2  # batches a replica: the one that it computes, and the next
+_MEASUREMENT_S = 0.1
+MAX_IN_FLIGHT = 2  # batches per replica: the one that it computes, and the next
 _Shape = tuple[tuple[int, ...], ...]
 
 
 class BatchExecutor(Protocol):
-    """Who computes batches: a process of this machine, or room for one of Ray Serve's."""
+    """A process of this machine that computes batches, or a place for one of Ray Serve's replicas."""
 
     @property
     def in_flight(self) -> int:
-        """Batches that it was sent and has not answered."""
+        """The number of unanswered batches."""
         ...
 
     @property
     def gone(self) -> bool:
-        """Whether it can compute no more."""
+        """Whether it cannot compute batches any more."""
         ...
 
     async def predict(self, inputs: Arrays) -> dict[str, Array]:
         """Compute a batch.
 
         Raises:
-            BatchFailed: the model raised.
-            ReplicaDied: it is gone; the batch was not answered.
+            BatchFailed: the model raised an error.
+            ReplicaDied: the replica died without an answer.
         """
         ...
 
 
-class _Waiting:
-    """A request, or a piece of a large one."""
+class _PendingRequest:
+    """A waiting request, or a piece of a large one."""
 
-    __slots__ = ("answer", "came", "inputs", "lost_replicas", "rows", "shape")
+    __slots__ = ("answer", "arrived_at", "inputs", "lost_replicas", "rows", "shape")
 
-    def __init__(self, inputs: Arrays, came: float, answer: asyncio.Future[dict[str, Array]]) -> None:
+    def __init__(self, inputs: Arrays, arrived_at: float, answer: asyncio.Future[dict[str, Array]]) -> None:
         self.inputs = inputs
         self.rows = rows_of(inputs)
         self.shape: _Shape = tuple(array.shape[1:] for array in inputs.values())
-        self.came = came
+        self.arrived_at = arrived_at
         self.answer = answer
         self.lost_replicas = 0
 
 
 class _Speed:
-    """How long a replica takes for a row of a large batch, lately and at best.
+    """The recent and the best time of a replica for a row of a large batch.
 
     Attributes:
-        seconds_a_row: lately.
+        seconds_per_row: recent.
     """
 
     def __init__(self) -> None:
-        self.seconds_a_row = 0.001
+        self.seconds_per_row = 0.001
         self._best = math.inf
         self._seconds = 0.0
         self._rows = 0
 
     @property
-    def of_best(self) -> float:
-        """Lately, as a part of the best speed: 1, or less."""
-        return min(1.0, self._best / self.seconds_a_row)
+    def relative(self) -> float:
+        """The recent speed relative to the best: at most 1."""
+        return min(1.0, self._best / self.seconds_per_row)
 
     def note(self, seconds: float, rows: int, *, large: bool) -> None:
-        """Take in a batch. A small one: the crowd is gone; the next is met as if at the best speed."""
+        """Record a batch. A small one means that the load is gone, so the best speed is assumed next."""
         if not large:
             if not math.isinf(self._best):
-                self.seconds_a_row = self._best
+                self.seconds_per_row = self._best
             elif seconds > 0:
-                self.seconds_a_row = seconds / rows
+                self.seconds_per_row = seconds / rows
             return
-        # Clocks tick, and answers come two at a time.
+        # Average over time: clocks have limited resolution, and answers arrive in pairs.
         self._seconds += seconds
         self._rows += rows
-        if self._seconds < _SPAN_S:
+        if self._seconds < _MEASUREMENT_S:
             return
-        found = self._seconds / self._rows
+        measured = self._seconds / self._rows
         self._seconds, self._rows = 0.0, 0
-        self.seconds_a_row = found if math.isinf(self._best) else (self.seconds_a_row + found) / 2
-        # What was fast once, but never again, is forgotten.
-        self._best = min(1.0001 * self._best, self.seconds_a_row)
+        self.seconds_per_row = measured if math.isinf(self._best) else (self.seconds_per_row + measured) / 2
+        # Slowly forget a best speed that is never reached again.
+        self._best = min(1.0001 * self._best, self.seconds_per_row)
 
 
 class Batcher:
-    """Gathers the requests of a model and hands them to its replicas.
+    """A queue of a model's requests that forms batches and sends them to replicas.
 
     Attributes:
-        waiting_rows: rows that no replica has been sent yet.
+        waiting_rows: rows that were not sent to a replica yet.
     """
 
     def __init__(self, options: ServingOptions, on_batch: Callable[[int, float], None]) -> None:
-        """``on_batch`` is told the rows and seconds of each batch that was computed."""
+        """``on_batch`` is called with the rows and seconds of each computed batch."""
         self._options = options
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
-        self._queue: OrderedDict[asyncio.Future[dict[str, Array]], _Waiting] = OrderedDict()  # by answer
+        self._queue: OrderedDict[asyncio.Future[dict[str, Array]], _PendingRequest] = OrderedDict()  # by their answer
         self._replicas: list[BatchExecutor] = []
         self._running: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._speed = _Speed()
-        self._most_waiting = options.max_queue
+        self._max_waiting = options.max_queue
         self._answered_at: WeakKeyDictionary[BatchExecutor, float] = WeakKeyDictionary()
         self.waiting_rows = 0
 
     @property
     def replicas(self) -> Sequence[BatchExecutor]:
-        """Those that are ready."""
+        """The ready replicas."""
         return self._replicas
 
     def add(self, replica: BatchExecutor) -> None:
@@ -190,31 +190,31 @@ class Batcher:
         self._schedule()
 
     def remove(self, replica: BatchExecutor) -> None:
-        """Send a replica nothing more."""
+        """Send no more batches to a replica."""
         self._replicas.remove(replica)
 
     def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
-        """Ask for a prediction; cancelling the answer takes a request that still waits out of the queue.
+        """Submit a request; cancelling its answer removes it from the queue.
 
         Raises:
-            Overloaded: as many rows wait as may wait.
+            Overloaded: the queue is full.
         """
         rows = rows_of(inputs)
         self.check_room(rows)
-        largest = self._options.max_batch
-        if rows <= largest:
+        max_batch = self._options.max_batch
+        if rows <= max_batch:
             return self._enqueue(inputs)
         pieces = [
-            self._enqueue({name: array[start : start + largest] for name, array in inputs.items()})
-            for start in range(0, rows, largest)
+            self._enqueue({name: array[start : start + max_batch] for name, array in inputs.items()})
+            for start in range(0, rows, max_batch)
         ]
-        whole = asyncio.ensure_future(_joined(pieces))
-        # Cancelled before it has begun, it could not cancel them itself.
-        whole.add_done_callback(lambda _: [piece.cancel() for piece in pieces])
-        return whole
+        answer = asyncio.ensure_future(_join_answers(pieces))
+        # A task that is cancelled before it starts cannot cancel the pieces itself.
+        answer.add_done_callback(lambda _: [piece.cancel() for piece in pieces])
+        return answer
 
     def check_room(self, rows: int = 1) -> None:
-        """Refuse what would have to wait behind more than may wait.
+        """Refuse a request that does not fit into the queue.
 
         Raises:
             Overloaded: with the time after which there should be room.
@@ -224,37 +224,37 @@ class Batcher:
             raise refusal
 
     def refusal(self, rows: int = 1) -> Overloaded | None:
-        """What :meth:`check_room` raises."""
-        # An empty queue takes a request of any size: one that is larger than the queue must be answered too.
-        if not self.waiting_rows or self.waiting_rows + rows <= self._most_waiting:
+        """Return the error of :meth:`check_room`, if any."""
+        # An empty queue accepts a request of any size, since a request may be larger than the queue.
+        if not self.waiting_rows or self.waiting_rows + rows <= self._max_waiting:
             return None
-        seconds = self.waiting_rows * self._speed.seconds_a_row / max(len(self._replicas), 1)
+        seconds = self.waiting_rows * self._speed.seconds_per_row / max(len(self._replicas), 1)
         return Overloaded(self.waiting_rows, max(1, math.ceil(seconds)))
 
-    def _bound(self) -> int:
-        """``max_queue``, or fewer while batches take longer than they can: nobody must wait longer."""
-        most = self._options.max_queue
-        if most == UNBOUNDED:
-            return most
+    def _queue_limit(self) -> int:
+        """Return ``max_queue``, or less while batches are slow, so that waiting times stay bounded."""
+        limit = self._options.max_queue
+        if limit == UNBOUNDED:
+            return limit
         # Fewer than two batches would leave a replica idle.
-        return max(round(most * self._speed.of_best), min(most, 2 * self._options.max_batch))
+        return max(round(limit * self._speed.relative), min(limit, 2 * self._options.max_batch))
 
     def _enqueue(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
-        item = _Waiting(inputs, self._loop.time(), self._loop.create_future())
-        item.answer.add_done_callback(self._forget)
+        item = _PendingRequest(inputs, self._loop.time(), self._loop.create_future())
+        item.answer.add_done_callback(self._drop)
         self._queue[item.answer] = item
         self.waiting_rows += item.rows
         self._schedule()
         return item.answer
 
-    def _forget(self, answer: asyncio.Future[dict[str, Array]]) -> None:
-        # Its client has gone, or its time is up: it must not keep others out.
+    def _drop(self, answer: asyncio.Future[dict[str, Array]]) -> None:
+        # An answer that was cancelled or timed out must not occupy the queue.
         item = self._queue.pop(answer, None)
         if item is not None:
             self.waiting_rows -= item.rows
 
     def _schedule(self) -> None:
-        # Once per turn of the event loop: what arrives in the same turn is computed together.
+        # Run once per iteration of the event loop, so that requests of one iteration form a batch.
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._dispatch)
@@ -265,40 +265,40 @@ class Batcher:
             return
         alive = (replica for replica in self._replicas if not replica.gone)
         replica = min(alive, key=lambda r: r.in_flight, default=None)
-        if replica is None or replica.in_flight >= SENT_AHEAD:
+        if replica is None or replica.in_flight >= MAX_IN_FLIGHT:
             return
         if replica.in_flight and self.waiting_rows < self._options.max_batch:
             first = next(iter(self._queue.values()))
-            wait_s = first.came + self._options.max_wait_s - self._loop.time()
+            wait_s = first.arrived_at + self._options.max_wait_s - self._loop.time()
             if wait_s > 0:
-                self._wake_in(wait_s)
+                self._schedule_in(wait_s)
                 return
-        batch = self._take()
+        batch = self._take_batch()
         if not batch:
             return
-        task = self._loop.create_task(self._compute(replica, batch, crowded=bool(self._queue)))
+        task = self._loop.create_task(self._compute(replica, batch, is_crowded=bool(self._queue)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        # The task has not begun, and the replica's count must rise before the next choice.
+        # Choose again only after the task has started, which raises the replica's count of batches.
         self._loop.call_soon(self._schedule)
 
-    def _wake_in(self, seconds: float) -> None:
+    def _schedule_in(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self._schedule)
 
-    def _take(self) -> list[_Waiting]:
-        """The oldest request, and those after it of its shape, as many as a batch may hold."""
-        batch: list[_Waiting] = []
+    def _take_batch(self) -> list[_PendingRequest]:
+        """Take the oldest request, and later ones of the same shape, up to the size of a batch."""
+        batch: list[_PendingRequest] = []
         room = self._options.max_batch
         for item in self._queue.values():
             if item.answer.done():
-                continue  # cancelled in this turn of the loop; it is forgotten in the next
+                continue  # cancelled in this iteration of the loop; dropped in the next
             if batch and (item.shape != batch[0].shape or item.rows > room or item.lost_replicas):
                 continue
             batch.append(item)
             room -= item.rows
-            # What may have killed a replica is computed by itself: it must not take others with it.
+            # Compute a request that may have killed a replica alone, so that it does not affect others.
             if room == 0 or item.lost_replicas:
                 break
         for item in batch:
@@ -306,41 +306,43 @@ class Batcher:
             self.waiting_rows -= item.rows
         return batch
 
-    async def _compute(self, replica: BatchExecutor, batch: list[_Waiting], *, crowded: bool) -> None:
+    async def _compute(self, replica: BatchExecutor, batch: list[_PendingRequest], *, is_crowded: bool) -> None:
         if len(batch) == 1:
             inputs = batch[0].inputs
         else:
             inputs = {name: np.concatenate([item.inputs[name] for item in batch]) for name in batch[0].inputs}
         rows = sum(item.rows for item in batch)
-        began = self._loop.time()
+        start = self._loop.time()
         try:
             outputs = await replica.predict(inputs)
             _check_rows(outputs, rows)
         except BatchFailed as error:
-            await self._compute_apart(replica, batch, error)
+            await self._compute_separately(replica, batch, error)
         except ReplicaDied as died:
-            self._return(batch, lost=died.computing)
+            self._requeue(batch, lost=died.computing)
         else:
             _answer(batch, outputs)
             now = self._loop.time()
-            self._on_batch(rows, now - began)
-            # What was sent ahead has waited for the batch before it.
-            seconds = now - max(began, self._answered_at.get(replica, 0.0))
+            self._on_batch(rows, now - start)
+            # A batch that was sent ahead has waited for the previous one.
+            seconds = now - max(start, self._answered_at.get(replica, 0.0))
             self._answered_at[replica] = now
-            self._speed.note(seconds, rows, large=crowded or 2 * rows >= self._options.max_batch)
-            self._most_waiting = self._bound()
+            self._speed.note(seconds, rows, large=is_crowded or 2 * rows >= self._options.max_batch)
+            self._max_waiting = self._queue_limit()
         self._schedule()
 
-    async def _compute_apart(self, replica: BatchExecutor, batch: list[_Waiting], error: BatchFailed) -> None:
-        """One request that the model cannot compute must not fail the others of its batch."""
+    async def _compute_separately(
+        self, replica: BatchExecutor, batch: list[_PendingRequest], error: BatchFailed
+    ) -> None:
+        """Compute each request alone, so that only the one that the model cannot compute fails."""
         if len(batch) == 1:
             _fail(batch[0], ModelFailed(str(error)))
             return
         for item in batch:
-            await self._compute(replica, [item], crowded=False)
+            await self._compute(replica, [item], is_crowded=False)
 
-    def _return(self, batch: list[_Waiting], *, lost: bool) -> None:
-        """Its replica died: each request is tried again before all others, but once only if it may be why."""
+    def _requeue(self, batch: list[_PendingRequest], *, lost: bool) -> None:
+        """Put a dead replica's requests first in the queue; each that may be the cause is repeated only once."""
         for item in reversed(batch):
             item.lost_replicas += lost
             if item.lost_replicas > 1:
@@ -351,7 +353,7 @@ class Batcher:
                 self.waiting_rows += item.rows
 
     async def finish(self) -> None:
-        """Wait until everything that was asked is answered."""
+        """Wait until all accepted requests are answered."""
         while self._queue or self._running:
             if self._running:
                 await asyncio.wait(self._running, timeout=0.05)
@@ -363,23 +365,23 @@ class Batcher:
 def _check_rows(outputs: Arrays, rows: int) -> None:
     for name, array in outputs.items():
         if array.ndim == 0 or array.shape[0] != rows:
-            raise BatchFailed(f"its output {name} has the shape {array.shape} for {rows} rows")
+            raise BatchFailed(f"the output {name} has the shape {array.shape} for {rows} rows")
 
 
-def _answer(batch: Sequence[_Waiting], outputs: dict[str, Array]) -> None:
-    at = 0
+def _answer(batch: Sequence[_PendingRequest], outputs: dict[str, Array]) -> None:
+    start = 0
     for item in batch:
         if not item.answer.done():
-            item.answer.set_result({name: array[at : at + item.rows] for name, array in outputs.items()})
-        at += item.rows
+            item.answer.set_result({name: array[start : start + item.rows] for name, array in outputs.items()})
+        start += item.rows
 
 
-def _fail(item: _Waiting, failure: RequestFailure) -> None:
+def _fail(item: _PendingRequest, failure: RequestFailure) -> None:
     if not item.answer.done():
         item.answer.set_exception(failure)
 
 
-async def _joined(pieces: Sequence[asyncio.Future[dict[str, Array]]]) -> dict[str, Array]:
-    """The answers of a large request's pieces, one after another."""
+async def _join_answers(pieces: Sequence[asyncio.Future[dict[str, Array]]]) -> dict[str, Array]:
+    """Concatenate the answers of a large request's pieces."""
     answers = await asyncio.gather(*pieces)
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

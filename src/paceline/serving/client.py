@@ -1,4 +1,4 @@
-"""A client of the Open Inference Protocol v2: this package's server, or another's."""
+"""A client of the Open Inference Protocol v2, for this package's server and others."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paceline.core.inference import TensorSpec
 from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec, rows_of
 
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
-_PATIENCE_S = 30.0  # with a server that says 429
+_MAX_RETRY_S = 30.0  # for a server that answers 429
 
 
 class Client:
-    """One connection to a server; a context manager."""
+    """A connection to a server; a context manager."""
 
     def __init__(self, url: str, *, token_file: Path | None = None, timeout_s: float = 60.0) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"a server's address is like http://127.0.0.1:8000, not {url!r}.")
+            raise ConfigError(f"a server's address must be like http://127.0.0.1:8000, but is {url!r}.")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._url = url
         self._base = parts.path.rstrip("/")
@@ -45,26 +45,26 @@ class Client:
         self._connection.close()
 
     def models(self) -> list[str]:
-        """The names of the server's models."""
+        """Return the names of the server's models."""
         names: list[str] = self._json("GET", "/v2/models")["models"]
         return names
 
     def choose(self, model: str | None) -> str:
-        """``model``, or the server's only one.
+        """Return ``model``, or the server's only model.
 
         Raises:
-            ConfigError: it has no such model, or several and none was named.
+            ConfigError: the server does not have the model, or has several and none was named.
         """
         names = self.models()
         if model is None and len(names) == 1:
             return names[0]
         if model not in names:
-            asked = "has several models" if model is None else f"has no model {model!r}"
-            raise ConfigError(f"{self._url} {asked}: say --model with one of {', '.join(names)}.")
+            problem = "has several models" if model is None else f"has no model {model!r}"
+            raise ConfigError(f"{self._url} {problem}: give --model with one of {', '.join(names)}.")
         return model
 
     def spec(self, model: str) -> ModelSpec:
-        """What the server says of a model."""
+        """Return a model's inputs, outputs and labels."""
         record = self._json("GET", f"/v2/models/{quote(model)}")
         tensors = {
             side: {
@@ -88,27 +88,27 @@ class Client:
         )
 
     def infer(self, model: str, inputs: Arrays) -> dict[str, Array]:
-        """Predict a batch, with binary tensors both ways; waits where the server says 429."""
+        """Predict a batch with binary tensors in both directions; wait and retry on 429."""
         body, json_length = encode_binary(inputs)
         headers = {
             "Inference-Header-Content-Length": str(json_length),
             "Content-Type": "application/octet-stream",
         }
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _MAX_RETRY_S
         while True:
-            status, answered, content = self._ask("POST", f"/v2/models/{quote(model)}/infer", body, headers)
+            status, answer_headers, content = self._request("POST", f"/v2/models/{quote(model)}/infer", body, headers)
             if status != 429 or time.monotonic() > deadline:
                 break
-            time.sleep(float(answered.get("retry-after", "1")))
+            time.sleep(float(answer_headers.get("retry-after", "1")))
         if status != 200:
             raise self._failure(status, content)
-        outputs = decode_response(content, answered.get("inference-header-content-length"))
+        outputs = decode_response(content, answer_headers.get("inference-header-content-length"))
         if any(array.shape[0] != rows_of(inputs) for array in outputs.values()):
-            raise ServingError(f"{self._url} answered with another number of rows than it was asked for.")
+            raise ServingError(f"{self._url} answered with a different number of rows than requested.")
         return outputs
 
     def swap(self, package: str, model: str | None) -> dict[str, Any]:
-        """Let the server serve another package instead of the one that it has."""
+        """Replace the package that the server serves."""
         name = self.choose(model)
         body = json.dumps({"parameters": {"package": package}}).encode()
         headers = {"Content-Type": "application/json"}
@@ -117,7 +117,7 @@ class Client:
     def _json(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        status, _, content = self._ask(method, path, body, headers or {})
+        status, _, content = self._request(method, path, body, headers or {})
         if status != 200:
             raise self._failure(status, content)
         try:
@@ -125,10 +125,10 @@ class Client:
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise ServingError(f"{self._url} does not answer as the Open Inference Protocol v2 says.")
+            raise ServingError(f"{self._url} does not follow the Open Inference Protocol v2.")
         return document
 
-    def _ask(
+    def _request(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
         try:
@@ -136,22 +136,22 @@ class Client:
             if self._connection.sock is not None:
                 self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             response = self._connection.getresponse()
-            answered = {name.lower(): value for name, value in response.getheaders()}
-            return response.status, answered, response.read()
+            answer_headers = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, answer_headers, response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise ServingError(f"{self._url} cannot be asked: {str(error) or type(error).__name__}.") from error
+            raise ServingError(f"{self._url} cannot be reached: {str(error) or type(error).__name__}.") from error
 
     def _failure(self, status: int, content: bytes) -> ServingError:
         try:
-            said = json.loads(content)["error"]
+            message = json.loads(content)["error"]
         except (ValueError, KeyError, TypeError):
-            said = content[:200].decode("utf-8", "replace")
-        return ServingError(f"{self._url} says {status}: {said}")
+            message = content[:200].decode("utf-8", "replace")
+        return ServingError(f"{self._url} answered {status}: {message}")
 
 
 def encode_binary(inputs: Arrays) -> tuple[bytes, int]:
-    """A request's body with binary tensors both ways, and how long its JSON is."""
+    """Return a request's body with binary tensors in both directions, and the length of its JSON."""
     entries, contents = [], []
     for name, array in inputs.items():
         content = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -169,23 +169,23 @@ def encode_binary(inputs: Arrays) -> tuple[bytes, int]:
 
 
 def decode_response(content: bytes, json_length: str | None) -> dict[str, Array]:
-    """The outputs of an answer, in JSON or binary.
+    """Return the outputs of an answer in JSON or binary.
 
     Raises:
-        ServingError: it is not what the protocol says.
+        ServingError: it does not follow the protocol.
     """
     try:
-        at = len(content) if json_length is None else int(json_length)
+        offset = len(content) if json_length is None else int(json_length)
         outputs: dict[str, Array] = {}
-        for entry in json.loads(content[:at])["outputs"]:
+        for entry in json.loads(content[:offset])["outputs"]:
             dtype = np.dtype(_DTYPES[entry["datatype"]])
             size = entry.get("parameters", {}).get("binary_data_size")
             if size is None:
                 flat = np.asarray([np.nan if x is None else x for x in entry["data"]], dtype)
             else:
-                flat = np.frombuffer(content[at : at + size], dtype.newbyteorder("<")).astype(dtype)
-                at += size
+                flat = np.frombuffer(content[offset : offset + size], dtype.newbyteorder("<")).astype(dtype)
+                offset += size
             outputs[entry["name"]] = flat.reshape(entry["shape"])
         return outputs
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ServingError(f"the answer is not what the Open Inference Protocol v2 says: {error}") from error
+        raise ServingError(f"the answer does not follow the Open Inference Protocol v2: {error}") from error

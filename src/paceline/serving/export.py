@@ -1,4 +1,4 @@
-"""From a trained run to a package."""
+"""Export of a trained run as a package."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from paceline.runs.checkpoint_state import model_sha256
 from paceline.runs.package import Package, trust, verify_package
 from paceline.runs.package_manifest import FormatDifference, PackageManifest, Provenance, plain_name
 from paceline.runs.package_registry import LATEST, PackageReference, Registry
-from paceline.serving.equivalence import OnProgress, batch_inputs, compare, layer_at_fault, problem_of
+from paceline.serving.equivalence import OnProgress, batch_inputs, compare, find_faulty_layer, problem_of
 from paceline.serving.formats import (
     PROGRAM_FILES,
     Compute,
     Quantization,
     capture,
-    layer_alone,
     load_onnx,
     load_pt2,
     load_weights,
     quantize,
     require_onnx,
+    run_layer,
     save_onnx,
     save_pt2,
     weights_bytes,
@@ -52,21 +52,21 @@ from paceline.serving.trained_source import (
     source_sha256,
 )
 
-# --- The model card: what a person reads of a package first ---
+# --- The model card ---
 
 
-_SHOWN_ELSEWHERE = (INTERVALS, PACKAGE_METRICS, EVALUATION)
+_NOT_IN_TABLE = (INTERVALS, PACKAGE_METRICS, EVALUATION)
 
 
 def model_card(manifest: PackageManifest, task: Task) -> str:
-    """A page of Markdown, from what the manifest says and the task's docstring.
+    """Return a page of Markdown from the manifest and the task's docstring.
 
-    The parts follow Mitchell et al., "Model Cards for Model Reporting" (https://arxiv.org/abs/1810.03993);
-    the metadata before them, Hugging Face's (https://huggingface.co/docs/hub/model-cards).
+    The sections follow Mitchell et al., "Model Cards for Model Reporting" (https://arxiv.org/abs/1810.03993);
+    the metadata at the top, Hugging Face's model cards (https://huggingface.co/docs/hub/model-cards).
     """
     origin = manifest.provenance
     summary = (inspect.getdoc(type(task)) or "").partition("\n")[0].strip()
-    if summary.startswith(f"{type(task).__name__}("):  # what dataclass writes where there is none
+    if summary.startswith(f"{type(task).__name__}("):  # dataclass's default docstring
         summary = ""
     split = origin.data.get("compared_split", "test")
     parts = [
@@ -90,7 +90,7 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
         "## Evaluation",
         f"The trained model on the {split} split:",
         _metrics(manifest),
-        "What is in this package, against the trained model, on the same samples:",
+        "The formats of this package, compared with the trained model on the same samples:",
         _table(
             ("format", "largest difference of an output", "equal labels", "samples"),
             [
@@ -106,12 +106,12 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
     ]
     if manifest.quantization is not None:
         parts.append(
-            f"Weights are kept as {manifest.quantization}, and widened where they are used. The "
-            "package's own metrics are those of these weights."
+            f"Weights are stored as {manifest.quantization} and converted to float where they are used. The "
+            "package's own metrics are those of the quantized weights."
         )
     parts += ["## Use", _use(manifest)]
     parts += [
-        "## Where it comes from",
+        "## Provenance",
         _table(
             ("", ""),
             [
@@ -123,7 +123,7 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
                 *(
                     (f"data: {name}", str(value))
                     for name, value in sorted(origin.data.items())
-                    if name not in _SHOWN_ELSEWHERE
+                    if name not in _NOT_IN_TABLE
                 ),
                 *((name, version) for name, version in sorted(origin.versions.items())),
             ],
@@ -138,7 +138,7 @@ def model_card(manifest: PackageManifest, task: Task) -> str:
 
 
 def _metadata(manifest: PackageManifest) -> str:
-    """Before the text, between lines of dashes; every text is in quotes, as JSON's are YAML's too."""
+    """Return the YAML front matter; every text is quoted as in JSON, which is valid YAML."""
     origin = manifest.provenance
     dataset = json.dumps(origin.task.rpartition(":")[2] or origin.task)
     lines = ["---", "library_name: paceline", f"tags: {json.dumps(['paceline', *manifest.programs])}"]
@@ -161,9 +161,9 @@ def _metadata(manifest: PackageManifest) -> str:
 
 
 def _own_metrics(manifest: PackageManifest) -> Mapping[str, float]:
-    """Of the weights as they are in the package."""
-    found: Mapping[str, float] = manifest.provenance.data.get(PACKAGE_METRICS, manifest.metrics)
-    return found
+    """Return the metrics of the package's weights, which may be quantized."""
+    own_metrics: Mapping[str, float] = manifest.provenance.data.get(PACKAGE_METRICS, manifest.metrics)
+    return own_metrics
 
 
 def _metrics(manifest: PackageManifest) -> str:
@@ -171,9 +171,9 @@ def _metrics(manifest: PackageManifest) -> str:
     quantized = own is not manifest.metrics
     rows = []
     for name, value in sorted(manifest.metrics.items()):
-        found = intervals.get(name)
-        between = f"{found['low']:.4g} to {found['high']:.4g} ({found['method']})" if found else ""
-        rows.append((name, f"{value:.6g}", between, *([f"{own[name]:.6g}"] if quantized else [])))
+        interval = intervals.get(name)
+        interval_text = f"{interval['low']:.4g} to {interval['high']:.4g} ({interval['method']})" if interval else ""
+        rows.append((name, f"{value:.6g}", interval_text, *([f"{own[name]:.6g}"] if quantized else [])))
     return _table(("metric", "value", "95 % interval", *(["this package's"] if quantized else [])), rows)
 
 
@@ -204,10 +204,9 @@ def _limits(manifest: PackageManifest) -> str:
     samples = max((difference.samples for difference in manifest.differences.values()), default=0)
     split = manifest.provenance.data.get("compared_split", "test")
     return (
-        f"The numbers hold for data like the {samples:,} samples of the {split} split, and for nothing else: "
-        "not for other sources, and not for each group among them. An interval says how much they would vary "
-        "with other samples of that kind, and not with another training. Who deploys the model answers for "
-        "what it is used for."
+        f"The metrics hold only for data like the {samples:,} samples of the {split} split: not for other sources, "
+        "and not for each group among the samples. An interval describes the variation over other samples of the same "
+        "kind, and not over other trainings. Whoever deploys the model is responsible for its use."
     )
 
 
@@ -220,7 +219,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-# --- One export: from a run's checkpoint to a package in the registry, refused where a format computes else
+# --- Export from a run's checkpoint to a package in the registry, refused if a format computes something else
 
 
 WEIGHTS = "weights.safetensors"
@@ -230,16 +229,16 @@ FORMATS = ("safetensors", "pt2", "onnx")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What is to be exported, and how.
+    """The settings of an export.
 
     Attributes:
         run: the run's directory.
-        checkpoint: "best", "last", a step, or None for the best where there is one.
+        checkpoint: "best", "last", a step, or None for the best, if any, else the last.
         formats: of "safetensors", "pt2", "onnx"; the weights are always exported.
         quantization: "int8", "bf16" or None.
-        name: of the package; None follows from the task's.
-        tag: that means the package from now on.
-        tolerance: what outputs may differ by; None is by quantization.
+        name: of the package; by default derived from the task's.
+        tag: to point at the package.
+        tolerance: largest difference of outputs; the default depends on the quantization.
     """
 
     run: Path
@@ -257,17 +256,17 @@ def export(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[Package, PackageReference]:
-    """Export a run's model into a registry; nothing is left there where it is refused.
+    """Export a run's model into a registry, or change nothing there if the export fails.
 
     Args:
-        request: what is asked for.
-        registry: takes the package.
-        on_stage: told what begins.
-        on_progress: told how many samples are compared, of how many.
+        request: the settings.
+        registry: receives the package.
+        on_stage: called with the name of each stage.
+        on_progress: called with the number of compared samples and the total.
 
     Raises:
         UserError: run, checkpoint, task or options cannot work.
-        ExportError: a format cannot be written, or computes something else than the trained model.
+        ExportError: a format cannot be written, or does not compute the same as the trained model.
     """
     if unknown := set(request.formats) - set(FORMATS):
         raise ConfigError(f"--format must be of {', '.join(FORMATS)}, but is {min(unknown)!r}.")
@@ -282,9 +281,9 @@ def export(
     with open_source(request.run, request.checkpoint) as source, registry.draft() as draft:
         reference = PackageReference(request.name or default_name(source), request.tag)
         on_stage(f"evaluating {source.split}")
-        measured = source.measure()
+        metrics = source.measure()
         weights = _write_weights(source, request.quantization, draft)
-        model, reloaded = _reloaded(source, weights, request.quantization)
+        model, reloaded = _reload(source, weights, request.quantization)
         computes = {
             "safetensors": _as_compute(reloaded),
             **_write_programs(source, reloaded, request.formats, draft, on_stage),
@@ -294,22 +293,22 @@ def export(
         for kind, (difference, scale) in compared.items():
             problem = problem_of(difference, scale, request.quantization, request.tolerance)
             if problem is not None:
-                raise _refusal(source, reloaded, kind, problem, request)
+                raise _export_error(source, reloaded, kind, problem, request)
         differences = {kind: difference for kind, (difference, _) in compared.items()}
-        data = {**source.data, INTERVALS: _intervals(measured)}
+        data = {**source.data, INTERVALS: _intervals(metrics)}
         if request.quantization is not None:
             on_stage(f"evaluating {source.split}, {request.quantization}")
             data[PACKAGE_METRICS] = _finite(source.measure(model))
-        manifest = _manifest(source, request, reference.name, _finite(measured), differences, data, draft)
+        manifest = _manifest(source, request, reference.name, _finite(metrics), differences, data, draft)
         registry.commit(draft, manifest)
-    # What this user exported here may run here.
+    # A package that this user exported is trusted on this machine.
     trust(manifest.digest)
     registry.put_tag(reference, manifest.digest)
     return verify_package(registry.path_of(manifest.digest)), reference
 
 
 def default_name(source: TrainedSource) -> str:
-    """A recipe's own name, or the task's class in small letters."""
+    """Return a built-in task's own name, or the task's class in lower case."""
     spec = source.spec.rpartition(":")[2] or source.spec
     letters = (c if c.isalnum() and c.isascii() else "-" for c in spec.lower())
     return "".join(letters).strip("-")[:64].strip("-") or "model"
@@ -325,10 +324,10 @@ def _write_weights(source: TrainedSource, quantization: Quantization | None, dra
     return content
 
 
-def _reloaded(
+def _reload(
     source: TrainedSource, weights: bytes, quantization: Quantization | None
 ) -> tuple[nn.Module, InferenceSignature]:
-    """Model and function as somebody gets them who has the weights and the task."""
+    """Build the model and its inference signature from the stored weights and the task."""
     model = source.task.build_model().eval().requires_grad_(False)
     load_weights(model, weights, quantization)
     return model, inference_of(source.task, model)
@@ -350,9 +349,9 @@ def _write_programs(
     draft: Path,
     on_stage: Callable[[str], None],
 ) -> dict[str, Compute]:
-    """Write the programs that were asked for; each as it is read back from its file."""
-    wanted = [kind for kind in PROGRAM_FILES if kind in formats]
-    if not wanted:
+    """Write the requested programs, and return each as read back from its file."""
+    kinds = [kind for kind in PROGRAM_FILES if kind in formats]
+    if not kinds:
         return {}
     on_stage("tracing")
     batches = source.batches()
@@ -362,7 +361,7 @@ def _write_programs(
         batches.close()
     program = capture(reloaded, batch_inputs(source, batch.batch))
     computes: dict[str, Compute] = {}
-    for kind in wanted:
+    for kind in kinds:
         on_stage(f"writing {kind}")
         path = draft / PROGRAM_FILES[kind]
         if kind == "pt2":
@@ -370,34 +369,34 @@ def _write_programs(
             computes[kind] = load_pt2(path.read_bytes())
         else:
             save_onnx(program, list(reloaded.inputs), list(reloaded.outputs), path)
-            beside = {p.name: p.read_bytes() for p in draft.glob(f"{path.name}.*")}
-            computes[kind] = load_onnx(path.read_bytes(), list(reloaded.outputs), beside)
+            external_weights = {p.name: p.read_bytes() for p in draft.glob(f"{path.name}.*")}
+            computes[kind] = load_onnx(path.read_bytes(), list(reloaded.outputs), external_weights)
     return computes
 
 
-def _refusal(
+def _export_error(
     source: TrainedSource, reloaded: InferenceSignature, kind: str, problem: str, request: ExportRequest
 ) -> ExportError:
     quantization = request.quantization
-    layer = layer_at_fault(
+    layer = find_faulty_layer(
         source,
-        lambda name, given: layer_alone(reloaded.module.get_submodule(name), kind, given),
+        lambda name, inputs: run_layer(reloaded.module.get_submodule(name), kind, inputs),
         quantization,
         request.tolerance,
     )
     where = layer or (
-        "no layer differs by itself, so it is what lies between them, or the function gives something else each time"
+        "no layer differs on its own, so the cause is between the layers, or the function is not deterministic"
     )
     advice = (
-        "Leave --quantize out, or take bf16"
+        "Leave --quantize out, or use bf16"
         if quantization == "int8"
         else "Leave --quantize out"
         if quantization
-        else "A layer must depend on its inputs and its state_dict only: no random numbers, no counters in Python"
+        else "A layer must depend only on its inputs and its state_dict, not on random numbers or counters in Python"
     )
     return ExportError(
-        f"the {kind} export computes something else than the trained model on the {source.split} split: "
-        f"{problem}; {where}. {advice}; or say with --tolerance what may differ. Nothing was exported."
+        f"the {kind} export does not compute the same as the trained model on the {source.split} split: "
+        f"{problem}; {where}. {advice}; or allow the difference with --tolerance. Nothing was exported."
     )
 
 
@@ -432,15 +431,15 @@ def _manifest(
     return replace(manifest, files=files)
 
 
-def _finite(measured: Mapping[str, Estimate]) -> dict[str, float]:
-    return {name: found.value for name, found in measured.items() if abs(found.value) < 1e300}
+def _finite(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in estimates.items() if abs(estimate.value) < 1e300}
 
 
-def _intervals(measured: Mapping[str, Estimate]) -> dict[str, Any]:
+def _intervals(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     return {
-        name: {"low": found.low, "high": found.high, "method": found.method}
-        for name, found in measured.items()
-        if found.low is not None and found.high is not None and abs(found.high) + abs(found.low) < 1e300
+        name: {"low": estimate.low, "high": estimate.high, "method": estimate.method}
+        for name, estimate in estimates.items()
+        if estimate.low is not None and estimate.high is not None and abs(estimate.high) + abs(estimate.low) < 1e300
     }
 
 

@@ -1,4 +1,4 @@
-"""The formats of a package: programs, quantized weights, and the way back to a function."""
+"""The formats of a package: programs and quantized weights, and loading them again."""
 
 from __future__ import annotations
 
@@ -25,106 +25,101 @@ from paceline.runs.package import Package, read_trusted
 from paceline.runs.rank_log import silence_logger_and_warnings
 from paceline.serving.trained_source import inference_of
 
-# --- Smaller weights: int8 or bfloat16 in the file, float32 where they are used ---
+# --- Quantized weights: int8 or bfloat16 in the file, float32 where they are used ---
 #
-# Each weight matrix is kept in the small type and widened in the forward, by plain tensor operations. So
-# every format holds it, and every runtime computes it; activations and biases stay as they are.
+# Each weight matrix is stored in the small type and converted in the forward by plain tensor operations, so
+# every format can hold it and every runtime can compute it. Activations and biases are not quantized.
 
 
 Quantization = Literal["int8", "bf16"]
 
-_LARGEST = 127
-_TINY = 1e-12  # a row of zeros has no scale
+_MAX_INT8 = 127
+_MIN_SCALE = 1e-12  # for rows of zeros
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROWS_FIRST = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
+_CHANNEL_FIRST = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
 
 
 class Int8(nn.Module):
-    """Symmetric int8 with one scale for each output channel, or each row of an embedding.
-
-    Args:
-        channel: the dimension of the channels.
-    """
+    """Symmetric int8 with one scale per output channel, or per row of an embedding; ``channel`` is its dimension."""
 
     def __init__(self, channel: int) -> None:
         super().__init__()
         self._channel = channel
 
     def forward(self, integers: Tensor, scale: Tensor) -> Tensor:
-        """int8 and a scale that broadcasts -> the weight, float."""
+        """Return the weight of int8 values and a scale that broadcasts."""
         return integers.to(scale.dtype) * scale
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """A weight -> integers from -127 to 127, and their scale."""
-        others = [dim for dim in range(weight.dim()) if dim != self._channel]
-        scale = weight.abs().amax(dim=others, keepdim=True).clamp_min(_TINY) / _LARGEST
-        return (weight / scale).round().clamp(-_LARGEST, _LARGEST).to(torch.int8), scale
+        """Return a weight's integers from -127 to 127, and their scale."""
+        other_dims = [dim for dim in range(weight.dim()) if dim != self._channel]
+        scale = weight.abs().amax(dim=other_dims, keepdim=True).clamp_min(_MIN_SCALE) / _MAX_INT8
+        return (weight / scale).round().clamp(-_MAX_INT8, _MAX_INT8).to(torch.int8), scale
 
 
 class Bfloat16(nn.Module):
-    """The same number with 8 bits for its digits."""
+    """Weights rounded to bfloat16."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
 
     def forward(self, short: Tensor) -> Tensor:
-        """bfloat16 -> the weight's own type."""
+        """Convert bfloat16 to the weight's own type."""
         return short.to(self._dtype)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
-        """A weight, rounded to the nearest."""
-        return (weight.to(torch.bfloat16),)  # alone, it would have to be of the weight's type
+        """Round a weight to the nearest bfloat16."""
+        return (weight.to(torch.bfloat16),)  # a single tensor would need the weight's type
 
 
 def quantize(model: nn.Module, quantization: Quantization) -> int:
-    """Keep the weights of linear layers, convolutions and embeddings in the small type; returns how many.
+    """Quantize the weights of linear layers, convolutions and embeddings; return the number of weights.
 
-    The model computes with the rounded weights from then on. It must not need gradients.
+    From then on the model computes with the rounded weights. It must not need gradients.
 
     Raises:
-        ExportError: it has no such layer.
+        ExportError: the model has no such layer.
     """
-    changed = 0
+    num_quantized = 0
     for module in list(model.modules()):
-        if not isinstance(module, (*_ROWS_FIRST, *_TRANSPOSED)) or not module.weight.is_floating_point():
+        if not isinstance(module, (*_CHANNEL_FIRST, *_TRANSPOSED)) or not module.weight.is_floating_point():
             continue
         if parametrize.is_parametrized(module, "weight"):
             continue
-        small = (
+        parametrization = (
             Int8(1 if isinstance(module, _TRANSPOSED) else 0)
             if quantization == "int8"
             else Bfloat16(module.weight.dtype)
         )
-        parametrize.register_parametrization(module, "weight", small, unsafe=True)
-        changed += 1
-    if not changed:
+        parametrize.register_parametrization(module, "weight", parametrization, unsafe=True)
+        num_quantized += 1
+    if not num_quantized:
         raise ExportError(
-            f"--quantize {quantization}: the model has no linear layer, convolution or embedding to "
-            "make smaller. "
+            f"--quantize {quantization}: the model has no linear layer, convolution or embedding to quantize. "
             "Leave --quantize out."
         )
-    return changed
+    return num_quantized
 
 
-# --- What runs without the task's code: written by torch.export and torch.onnx, and read back ---
+# --- Programs that run without the task's code, written by torch.export and torch.onnx ---
 
 
 Compute = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
-"""A format of the model: inputs in their order -> outputs by name."""
+"""A format of the model: inputs in order -> outputs by name."""
 
 PROGRAM_FILES = {"pt2": "program.pt2", "onnx": "model.onnx"}
-_TORCHS_EXPORTERS = "torch.onnx"
-_EXAMPLE_SAMPLES = 2  # torch.export takes a size of 1 for a constant
+_EXPORT_LOGGER = "torch.onnx"
+_EXAMPLE_SAMPLES = 2  # torch.export treats a size of 1 as a constant
 
 
 def capture(inference: InferenceSignature, inputs: Sequence[Tensor]) -> ExportedProgram:
-    """Trace the function for any batch size, and any size where a shape says None.
+    """Trace the module for any batch size, and any size where a shape has None.
 
     Args:
-        inference: what is traced.
-        inputs: a batch of at least two samples; its values do not get into the program.
+        inference: the signature with the module.
+        inputs: a batch of at least two samples, whose values do not become part of the program.
 
     Raises:
         ExportError: torch.export cannot trace it; says where.
@@ -133,38 +128,38 @@ def capture(inference: InferenceSignature, inputs: Sequence[Tensor]) -> Exported
     batch = Dim("batch")
     for spec, tensor in zip(inference.inputs.values(), inputs, strict=True):
         example.append(torch.zeros_like(tensor[:_EXAMPLE_SAMPLES]))
-        # DYNAMIC, and not a name of its own: the lengths of tokens and of their mask may have to be equal.
+        # DYNAMIC without a name, since the lengths of tokens and of their mask may have to be equal.
         open_sizes = {d: Dim.DYNAMIC for d, size in enumerate(spec.shape, 1) if size is None}
         dynamic.append({0: batch, **open_sizes})
     return trace(inference.module, tuple(example), tuple(dynamic))
 
 
 def trace(module: nn.Module, example: tuple[Any, ...], dynamic: Any = None) -> ExportedProgram:
-    """``torch.export.export``, whose errors say what to do.
+    """Call ``torch.export.export``, with errors that say what to do.
 
     Raises:
-        ExportError: it cannot trace the module.
+        ExportError: the module cannot be traced.
     """
     try:
-        with silence_logger_and_warnings(_TORCHS_EXPORTERS), torch.no_grad():
+        with silence_logger_and_warnings(_EXPORT_LOGGER), torch.no_grad():
             return torch.export.export(module, example, dynamic_shapes=dynamic)
     except Exception as error:
         raise ExportError(
             f"torch.export cannot trace {type(module).__name__}: {_first_lines(error)}\n"
-            "A program takes tensor operations only: no branches on values, and no sizes fixed by the batch. "
+            "A program can contain tensor operations only: no branches on values, and no sizes fixed by the batch. "
             "--format safetensors exports the weights alone, which run with the task's code."
         ) from error
 
 
 def save_pt2(program: ExportedProgram, path: Path) -> None:
-    """Write a program as torch does."""
-    with silence_logger_and_warnings(_TORCHS_EXPORTERS):
+    """Write a program with ``torch.export.save``."""
+    with silence_logger_and_warnings(_EXPORT_LOGGER):
         torch.export.save(program, path)
 
 
 def load_pt2(content: bytes) -> Compute:
-    """The function in a pt2 file; loading it may run any code, so its origin must be trusted."""
-    with silence_logger_and_warnings(_TORCHS_EXPORTERS):
+    """Load the function of a pt2 file; this may run any code, so the file must be trusted."""
+    with silence_logger_and_warnings(_EXPORT_LOGGER):
         module = torch.export.load(io.BytesIO(content)).module()
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
@@ -176,7 +171,7 @@ def load_pt2(content: bytes) -> Compute:
 
 
 def require_onnx() -> None:
-    """Before hours are spent.
+    """Check that ONNX can be exported, before a long evaluation.
 
     Raises:
         ExportError: a package is missing; says how to install it.
@@ -192,13 +187,13 @@ def require_onnx() -> None:
 
 
 def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], path: Path) -> None:
-    """Write a program as ONNX; weights of more than 2 GB go into a file beside it.
+    """Write a program as ONNX, with weights of more than 2 GB in a separate file.
 
     Raises:
         ExportError: an operation has no ONNX form; names it.
     """
     try:
-        with silence_logger_and_warnings(_TORCHS_EXPORTERS):
+        with silence_logger_and_warnings(_EXPORT_LOGGER):
             converted = torch.onnx.export(
                 program, dynamo=True, input_names=list(inputs), output_names=list(outputs), verbose=False
             )
@@ -207,58 +202,60 @@ def save_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence
     except Exception as error:
         raise ExportError(
             f"--format onnx: torch.onnx cannot write this model: {_first_lines(error)}\n"
-            "Leave onnx out of --format; pt2 takes every torch operation."
+            "Leave onnx out of --format; pt2 supports every torch operation."
         ) from error
 
 
-def load_onnx(content: bytes, outputs: Sequence[str], beside: Mapping[str, bytes] = MappingProxyType({})) -> Compute:
-    """The function of an ONNX model, by onnxruntime on the CPU.
+def load_onnx(
+    content: bytes, outputs: Sequence[str], external_weights: Mapping[str, bytes] = MappingProxyType({})
+) -> Compute:
+    """Load the function of an ONNX model, run by onnxruntime on the CPU.
 
     Args:
         content: the model.
-        outputs: their names, in their order.
-        beside: file name -> content of the weights that the model does not hold itself.
+        outputs: their names, in order.
+        external_weights: file name -> content of the weights that are not in the model.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    if beside:
-        contents = list(beside.values())
-        options.add_external_initializers_from_files_in_memory(list(beside), contents, [len(each) for each in contents])
+    if external_weights:
+        contents = list(external_weights.values())
+        options.add_external_initializers_from_files_in_memory(
+            list(external_weights), contents, [len(content_of_file) for content_of_file in contents]
+        )
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
-    held = (session, beside)  # it may look into these for as long as it lives
+    names = [model_input.name for model_input in session.get_inputs()]
+    references = (session, external_weights)  # keep alive what the session uses
 
     def compute(inputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
         arrays = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
-        return dict(zip(outputs, map(torch.from_numpy, held[0].run(None, arrays)), strict=True))
+        return dict(zip(outputs, map(torch.from_numpy, references[0].run(None, arrays)), strict=True))
 
     return compute
 
 
-def layer_alone(layer: nn.Module, kind: str, given: tuple[Any, ...]) -> Tensor:
-    """One layer's output in a format.
+def run_layer(layer: nn.Module, kind: str, arguments: tuple[Any, ...]) -> Tensor:
+    """Return one layer's output in a format.
 
     Raises:
-        ExportError: it cannot be written in that format by itself.
+        ExportError: the layer alone cannot be written in that format.
     """
     if kind == "safetensors":
         with torch.no_grad():
-            return cast(Tensor, layer(*given))
-    program = trace(_NamedLayer(layer), given)
+            return cast(Tensor, layer(*arguments))
+    program = trace(_NamedLayer(layer), arguments)
     with tempfile.TemporaryDirectory(prefix="paceline-layer-") as directory:
         path = Path(directory) / PROGRAM_FILES[kind]
         if kind == "pt2":
             save_pt2(program, path)
-            return load_pt2(path.read_bytes())(given)["output"]
-        save_onnx(program, [f"input_{number}" for number in range(len(given))], ["output"], path)
-        return load_onnx(path.read_bytes(), ["output"])(given)["output"]
+            return load_pt2(path.read_bytes())(arguments)["output"]
+        save_onnx(program, [f"input_{number}" for number in range(len(arguments))], ["output"], path)
+        return load_onnx(path.read_bytes(), ["output"])(arguments)["output"]
 
 
 class _NamedLayer(nn.Module):
-    """A layer whose output has a name."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -272,18 +269,18 @@ def _first_lines(error: Exception) -> str:
     return " ".join(lines[:3])[:500] or type(error).__name__
 
 
-# --- From a package back to a function: its weights with the task's code, or a program that it holds ---
+# --- Loading: weights with the task's code, or a program ---
 
 
 TIED = "tied"
-"""In the metadata of the weights: entry -> the entry that it is the same tensor as, as JSON."""
+"""Metadata key of the weights: JSON of entry -> the entry that is the same tensor."""
 
 
 def weights_bytes(model: nn.Module) -> bytes:
-    """A model's state as safetensors; what is tied is in it once.
+    """Return a model's state as safetensors, with tied tensors stored once.
 
     Raises:
-        ExportError: the state holds something that is no tensor.
+        ExportError: the state contains something other than tensors.
     """
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -291,34 +288,33 @@ def weights_bytes(model: nn.Module) -> bytes:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ExportError(
-                f"the model's state has {name!r}, a {type(value).__name__}; a package holds tensors "
-                "only. Keep it in a "
-                "buffer, or build it from the task's fields."
+                f"the model's state has {name!r}, a {type(value).__name__}; a package holds tensors only. Keep it in "
+                "a buffer, or build it from the task's fields."
             )
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
-        if value.numel() and place in first:
-            tied[name] = first[place]
+        storage = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() and storage in first:
+            tied[name] = first[storage]
             continue
-        first[place] = name
+        first[storage] = name
         tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
     return safetensors.torch.save(tensors, {TIED: json.dumps(tied)} if tied else None)
 
 
 def load_with_task(package: Package, task: Task | str | None = None) -> InferenceSignature:
-    """The function of a package by the task's own code: its weights can run no code of their own.
+    """Return the inference signature of a package's weights with the task's own code.
 
     Args:
         package: verified.
-        task: the task, or its name, which is then given the package's hyperparameters; None is the task that
-            the package names, where it is a recipe or this user trusts the package.
+        task: the task, or its name, to be built with the package's hyperparameters; None is the task that the
+            package names, if it is a built-in task or this user trusts the package.
 
     Raises:
         TaskError: the task cannot be found or built.
-        PackageError: the weights do not fit the task, or it is not said which code may run.
+        PackageError: the weights do not fit the task, or the code is not trusted.
     """
     if not isinstance(task, Task):
         spec = task_of(package, task)
-        load_task_class(spec)  # says what is wrong with the name before fields are blamed
+        load_task_class(spec)  # report a wrong name before wrong fields
         task = TaskReference(spec, package.manifest.provenance.fields).load()
     model = task.build_model()
     model.eval().requires_grad_(False)
@@ -327,41 +323,41 @@ def load_with_task(package: Package, task: Task | str | None = None) -> Inferenc
 
 
 def task_of(package: Package, task: str | None) -> str:
-    """The name of the task whose code may run.
+    """Return the name of the task whose code may run.
 
     Args:
         package: verified.
-        task: what the user names; None is the task that the package names.
+        task: named by the user; None is the task that the package names.
 
     Raises:
-        PackageError: the user names none, and the package is not trusted.
+        PackageError: the user names no task, and the package is not trusted.
     """
     spec = package.manifest.provenance.task if task is None else task
     if task is None and spec not in BUILT_IN_TASKS and package.digest not in read_trusted():
-        # Importing it runs it, and the name is only the package's word.
+        # Importing a task runs its code, and the package alone vouches for its name.
         raise PackageError(
-            f"package {package.path} says that it is of the task {spec}, and you have not trusted it. "
-            "Name the task yourself, with --task, or say --trust once."
+            f"package {package.path} names the task {spec}, but you have not trusted this package. "
+            "Name the task with --task, or give --trust once."
         )
     return spec
 
 
 def load_weights(model: nn.Module, content: bytes, quantization: str | None) -> None:
-    """Put a package's weights into a model that was just built; it is quantized as they are.
+    """Load a package's weights into a new model, which is quantized like them.
 
     Raises:
-        PackageError: they do not fit.
+        PackageError: the weights do not fit.
     """
     if quantization is not None:
         if quantization not in get_args(Quantization):
             raise PackageError(
-                f"the package is quantized by {quantization!r:.80}, which this version of Paceline does not know."
+                f"the package is quantized by {quantization!r:.80}, which this version of Paceline does not support."
             )
         quantize(model, cast(Quantization, quantization))
     try:
         tensors = safetensors.torch.load(content)
-        for name, same in _tied(content).items():
-            tensors[name] = tensors[same]
+        for name, original in _tied_tensors(content).items():
+            tensors[name] = tensors[original]
         model.load_state_dict(tensors)
     except (SafetensorError, RuntimeError, KeyError, ValueError, AttributeError) as error:
         raise PackageError(
@@ -370,26 +366,26 @@ def load_weights(model: nn.Module, content: bytes, quantization: str | None) -> 
 
 
 def load_program(package: Package, program: str) -> Compute:
-    """A program of a package, ready to be called.
+    """Load a program of a package.
 
     Raises:
         UntrustedError: it is a pt2, and this user has not trusted the package.
-        PackageError: it has no such program, or was changed.
+        PackageError: the package does not have the program, or was changed.
         ExportError: onnxruntime is missing.
     """
     content = package.read_program(program)
     if program == "pt2":
         return load_pt2(content)
     require_onnx()
-    # Weights of more than 2 GB are in files of their own, which the model names.
+    # Weights of more than 2 GB are in separate files, which the model names.
     name = package.manifest.programs[program]
-    beside = {file: package.read(file) for file in package.manifest.files if file.startswith(f"{name}.")}
-    return load_onnx(content, list(package.manifest.outputs), beside)
+    external_weights = {file: package.read(file) for file in package.manifest.files if file.startswith(f"{name}.")}
+    return load_onnx(content, list(package.manifest.outputs), external_weights)
 
 
-def _tied(content: bytes) -> Mapping[str, str]:
-    """From the header, which is JSON: safetensors has a reader of metadata for files only."""
+def _tied_tensors(content: bytes) -> Mapping[str, str]:
+    """Read the tied tensors from the JSON header; safetensors reads metadata from files only."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     tied = json.loads(header.get("__metadata__", {}).get(TIED, "{}"))
-    return {str(name): str(same) for name, same in tied.items()}
+    return {str(name): str(original) for name, original in tied.items()}

@@ -1,10 +1,10 @@
 """Messages between the server and its replicas: a JSON header and raw arrays, over a socket pair.
 
-A frame is two lengths, the header and the arrays' bytes one after another::
+A frame is::
 
     uint32 length of the header, uint64 length of the arrays, header (JSON), arrays
 
-The header's ``tensors`` names each array with dtype and shape. Nothing in a frame can run code.
+The header's ``tensors`` gives each array's name, dtype and shape. Nothing in a frame can run code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_ARRAYS: dict[str, Array] = {}
 
 
 def encode(header: Mapping[str, Any], arrays: Arrays | None = None) -> list[bytes | memoryview]:
-    """The pieces of a frame, to be written one after another; contiguous arrays are not copied."""
+    """Return the pieces of a frame, to be written in order; contiguous arrays are not copied."""
     pieces: list[bytes | memoryview] = []
     tensors = []
     for name, array in (arrays or _NO_ARRAYS).items():
@@ -37,15 +37,15 @@ def encode(header: Mapping[str, Any], arrays: Arrays | None = None) -> list[byte
 
 
 def decode(text: bytes, payload: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Array]]:
-    """A frame's header and arrays; these are views of ``payload``."""
+    """Return a frame's header and arrays, which are views of ``payload``."""
     header: dict[str, Any] = json.loads(text)
     arrays: dict[str, Array] = {}
-    at = 0
+    offset = 0
     for name, dtype_name, shape in header.pop("tensors"):
         dtype = np.dtype(dtype_name)
         count = math.prod(shape)
-        arrays[name] = np.frombuffer(payload, dtype, count, at).reshape(shape)
-        at += count * dtype.itemsize
+        arrays[name] = np.frombuffer(payload, dtype, count, offset).reshape(shape)
+        offset += count * dtype.itemsize
     return header, arrays
 
 
@@ -56,7 +56,7 @@ def send(channel: socket.socket, pieces: Sequence[bytes | memoryview]) -> None:
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], dict[str, Array]] | None:
-    """Read a frame from a blocking socket; None when the other side has gone."""
+    """Read a frame from a blocking socket; None if the peer has closed it."""
     lengths = _read(channel, LENGTHS.size)
     if lengths is None:
         return None

@@ -1,4 +1,4 @@
-"""The same protocol over gRPC: messages and methods."""
+"""The Open Inference Protocol over gRPC: messages and methods."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from paceline.serving.protocol import (
     require_version,
 )
 
-# --- The protocol's protobuf messages: requests checked by the same rules as JSON, and answers ---
+# --- Protobuf messages: requests checked by the same rules as JSON, and answers ---
 #
-# The messages themselves are tritonclient's, which are made from the protocol's ``grpc_service.proto``.
+# The message classes are tritonclient's, generated from the protocol's ``grpc_service.proto``.
 
 
 _FIELDS = {
@@ -43,7 +43,7 @@ _FIELDS = {
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
 }
-"""Where ``contents`` has the elements of a datatype; FP16 has no place there."""
+"""The field of ``contents`` that holds a datatype's elements; FP16 has none."""
 
 
 def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
@@ -57,17 +57,17 @@ def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(
-            f"raw_input_contents has {len(raw)} tensors for {len(message.inputs)} inputs; it has all or none."
+            f"raw_input_contents has {len(raw)} tensors for {len(message.inputs)} inputs; it must have all or none."
         )
     inputs = []
     for number, tensor in enumerate(message.inputs):
         entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         if raw:
             if tensor.HasField("contents"):
-                raise InvalidRequest(f"input {tensor.name!r:.80} has contents and raw_input_contents.")
+                raise InvalidRequest(f"input {tensor.name!r:.80} has both contents and raw_input_contents.")
             entry["parameters"] = {"binary_data_size": len(raw[number])}
         else:
-            entry["data"] = _typed(tensor)
+            entry["data"] = _elements(tensor)
         inputs.append(entry)
     document = {
         "parameters": _parameters(message.parameters),
@@ -79,30 +79,30 @@ def parse_message(spec: ModelSpec, message: Any) -> InferRequest:
     return parse_document(spec, document, memoryview(raw[0] if len(raw) == 1 else b"".join(raw)))
 
 
-def _typed(tensor: Any) -> list[Any]:
+def _elements(tensor: Any) -> list[Any]:
     field = _FIELDS.get(tensor.datatype)
     values = [] if field is None else list(getattr(tensor.contents, field))
     if not values:
-        places = "raw_input_contents" if field is None else f"contents.{field} or raw_input_contents"
+        fields = "raw_input_contents" if field is None else f"contents.{field} or raw_input_contents"
         raise InvalidRequest(
-            f"input {tensor.name!r:.80}: the elements of {tensor.datatype!r:.40} are sent in {places}."
+            f"input {tensor.name!r:.80}: elements of {tensor.datatype!r:.40} must be sent in {fields}."
         )
     return values
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
-    return {name: getattr(parameters[name], kind) for name, kind in chosen.items() if kind is not None}
+    choices = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
+    return {name: getattr(parameters[name], kind) for name, kind in choices.items() if kind is not None}
 
 
 def build_message(spec: ModelSpec, request: InferRequest, outputs: Arrays, *, raw: bool) -> Any:
-    """A ``ModelInferResponse``.
+    """Build a ``ModelInferResponse``.
 
     Args:
-        spec: of the model that answers.
-        request: what was asked.
-        outputs: the model's.
-        raw: tensors as bytes, as the request had its own; else in ``contents``, where that can hold them.
+        spec: of the model.
+        request: the request.
+        outputs: of the model.
+        raw: send tensors as bytes, like the request's; else in ``contents`` if that can hold them.
     """
     answer = service_pb2.ModelInferResponse(model_name=spec.name, model_version=spec.version, id=request.id or "")
     datatypes = {name: DATATYPES[outputs[name].dtype.name] for name in request.outputs}
@@ -127,7 +127,7 @@ log = logging.getLogger("paceline.serving")
 access_log = logging.getLogger("paceline.serving.access")
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-_OPEN = ("ServerLive", "ServerReady")  # without the token, as the health addresses of HTTP
+_OPEN = ("ServerLive", "ServerReady")  # open without the token, like the health addresses of HTTP
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -142,13 +142,13 @@ _CLIENT_GONE = 499
 
 
 class Service:
-    """Answers requests for the models of one server.
+    """The gRPC methods for the models of one server.
 
     Args:
-        models: those.
-        options: how long requests may take.
-        access: who may ask.
-        is_draining: whether the server ends soon.
+        models: of the server.
+        options: of the server.
+        access: access rules.
+        is_draining: whether the server will end soon.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Service:
         self._is_draining = is_draining
 
     def handler(self) -> Any:
-        """What a gRPC server calls, for each method that the service has."""
-        ours: Mapping[str, Method] = {
+        """Return the handler of all methods for a gRPC server."""
+        implemented: Mapping[str, Method] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ModelReady": self._model_ready,
@@ -171,10 +171,10 @@ class Service:
         }
         handlers = {}
         for method in _SERVICE.methods:
-            if method.name in ours:
-                answer = self._answering(method.name, ours[method.name])
+            if method.name in implemented:
+                answer = self._wrap(method.name, implemented[method.name])
             else:
-                answer = self._answering(method.name, _missing(method.name, ours))
+                answer = self._wrap(method.name, _unimplemented(method.name, implemented))
             request_type = getattr(service_pb2, method.input_type.name)
             # A stream is refused at its first message.
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(
@@ -184,12 +184,12 @@ class Service:
             )
         return grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
 
-    def _answering(self, name: str, method: Method) -> Method:
-        """A method as gRPC calls it: after the token, with failures as codes, and in the log."""
+    def _wrap(self, name: str, method: Method) -> Method:
+        """Wrap a method with the token check, the mapping of failures to codes, and the access log."""
 
         async def answer(message: Any, context: Any) -> Any:
-            began = time.perf_counter()
-            client = context.peer()  # which is not known any more once it has gone
+            start = time.perf_counter()
+            client = context.peer()  # unknown after the client has disconnected
             code = grpc.StatusCode.CANCELLED
             try:
                 if name not in _OPEN:
@@ -203,17 +203,17 @@ class Service:
             except Exception:
                 log.exception("gRPC %s", name)
                 code = grpc.StatusCode.INTERNAL
-                await context.abort(code, "an error of the server's own; its log says more.")
+                await context.abort(code, "internal server error; see the server's log.")
             finally:
                 if access_log.isEnabledFor(logging.INFO):
-                    ms = 1000 * (time.perf_counter() - began)
+                    ms = 1000 * (time.perf_counter() - start)
                     access_log.info("%s gRPC %s %s %.1f ms", client, name, code.name, ms)
 
         return answer
 
     def _check_token(self, context: Any) -> None:
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        self._access.check_token({b"authorization": given.encode()})
+        token = dict(context.invocation_metadata() or ()).get("authorization", "")
+        self._access.check_token({b"authorization": token.encode()})
 
     async def _server_live(self, message: Any, context: Any) -> Any:
         return service_pb2.ServerLiveResponse(live=True)
@@ -232,11 +232,11 @@ class Service:
     async def _model_metadata(self, message: Any, context: Any) -> Any:
         deployment = find_deployment(self._models.deployments, message.name, message.version or None)
         document = model_metadata(deployment)
-        document.pop("parameters")  # which only JSON has a place for
+        document.pop("parameters")  # which only the JSON form has
         return service_pb2.ModelMetadataResponse(**document)
 
     async def _model_infer(self, message: Any, context: Any) -> Any:
-        began = time.perf_counter()
+        start = time.perf_counter()
         deployment = find_deployment(self._models.deployments, message.model_name)
         status = _CLIENT_GONE
         try:
@@ -244,7 +244,7 @@ class Service:
             deployment.batcher.check_room()
             request = parse_message(deployment.spec, message)
             limits = (context.time_remaining(), request.timeout_s, self._options.timeout_s)
-            outputs = await _within(min(t for t in limits if t is not None), deployment.submit(request.inputs))
+            outputs = await _await_result(min(t for t in limits if t is not None), deployment.submit(request.inputs))
             status = 200
             raw = bool(message.raw_input_contents)
             return build_message(deployment.spec, request, outputs, raw=raw)
@@ -255,11 +255,11 @@ class Service:
             status = 500
             raise
         finally:
-            self._models.metrics.request(deployment.spec.name, status, time.perf_counter() - began)
+            self._models.metrics.request(deployment.spec.name, status, time.perf_counter() - start)
 
 
-async def _within(timeout_s: float, future: asyncio.Future[Any]) -> Any:
-    """The future's result, unless time is up first; then it is cancelled, and when gRPC cancels this, too."""
+async def _await_result(timeout_s: float, future: asyncio.Future[Any]) -> Any:
+    """Return the future's result; cancel it when time is up, or when gRPC cancels this call."""
     try:
         async with asyncio.timeout(timeout_s):
             return await future
@@ -267,14 +267,14 @@ async def _within(timeout_s: float, future: asyncio.Future[Any]) -> Any:
         raise DeadlinePassed(timeout_s) from None
 
 
-def _missing(name: str, ours: Mapping[str, Method]) -> Method:
+def _unimplemented(name: str, implemented: Mapping[str, Method]) -> Method:
     async def refuse(message: Any, context: Any) -> Any:
-        raise RequestFailure(501, f"{name} is not offered; {', '.join(ours)} are.")
+        raise RequestFailure(501, f"{name} is not supported. Supported are: {', '.join(implemented)}.")
 
     return refuse
 
 
 def _trailers(failure: RequestFailure) -> tuple[tuple[str, str], ...]:
-    """When to come again, as gRPC's own retries read it: https://github.com/grpc/proposal, A6."""
+    """Return when to retry, as gRPC's own retries read it: https://github.com/grpc/proposal, A6."""
     seconds = dict(failure.headers).get(b"retry-after")
     return () if seconds is None else (("grpc-retry-pushback-ms", str(1000 * int(seconds))),)

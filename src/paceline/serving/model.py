@@ -1,4 +1,4 @@
-"""What is served: a package, opened, with its options."""
+"""Served models and their options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from paceline.core.errors import ConfigError
 from paceline.core.inference import TensorSpec
 
-# --- The protocol's names of data types, and torch's and numpy's ---
+# --- The protocol's datatypes ---
 
 
-# By torch's name, which is numpy's too. https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol
+# By torch's and numpy's name. https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol
 DATATYPES = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -33,35 +33,35 @@ DATATYPES = {
 }
 
 
-# --- How a server batches, bounds and times what it is asked ---
+# --- Options for batching, queueing and timeouts ---
 
 
 UNBOUNDED = 10**7
-"""Rows that may wait where it does not matter how long: ``paceline predict`` asks for them itself."""
+"""Size of the queue if waiting times do not matter, as in ``paceline predict``."""
 
-_MOST_REPLICAS = 256
+_MAX_REPLICAS = 256
 _DURATIONS = ("max_wait", "timeout", "receive_timeout", "startup_timeout", "hang_timeout", "drain_delay")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """The options of ``paceline serve`` that its parts share.
+    """The options of ``paceline serve`` that several parts share.
 
     Attributes:
-        replicas: processes for each model.
-        devices: where they compute, in turns.
+        replicas: processes per model.
+        devices: of the replicas, in turn.
         max_batch: rows of a batch.
-        max_wait_s: how long a batch may wait to fill while every replica computes. It never waits for an idle
+        max_wait_s: how long a batch may wait to fill while every replica is busy. It never waits for an idle
             one.
-        max_queue: rows that may wait while replicas are as fast as at best; fewer while they are slower. What
-            comes beyond is refused with 429.
-        timeout_s: how long a request may take, unless it says less itself.
+        max_queue: rows that may wait while replicas run at their best speed, fewer while they are slower;
+            further rows are refused with 429.
+        timeout_s: time limit of a request, unless the request sets a shorter one.
         receive_timeout_s: how long a client may take to send one request.
         max_body_bytes: of a request.
-        drain_delay_s: after SIGTERM, how long "not ready" is shown before connections are refused.
+        drain_delay_s: after SIGTERM, how long to report "not ready" before connections are refused.
         startup_timeout_s: how long a replica may take to load its model.
         hang_timeout_s: a replica that computes one batch for longer is killed.
-        threads: of a replica, on a CPU.
+        threads: CPU threads of a replica.
     """
 
     replicas: int = 1
@@ -78,7 +78,7 @@ class ServingOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        self._check("replicas", self.replicas, 1, _MOST_REPLICAS)
+        self._check("replicas", self.replicas, 1, _MAX_REPLICAS)
         self._check("max-batch", self.max_batch, 1, 65536)
         self._check("max-queue", self.max_queue, 1, UNBOUNDED)
         self._check("threads", self.threads, 1, 1024)
@@ -86,14 +86,14 @@ class ServingOptions:
         self._check("max-wait", self.max_wait_s, 0, 60)
         for name in ("timeout", "receive-timeout", "startup-timeout", "hang-timeout"):
             self._check(name, getattr(self, name.replace("-", "_") + "_s"), 0.001, 86400)
-        self._check("drain-notice", self.drain_delay_s, 0, 600)
+        self._check("drain-delay", self.drain_delay_s, 0, 600)
         for device in self.devices:
             kind, _, index = device.partition(":")
             if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or device == "cuda:":
-                raise ConfigError(f"--devices are cpu, cuda or cuda:N, not {device!r}.")
+                raise ConfigError(f"--devices must be cpu, cuda or cuda:N, but is {device!r}.")
 
     def words(self) -> tuple[str, ...]:
-        """What is not the default, as the command line says it; but for replicas and devices."""
+        """Return the options that are not the default as command-line arguments, without replicas and devices."""
         words: list[str] = []
         for name in ("threads", "max_batch", "max_queue"):
             if getattr(self, name) != getattr(ServingOptions, name):
@@ -112,19 +112,19 @@ class ServingOptions:
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
-    """The least and the greatest number of replicas of "2" or "1:4".
+    """Return the smallest and largest number of replicas of "2" or "1:4".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text has another form.
     """
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= least <= most <= _MOST_REPLICAS:
-        raise ConfigError(f"--replicas must be between 1 and {_MOST_REPLICAS}, or MIN:MAX such as 1:4, but is {text}.")
+    if not 1 <= least <= most <= _MAX_REPLICAS:
+        raise ConfigError(f"--replicas must be between 1 and {_MAX_REPLICAS}, or MIN:MAX such as 1:4, but is {text}.")
     return least, most
 
 
-# --- What is served: named arrays in, named arrays out ---
+# --- Models: named arrays in, named arrays out ---
 
 
 Array = NDArray[Any]
@@ -135,17 +135,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What clients are told of a model.
+    """The description of a model for clients.
 
     Attributes:
         name: in the server's addresses.
-        version: likewise; of a package, the start of its digest.
-        inputs: by name; shapes are those of one row, without the batch.
+        version: in the server's addresses; the start of the package's digest.
+        inputs: by name; shapes are of one row, without the batch.
         outputs: by name.
-        labels: the classes' names, by number.
-        probabilities: the output that holds each class's probability.
-        label: the output that holds the most likely class.
-        platform: who computes it, as the protocol's metadata say.
+        labels: names of the classes, by index.
+        probabilities: name of the output with the classes' probabilities.
+        label: name of the output with the most likely class.
+        platform: of the protocol's metadata.
     """
 
     name: str
@@ -160,27 +160,27 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"a model's name is in addresses, so it is letters, digits, '.', '_' and '-', but is {self.name!r}."
+                f"a model's name must consist of letters, digits, '.', '_' and '-', but is {self.name!r}."
             )
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
             for name, spec in specs.items():
                 if spec.dtype not in DATATYPES:
                     known = ", ".join(DATATYPES)
                     raise ConfigError(
-                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. These can: {known}."
+                        f"{self.name}: {kind} {name} is {spec.dtype}, which cannot be served. Supported are: {known}."
                     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLocation:
-    """Where a replica finds its model; small and JSON, since it travels to another process.
+    """The location of a replica's model; JSON, since it is sent to another process.
 
     Attributes:
         package: the package's directory.
-        digest: of the package that was opened; another one in its place is refused.
-        kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the
-            task's own code.
-        task: ``file.py:Name`` or a recipe, for ``task``.
+        digest: of the opened package; another one in its place is refused.
+        kind: ``pt2`` a torch.export program, ``onnx`` a model for onnxruntime, ``task`` weights with the task's
+            own code.
+        task: ``file.py:Name`` or a built-in task, for ``task``.
     """
 
     package: str
@@ -191,7 +191,7 @@ class ModelLocation:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A package that was verified, as replicas load it and clients see it."""
+    """A verified package: how replicas load it, and what clients see of it."""
 
     source: ModelLocation
     spec: ModelSpec
@@ -201,15 +201,15 @@ class Servable(Protocol):
     """A loaded model."""
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
-        """Outputs by name for a batch of inputs by name; rows come first, and keep their order."""
+        """Return outputs by name for a batch of inputs by name; rows are the first dimension, in the same order."""
         ...
 
 
 def rows_of(arrays: Arrays) -> int:
-    """How many rows a batch has; all of its arrays have as many."""
+    """Return the number of rows of a batch."""
     return int(next(iter(arrays.values())).shape[0])
 
 
-def example(spec: TensorSpec, rows: int, *, free: int = 8) -> Array:
-    """Zeros of ``rows`` rows; dimensions that may have any size have ``free``."""
-    return np.zeros((rows, *(free if size is None else size for size in spec.shape)), dtype=spec.dtype)
+def example(spec: TensorSpec, rows: int, *, default_size: int = 8) -> Array:
+    """Return zeros of ``rows`` rows; dimensions of any size have ``default_size``."""
+    return np.zeros((rows, *(default_size if size is None else size for size in spec.shape)), dtype=spec.dtype)

@@ -17,26 +17,26 @@ from paceline.serving.batching import InvalidRequest, RequestFailure
 from paceline.serving.model import DATATYPES, Array, Arrays, ModelSpec
 from paceline.serving.replicas import Deployment
 
-# --- Inference requests of the Open Inference Protocol v2: JSON, and the extension for binary tensors ---
+# --- Inference requests: JSON, and the extension for binary tensors ---
 #
-# Everything that a client sends is checked here against the model's schema, so that what reaches a replica
-# has the right names, types and shapes.
+# Everything that a client sends is checked here against the model's schema, so replicas get only valid names,
+# types and shapes.
 
 
-_MOST_TENSORS = 64
-_MOST_DIMENSIONS = 16
-_LONGEST_ID = 256
+_MAX_TENSORS = 64
+_MAX_DIMENSIONS = 16
+_MAX_ID_LENGTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest:
-    """A request that fits the model.
+    """A valid request for a model.
 
     Attributes:
-        id: the client's own, to be sent back.
+        id: the client's own, returned in the answer.
         inputs: by name, rows first.
-        outputs: name -> whether it is wanted in binary.
-        timeout_s: how long it may take; None where it does not say.
+        outputs: requested name -> whether in binary.
+        timeout_s: time limit, if the request sets one.
     """
 
     id: str | None
@@ -49,9 +49,9 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
     """Parse and check a request's body.
 
     Args:
-        spec: of the model that is asked.
-        body: JSON; with binary tensors, these follow it.
-        json_length: the header ``Inference-Header-Content-Length``: where they begin.
+        spec: of the model.
+        body: JSON, followed by binary tensors, if any.
+        json_length: the header ``Inference-Header-Content-Length``, where the binary tensors begin.
 
     Raises:
         InvalidRequest: says which part breaks which rule.
@@ -67,20 +67,20 @@ def parse_request(spec: ModelSpec, body: bytes | bytearray, json_length: str | N
 
 
 def parse_document(spec: ModelSpec, document: Mapping[str, Any], binary: memoryview) -> InferRequest:
-    """Check a request, as JSON says it, against the model's schema.
+    """Check a request's JSON document against the model's schema.
 
     Args:
-        spec: of the model that is asked.
+        spec: of the model.
         document: the request.
-        binary: the bytes of those inputs that have ``binary_data_size``, one after another.
+        binary: concatenated bytes of the inputs that have ``binary_data_size``.
 
     Raises:
         InvalidRequest: says which part breaks which rule.
     """
     parameters = _parameters(document, "the request")
     request_id = document.get("id")
-    if request_id is not None and (not isinstance(request_id, str) or len(request_id) > _LONGEST_ID):
-        raise InvalidRequest(f"id must be a string of at most {_LONGEST_ID} characters.")
+    if request_id is not None and (not isinstance(request_id, str) or len(request_id) > _MAX_ID_LENGTH):
+        raise InvalidRequest(f"id must be a string of at most {_MAX_ID_LENGTH} characters.")
     return InferRequest(
         id=request_id,
         inputs=_inputs(spec, document.get("inputs"), binary),
@@ -93,7 +93,7 @@ def _split(body: bytes | bytearray, json_length: str | None) -> tuple[memoryview
     view = memoryview(body)
     if json_length is None:
         return view, view[:0]
-    # str.isdecimal also takes the digits of other scripts, and a giant number is not a length.
+    # str.isdecimal also accepts digits of other scripts, and a giant number is not a length.
     if not (json_length.isascii() and json_length.isdecimal() and len(json_length) <= 12):
         raise InvalidRequest(f"Inference-Header-Content-Length must be a number of bytes, not {json_length!r:.40}.")
     length = int(json_length)
@@ -119,7 +119,7 @@ def _flag(parameters: Mapping[str, Any], name: str, where: str, default: bool = 
 
 
 def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
-    """The parameter ``timeout``, microseconds as in Triton's scheduling extension."""
+    """Return the parameter ``timeout``, in microseconds as in Triton's scheduling extension."""
     timeout = parameters.get("timeout")
     if timeout is None or timeout == 0:
         return None
@@ -131,35 +131,35 @@ def _timeout_s(parameters: Mapping[str, Any]) -> float | None:
 def _inputs(spec: ModelSpec, entries: Any, binary: memoryview) -> dict[str, Array]:
     if not isinstance(entries, list) or not entries:
         raise InvalidRequest("inputs must be a list with at least one tensor.")
-    if len(entries) > _MOST_TENSORS:
-        raise InvalidRequest(f"inputs has {len(entries)} tensors; at most {_MOST_TENSORS} are taken.")
-    found: dict[str, Array] = {}
+    if len(entries) > _MAX_TENSORS:
+        raise InvalidRequest(f"inputs has {len(entries)} tensors; at most {_MAX_TENSORS} are allowed.")
+    arrays: dict[str, Array] = {}
     rows = None
-    at = 0
+    offset = 0
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise InvalidRequest("each of inputs must be an object with a name.")
+            raise InvalidRequest("each element of inputs must be an object with a name.")
         name = entry["name"]
         tensor_spec = spec.inputs.get(name)
         if tensor_spec is None:
             raise InvalidRequest(f"{spec.name} has no input {name!r:.80}; it has: {', '.join(spec.inputs)}.")
-        if name in found:
-            raise InvalidRequest(f"input {name} is there twice.")
+        if name in arrays:
+            raise InvalidRequest(f"input {name} occurs twice.")
         shape = _shape(name, tensor_spec, entry)
         if rows not in (None, shape[0]):
-            raise InvalidRequest(f"input {name} has {shape[0]} rows, those before it {rows}.")
+            raise InvalidRequest(f"input {name} has {shape[0]} rows, but the previous inputs have {rows}.")
         rows = shape[0]
         size = _parameters(entry, f"input {name}").get("binary_data_size")
         if size is None:
-            found[name] = _from_json(name, tensor_spec.dtype, shape, entry)
+            arrays[name] = _from_json(name, tensor_spec.dtype, shape, entry)
         else:
-            found[name], at = _from_binary(name, tensor_spec.dtype, shape, entry, size, binary, at)
-    if at != len(binary):
-        raise InvalidRequest(f"{len(binary) - at} bytes after the JSON belong to no input.")
-    missing = spec.inputs.keys() - found.keys()
+            arrays[name], offset = _from_binary(name, tensor_spec.dtype, shape, entry, size, binary, offset)
+    if offset != len(binary):
+        raise InvalidRequest(f"{len(binary) - offset} bytes after the JSON do not belong to any input.")
+    missing = spec.inputs.keys() - arrays.keys()
     if missing:
         raise InvalidRequest(f"{spec.name} also needs the input {min(missing)}.")
-    return {name: found[name] for name in spec.inputs}
+    return {name: arrays[name] for name in spec.inputs}
 
 
 def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, ...]:
@@ -169,18 +169,19 @@ def _shape(name: str, spec: TensorSpec, entry: Mapping[str, Any]) -> tuple[int, 
     shape = entry.get("shape")
     if (
         not isinstance(shape, list)
-        or len(shape) > _MOST_DIMENSIONS
+        or len(shape) > _MAX_DIMENSIONS
         or any(type(size) is not int or size < 0 for size in shape)
     ):
         raise InvalidRequest(f"input {name}: shape must be a list of sizes.")
     fits = len(shape) == 1 + len(spec.shape) and all(
-        want is None or size == want for size, want in zip(shape[1:], spec.shape, strict=True)
+        expected_size is None or size == expected_size
+        for size, expected_size in zip(shape[1:], spec.shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
-        raise InvalidRequest(f"input {name} must have the shape [{wanted}], not {shape}.")
+        expected_shape = ", ".join("any" if size is None else str(size) for size in (None, *spec.shape))
+        raise InvalidRequest(f"input {name} must have the shape [{expected_shape}], not {shape}.")
     if 0 in shape:
-        raise InvalidRequest(f"input {name} has the shape {shape}, which holds nothing.")
+        raise InvalidRequest(f"input {name} has the shape {shape}, which contains no elements.")
     return tuple(shape)
 
 
@@ -191,46 +192,45 @@ def _from_binary(
     entry: Mapping[str, Any],
     size: Any,
     binary: memoryview,
-    at: int,
+    offset: int,
 ) -> tuple[Array, int]:
-    """A tensor from the bytes after the JSON, and where the next one begins."""
+    """Read a tensor from the bytes after the JSON; return it and the next tensor's offset."""
     if "data" in entry:
-        raise InvalidRequest(f"input {name} has data and binary_data_size; one of them must go.")
-    # Python's own integers: a giant shape must not wrap round.
+        raise InvalidRequest(f"input {name} has both data and binary_data_size; remove one of them.")
+    # Python's integers, so that a giant shape does not overflow.
     needed = math.prod(shape) * np.dtype(dtype).itemsize
     if type(size) is not int or size != needed:
-        raise InvalidRequest(f"input {name}: {shape} takes {needed} bytes, not {size!r:.40}.")
-    if at + needed > len(binary):
-        raise InvalidRequest(f"input {name} needs {needed} bytes, but only {len(binary) - at} follow the JSON.")
-    piece = binary[at : at + needed]
+        raise InvalidRequest(f"input {name}: {shape} needs {needed} bytes, not {size!r:.40}.")
+    if offset + needed > len(binary):
+        raise InvalidRequest(f"input {name} needs {needed} bytes, but only {len(binary) - offset} follow the JSON.")
+    piece = binary[offset : offset + needed]
     if dtype == "bool" and np.frombuffer(piece, np.uint8).max() > 1:
-        raise InvalidRequest(f"input {name}: a BOOL is a byte that is 0 or 1.")
+        raise InvalidRequest(f"input {name}: each BOOL must be a byte of value 0 or 1.")
     little_endian = np.dtype(dtype).newbyteorder("<")
-    return np.frombuffer(piece, little_endian).astype(dtype, copy=False).reshape(shape), at + needed
+    return np.frombuffer(piece, little_endian).astype(dtype, copy=False).reshape(shape), offset + needed
 
 
 def _from_json(name: str, dtype: str, shape: tuple[int, ...], entry: Mapping[str, Any]) -> Array:
-    """A tensor from JSON: nested lists, or one list in row-major order."""
+    """Read a tensor from JSON: nested lists, or one list in row-major order."""
     data = entry.get("data")
     if not isinstance(data, list):
         raise InvalidRequest(f"input {name}: data must be a list.")
-    flat = _flat(data, shape)
+    flat = _flatten(data, shape)
     if flat is None:
         raise InvalidRequest(
-            f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested as "
-            f"{list(shape)} says."
+            f"input {name}: data must be {math.prod(shape)} elements in one list, or lists nested like {list(shape)}."
         )
-    # Before numpy sees them: it makes an array of strings as wide as the longest one.
+    # Check types before numpy sees them: it makes an array of strings as wide as the longest string.
     kinds = set(map(type, flat))
     if dtype == "bool" and kinds != {bool}:
         raise InvalidRequest(f"input {name}: data must be true or false.")
     if dtype != "bool" and not kinds <= {int, float}:
         raise InvalidRequest(f"input {name}: data must be numbers.")
-    return _converted(name, np.dtype(dtype), np.asarray(flat)).reshape(shape)
+    return _convert(name, np.dtype(dtype), np.asarray(flat)).reshape(shape)
 
 
-def _flat(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
-    """The elements of lists that are nested as ``shape`` says, or flat; None where they are neither."""
+def _flatten(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
+    """Return the elements of flat lists or lists nested like ``shape``; None if they are neither."""
     if len(data) == math.prod(shape) and not isinstance(data[0], list):
         return data
     level = data
@@ -243,8 +243,8 @@ def _flat(data: list[Any], shape: tuple[int, ...]) -> list[Any] | None:
     return level
 
 
-def _converted(name: str, dtype: np.dtype[Any], values: Array) -> Array:
-    """Numbers as ``dtype``, where all of them can be."""
+def _convert(name: str, dtype: np.dtype[Any], values: Array) -> Array:
+    """Convert numbers to ``dtype`` if all of them can be represented."""
     kind = values.dtype.kind
     if dtype.kind == "b":
         return values
@@ -252,7 +252,7 @@ def _converted(name: str, dtype: np.dtype[Any], values: Array) -> Array:
         limits = np.iinfo(dtype)
         if kind == "f" and not (np.isfinite(values) & (values == np.trunc(values))).all():
             raise InvalidRequest(f"input {name}: data must be whole numbers.")
-        # Beyond 2**53 a float is not the number that was sent.
+        # Beyond 2**53 a float may differ from the number that was sent.
         least, most = (max(limits.min, -(2**53)), min(limits.max, 2**53)) if kind == "f" else (limits.min, limits.max)
         low, high = values.min(), values.max()
         if int(low) < least or int(high) > most:
@@ -261,29 +261,29 @@ def _converted(name: str, dtype: np.dtype[Any], values: Array) -> Array:
     with np.errstate(over="ignore"):
         converted = values.astype(dtype)
     if not np.isfinite(converted).all():
-        raise InvalidRequest(f"input {name}: data holds a number beyond {DATATYPES[dtype.name]}.")
+        raise InvalidRequest(f"input {name}: data contains a number beyond the range of {DATATYPES[dtype.name]}.")
     return converted
 
 
 def _outputs(spec: ModelSpec, entries: Any, binary_by_default: bool) -> dict[str, bool]:
     if entries is None or entries == []:
         return dict.fromkeys(spec.outputs, binary_by_default)
-    if not isinstance(entries, list) or len(entries) > _MOST_TENSORS:
-        raise InvalidRequest(f"outputs must be a list of at most {_MOST_TENSORS}.")
-    wanted: dict[str, bool] = {}
+    if not isinstance(entries, list) or len(entries) > _MAX_TENSORS:
+        raise InvalidRequest(f"outputs must be a list of at most {_MAX_TENSORS} tensors.")
+    requested: dict[str, bool] = {}
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise InvalidRequest("each of outputs must be an object with a name.")
+            raise InvalidRequest("each element of outputs must be an object with a name.")
         name = entry["name"]
         if name not in spec.outputs:
             raise InvalidRequest(f"{spec.name} has no output {name!r:.80}; it has: {', '.join(spec.outputs)}.")
-        if name in wanted:
-            raise InvalidRequest(f"output {name} is there twice.")
+        if name in requested:
+            raise InvalidRequest(f"output {name} occurs twice.")
         parameters = _parameters(entry, f"output {name}")
         if parameters.get("classification"):
-            raise InvalidRequest(f"output {name}: classification is not supported; ask for the probabilities.")
-        wanted[name] = _flag(parameters, "binary_data", f"output {name}", binary_by_default)
-    return wanted
+            raise InvalidRequest(f"output {name}: classification is not supported; request the probabilities.")
+        requested[name] = _flag(parameters, "binary_data", f"output {name}", binary_by_default)
+    return requested
 
 
 # --- Answers to inference requests, in JSON or with binary tensors ---
@@ -295,7 +295,7 @@ JSON_TYPE = (b"content-type", b"application/json")
 
 
 def build_response(spec: ModelSpec, request: InferRequest, outputs: Arrays) -> tuple[Headers, bytes]:
-    """The headers and the body of an answer. In JSON, NaN and infinities are null: JSON has none."""
+    """Return the headers and the body of an answer; NaN and infinities are null in JSON."""
     entries = []
     binary: list[bytes] = []
     for name, in_binary in request.outputs.items():
@@ -323,34 +323,34 @@ def _bytes_of(array: Array) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-# --- Which models a server has, and what clients are told of them, whatever they speak ---
+# --- Models and their metadata, for HTTP and gRPC ---
 
 
 SERVER_NAME = "paceline"
 
 
 def find_deployment(deployments: Mapping[str, Deployment], name: str, version: str | None = None) -> Deployment:
-    """The model of this name, and of this version where one is given.
+    """Return the model of this name, and of this version if given.
 
     Raises:
-        RequestFailure: there is none; says which there are.
+        RequestFailure: it does not exist; names the existing ones.
     """
     deployment = deployments.get(name)
     if deployment is None:
-        raise RequestFailure(404, f"there is no model {name!r:.80}; there is: {', '.join(deployments)}.")
+        raise RequestFailure(404, f"unknown model {name!r:.80}. This server has: {', '.join(deployments)}.")
     require_version(deployment, version)
     return deployment
 
 
 def require_version(deployment: Deployment, version: str | None) -> None:
-    """See that a client asks for the version that there is, or for none (RequestFailure)."""
+    """Check that a client requests the existing version, or none."""
     spec = deployment.spec
     if version not in (None, spec.version):
-        raise RequestFailure(404, f"of {spec.name} there is the version {spec.version}.")
+        raise RequestFailure(404, f"{spec.name} has the version {spec.version} only.")
 
 
 def model_metadata(deployment: Deployment) -> dict[str, Any]:
-    """What clients are told of a model; sizes that are free are -1."""
+    """Return a model's metadata for clients; variable sizes are -1."""
     spec = deployment.spec
     tensors = {
         side: [
@@ -373,7 +373,7 @@ def model_metadata(deployment: Deployment) -> dict[str, Any]:
     }
 
 
-# --- The server's own description, for people, generators of clients, and tests that try everything ---
+# --- The server's OpenAPI description, for people, client generators and exhaustive tests ---
 
 
 _ERROR = {
@@ -381,32 +381,32 @@ _ERROR = {
     "properties": {"error": {"type": "string"}},
     "required": ["error"],
 }
-_REFUSALS = {
-    "400": "It is not what the protocol or the model's schema says; the error says where.",
-    "401": "The token is missing.",
-    "404": "There is no such model or version.",
-    "405": "Another method is meant.",
-    "408": "The client sent it too slowly.",
+_ERROR_DESCRIPTIONS = {
+    "400": "The request breaks a rule of the protocol or the model's schema; the error says which.",
+    "401": "The token is missing or wrong.",
+    "404": "The model or version does not exist.",
+    "405": "The method is not allowed.",
+    "408": "The client sent the request too slowly.",
     "413": "The body is too large.",
     "415": "The body is compressed.",
-    "429": "Too many requests wait; Retry-After says when to try again.",
+    "429": "The queue is full; Retry-After says when to try again.",
     "500": "The model failed on this input.",
-    "503": "No replica could compute it.",
-    "504": "The request's time is up.",
+    "503": "No replica could compute the request.",
+    "504": "The request's time limit has passed.",
 }
 
 
 def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
-    """An OpenAPI 3.1 document of a server with these models."""
+    """Return an OpenAPI 3.1 document of a server with these models."""
     paths: dict[str, Any] = {
-        "/v2/health/live": _get("Is the process there?", {"live": {"type": "boolean"}}),
+        "/v2/health/live": _get("Is the process alive?", {"live": {"type": "boolean"}}),
         "/v2/health/ready": _get("Would a request be answered?", {"ready": {"type": "boolean"}}, ("503",)),
         "/v2": _get("The server's name, version and extensions.", {"name": {"type": "string"}}),
         "/v2/models": _get("The models' names.", {"models": {"type": "array", "items": {"type": "string"}}}),
     }
     for spec in specs:
-        metadata = _get("Its inputs and outputs.", {"name": {"const": spec.name}})
-        ready = _get("Has it a replica?", {"ready": {"type": "boolean"}}, ("503",))
+        metadata = _get("The model's inputs and outputs.", {"name": {"const": spec.name}})
+        ready = _get("Does the model have a ready replica?", {"ready": {"type": "boolean"}}, ("503",))
         infer = {"post": _infer(spec)}
         for base in (f"/v2/models/{spec.name}", f"/v2/models/{spec.name}/versions/{spec.version}"):
             paths |= {base: metadata, f"{base}/ready": ready, f"{base}/infer": infer}
@@ -415,7 +415,7 @@ def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
         "info": {
             "title": "Paceline: Open Inference Protocol v2",
             "version": __version__,
-            "description": "A request may say how long it may take: Request-Timeout-Ms. Tensors may be "
+            "description": "A request may set its time limit with Request-Timeout-Ms. Tensors may be "
             "binary: see the binary tensor extension of the protocol.",
         },
         "paths": paths,
@@ -423,18 +423,18 @@ def describe(specs: Iterable[ModelSpec]) -> dict[str, Any]:
     }
 
 
-def _get(summary: str, properties: dict[str, Any], refusals: tuple[str, ...] = ()) -> dict[str, Any]:
+def _get(summary: str, properties: dict[str, Any], error_statuses: tuple[str, ...] = ()) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     responses = {"200": {"description": "Yes.", "content": {"application/json": {"schema": schema}}}}
-    for status in refusals:
+    for status in error_statuses:
         responses[status] = {"description": "No.", "content": {"application/json": {"schema": schema}}}
-    responses |= _refusals("401")
+    responses |= _error_responses("401")
     return {"get": {"summary": summary, "responses": responses}}
 
 
-def _refusals(*statuses: str) -> dict[str, Any]:
+def _error_responses(*statuses: str) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": _REFUSALS[status], "content": content} for status in statuses}
+    return {status: {"description": _ERROR_DESCRIPTIONS[status], "content": content} for status in statuses}
 
 
 def _infer(spec: ModelSpec) -> dict[str, Any]:
@@ -494,13 +494,13 @@ def _infer(spec: ModelSpec) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
             "200": {"description": "The outputs.", "content": {"application/json": {"schema": answer}}},
-            **_refusals(*_REFUSALS),
+            **_error_responses(*_ERROR_DESCRIPTIONS),
         },
     }
 
 
 def _tensor(name: str, spec: TensorSpec) -> dict[str, Any]:
-    """An input of one row, which is the example that can be said without a rule between shape and data."""
+    """Describe an input of one row, the only case that needs no rule between shape and data."""
     shape = [1, *(8 if size is None else size for size in spec.shape)]
     count = 1
     for size in shape:

@@ -1,4 +1,4 @@
-"""The program of a replica: the only part of serving that imports torch."""
+"""The program of a replica, the only part of the server that imports torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.runs.package import Package, read_manifest
 from paceline.serving import frames
 from paceline.serving.model import Array, Arrays, ModelLocation, ModelSpec, Servable, example
 
-# --- Models as replicas load them. Torch and onnxruntime are imported here, and only when one is loaded ---
+# --- Loading of models. Torch and onnxruntime are imported only when a model needs them ---
 
 
 def load(source: ModelLocation, spec: ModelSpec, device: str) -> Servable:
@@ -28,7 +28,7 @@ def load(source: ModelLocation, spec: ModelSpec, device: str) -> Servable:
 
     Raises:
         PackageError: the package is not the one that was verified, or is not trusted.
-        ConfigError: the device is not there, or a library is not.
+        ConfigError: the device or a library is missing.
     """
     package = _package(source)
     if source.kind == "onnx":
@@ -40,16 +40,16 @@ def _package(source: ModelLocation) -> Package:
     path = Path(source.package)
     manifest, digest = read_manifest(path)
     if digest != source.digest:
-        raise PackageError(f"package {path} was exchanged: its digest is {digest}, not {source.digest}.")
+        raise PackageError(f"package {path} was replaced: its digest is {digest}, not {source.digest}.")
     return Package(path, manifest, digest)
 
 
 def _module(package: Package, source: ModelLocation, device: str) -> Any:
-    """What computes a batch of tensors, on its device; without gradients."""
+    """Load the module that computes a batch of tensors on its device, without gradients."""
     import torch
 
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--devices {device}: torch finds no GPU here.")
+        raise ConfigError(f"--devices {device}: torch finds no GPU on this node.")
     torch.set_grad_enabled(False)
     if source.kind == "task":
         from paceline.serving.formats import load_with_task
@@ -73,7 +73,6 @@ class TorchServable:
         self._outputs = tuple(spec.outputs)
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
-        """Compute a batch."""
         import torch
 
         tensors = [torch.from_numpy(inputs[name]).to(self._device) for name in self._inputs]
@@ -88,12 +87,12 @@ class OnnxServable:
         try:
             import onnxruntime
         except ImportError as error:
-            raise ConfigError(f"Serving ONNX takes onnxruntime: pip install 'paceline[onnx]' ({error})") from error
+            raise ConfigError(f"serving ONNX needs onnxruntime: pip install 'paceline[onnx]' ({error})") from error
         providers = ["CPUExecutionProvider"]
         if device.startswith("cuda"):
             available = onnxruntime.get_available_providers()
             if "CUDAExecutionProvider" not in available:
-                raise ConfigError(f"--devices {device}: this onnxruntime computes on {', '.join(available)}.")
+                raise ConfigError(f"--devices {device}: this onnxruntime supports only {', '.join(available)}.")
             _, _, index = device.partition(":")
             providers = [("CUDAExecutionProvider", {"device_id": int(index or 0)})]  # type: ignore[list-item]
         options = onnxruntime.SessionOptions()
@@ -103,15 +102,14 @@ class OnnxServable:
         self._outputs = tuple(spec.outputs)
 
     def predict(self, inputs: Arrays) -> dict[str, Array]:
-        """Compute a batch."""
         answers = self._session.run(list(self._outputs), dict(inputs))
         return dict(zip(self._outputs, answers, strict=True))
 
 
-# --- The program of a replica: ``python -m paceline.serving.replica FD`` ---
+# --- The program: ``python -m paceline.serving.replica FD`` ---
 #
-# It loads one model, says that it is ready, and answers one batch after another over the socket pair ``FD``
-# until the other side closes it. One thread computes on a CPU; more replicas use more cores.
+# It loads one model, reports that it is ready, and answers one batch after another over the socket pair ``FD``
+# until the peer closes it. One thread computes on a CPU; more replicas use more cores.
 
 
 def main(descriptor: int) -> int:
@@ -119,18 +117,18 @@ def main(descriptor: int) -> int:
     # The server drains and then closes the channel; a Ctrl-C in its terminal reaches this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The server goes away whenever it likes.
+    # The server may end at any time.
     with socket.socket(fileno=descriptor) as channel, suppress(BrokenPipeError, ConnectionResetError):
         return _load_and_serve(channel)
     return 0
 
 
 def _load_and_serve(channel: socket.socket) -> int:
-    first = frames.receive(channel)
-    if first is None:
+    message = frames.receive(channel)
+    if message is None:
         return 0
     try:
-        servable = load_warm(first[0])
+        servable = load_warm(message[0])
     except PacelineError as error:
         frames.send(channel, frames.encode({"failed": str(error)}))
         return error.exit_code
@@ -140,10 +138,10 @@ def _load_and_serve(channel: socket.socket) -> int:
         return 1
     frames.send(channel, frames.encode({"ready": os.getpid()}))
     while True:
-        message = frames.receive(channel)
-        if message is None:
+        request = frames.receive(channel)
+        if request is None:
             return 0
-        header, inputs = message
+        header, inputs = request
         try:
             outputs = servable.predict(inputs)
             answer = frames.encode({"id": header["id"]}, outputs)
@@ -153,10 +151,10 @@ def _load_and_serve(channel: socket.socket) -> int:
 
 
 def load_warm(header: Mapping[str, Any]) -> Servable:
-    """Load the model that a header describes, for this thread, and compute a first batch.
+    """Load the model that a header describes for this thread, and compute a first batch.
 
     Raises:
-        PackageError, ConfigError: it cannot be loaded here.
+        PackageError, ConfigError: the model cannot be loaded.
     """
     spec = msgspec.convert(header["spec"], ModelSpec)
     if ModelLocation(**header["source"]).kind != "onnx":
@@ -164,7 +162,7 @@ def load_warm(header: Mapping[str, Any]) -> Servable:
 
         torch.set_num_threads(header["threads"])
     servable = load(ModelLocation(**header["source"]), spec, header["device"])
-    # The first calls allocate and choose kernels: not while a client waits.
+    # The first calls allocate memory and choose kernels, which clients should not wait for.
     for rows in (1, header["max_batch"]):
         servable.predict({name: example(tensor, rows) for name, tensor in spec.inputs.items()})
     return servable

@@ -1,4 +1,4 @@
-"""A model that is served: the batcher that feeds its replicas, and who keeps these alive."""
+"""Deployments: a model's batcher and its replicas, which are kept alive."""
 
 from __future__ import annotations
 
@@ -16,72 +16,71 @@ from paceline.serving.replica_process import ReplicaProcess, ReplicaStarter
 
 log = logging.getLogger("paceline.serving")
 
-_LONGEST_PAUSE_S = 10.0
+_MAX_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True)
 class DeploymentEvents:
-    """Who is told of a deployment: the rows and seconds of each batch, and that a replica died."""
+    """Callbacks of a deployment: the rows and seconds of each batch, and the death of a replica."""
 
     on_batch: Callable[[int, float], None]
     on_restart: Callable[[], None]
 
 
-NOBODY = DeploymentEvents(lambda rows, seconds: None, lambda: None)
+NO_EVENTS = DeploymentEvents(lambda rows, seconds: None, lambda: None)
 
 
 class Deployment(ABC):
-    """One version of a model, and where its requests wait for replicas.
+    """One version of a model, with the queue of its requests.
 
     Attributes:
-        spec: what clients are told of it.
-        batcher: where its requests wait.
-        restarts: replicas that died and were started again.
+        spec: for clients.
+        batcher: with the queue.
+        restarts: number of replicas that died and were restarted.
     """
 
-    def __init__(self, opened: ServedModel, options: ServingOptions, observer: DeploymentEvents) -> None:
-        self.spec = opened.spec
+    def __init__(self, model: ServedModel, options: ServingOptions, observer: DeploymentEvents) -> None:
+        self.spec = model.spec
         self.batcher = Batcher(options, observer.on_batch)
         self.restarts = 0
-        self._source = opened.source
+        self._source = model.source
         self._options = options
         self._on_restart = observer.on_restart
 
     @abstractmethod
     async def start(self) -> None:
-        """Return when all replicas that there must be are ready.
+        """Return when all required replicas are ready.
 
         Raises:
-            ServingError: one could not load the model, or there is no room for it; nothing of it is left.
+            ServingError: a replica cannot load the model or has no resources; all replicas have ended.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Answer what was asked, then end the replicas."""
+        """Answer all accepted requests, then end the replicas."""
 
     @property
     def ready_replicas(self) -> int:
-        """How many could compute a batch now."""
+        """Return the number of ready replicas."""
         return len(self.batcher.replicas)
 
     def submit(self, inputs: Arrays) -> asyncio.Future[dict[str, Array]]:
-        """Ask for a prediction; see :meth:`Batcher.submit`."""
         return self.batcher.submit(inputs)
 
 
 class LocalDeployment(Deployment):
-    """One whose replicas are processes of this machine, kept alive."""
+    """A deployment whose replicas are processes of this machine, restarted when they die."""
 
     def __init__(
         self,
         starter: ReplicaStarter,
-        opened: ServedModel,
+        model: ServedModel,
         options: ServingOptions,
-        observer: DeploymentEvents = NOBODY,
+        observer: DeploymentEvents = NO_EVENTS,
     ) -> None:
-        super().__init__(opened, options, observer)
+        super().__init__(model, options, observer)
         self._starter = starter
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keep_alive_tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         devices = [self._options.devices[i % len(self._options.devices)] for i in range(self._options.replicas)]
@@ -93,28 +92,28 @@ class LocalDeployment(Deployment):
             raise failures[0]
         for replica, device in zip(replicas, devices, strict=True):
             self.batcher.add(replica)
-            self._keepers.append(asyncio.create_task(self._keep(replica, device)))
+            self._keep_alive_tasks.append(asyncio.create_task(self._keep_alive(replica, device)))
 
     async def close(self) -> None:
         await self.batcher.finish()
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for task in self._keep_alive_tasks:
+            task.cancel()
+        await asyncio.gather(*self._keep_alive_tasks, return_exceptions=True)
 
     def _start_replica(self, device: str) -> asyncio.Future[ReplicaProcess]:
         return asyncio.ensure_future(
             ReplicaProcess.start(self._source, self.spec, device, self._options, self._starter)
         )
 
-    async def _keep(self, replica: ReplicaProcess | None, device: str) -> None:
-        """Whenever the replica dies, start another."""
+    async def _keep_alive(self, replica: ReplicaProcess | None, device: str) -> None:
+        """Start another replica whenever the replica dies."""
         pause_s = 0.0
         try:
             while True:
                 if replica is not None:
                     await replica.wait_gone()
                     self.batcher.remove(replica)
-                    log.warning("%s: replica %d died; another is started", self.spec.name, replica.pid)
+                    log.warning("%s: replica %d died; starting another", self.spec.name, replica.pid)
                     await replica.end()
                     replica = None
                     self.restarts += 1
@@ -123,8 +122,8 @@ class LocalDeployment(Deployment):
                 try:
                     replica = await self._start_replica(device)
                 except (ServingError, OSError) as error:
-                    pause_s = min(max(2 * pause_s, 0.5), _LONGEST_PAUSE_S)
-                    log.error("%s; the next try is in %g s", error, pause_s)
+                    pause_s = min(max(2 * pause_s, 0.5), _MAX_PAUSE_S)
+                    log.error("%s; retrying in %g s", error, pause_s)
                 else:
                     pause_s = 0.0
                     self.batcher.add(replica)

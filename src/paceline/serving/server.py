@@ -27,11 +27,11 @@ from paceline.serving.batching import RequestFailure
 from paceline.serving.grpc_server import GrpcServer
 from paceline.serving.model import ServedModel, ServingOptions
 
-# --- uvicorn's HTTP connection; it also ends slow clients, tells of those that went away, and refuses early
+# --- HTTP connections: uvicorn's, with timeouts for slow clients, disconnect events and early refusal
 
 
 Refuse = Callable[[bytes, Sequence[tuple[bytes, bytes]]], RequestFailure | None]
-"""Why a POST is to be refused, by its URL and its headers."""
+"""Returns why to refuse a POST, by its URL and its headers."""
 
 _TOO_SLOW = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -40,10 +40,10 @@ _TOO_SLOW = (
 
 
 class _RequestFlow(FlowControl):
-    """Reads no further while a request waits that was read before.
+    """A flow control that stops reading while an earlier request is waiting.
 
-    uvicorn reads on whenever it has answered one: a client that sends thousands and reads slowly would
-    fill the memory with them.
+    uvicorn reads on after each answer, so a client that sends thousands of requests and reads answers slowly
+    would fill the memory.
     """
 
     def __init__(self, transport: asyncio.Transport, waiting: Sized) -> None:
@@ -56,10 +56,10 @@ class _RequestFlow(FlowControl):
 
 
 def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.Protocol]:
-    """A protocol for uvicorn whose clients must have sent a request within so many seconds.
+    """Return a protocol for uvicorn whose clients must send a request within ``receive_timeout_s``.
 
-    What ``refuse`` answers is sent before a task is made and the body is read: a server that is asked for
-    five times what it can do has little time for four of them.
+    A refusal is sent before a task is created and the body is read, because an overloaded server has little
+    time for the requests that it refuses.
     """
 
     class HttpConnection(HttpToolsProtocol):
@@ -67,26 +67,26 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             super().connection_made(transport)
             self.flow = _RequestFlow(transport, self.pipeline)
             self._waiting: set[asyncio.Future[Any]] = set()
-            self._before: RequestResponseCycle | None = None
+            self._previous: RequestResponseCycle | None = None
             self._refused = False
             self._timer: asyncio.TimerHandle | None = None
             self._await_request()
 
         def on_message_begin(self) -> None:
-            # What uvicorn makes for a request comes later: it is not needed to refuse one.
+            # Skip what uvicorn prepares for a request, which a refusal does not need.
             self.url = b""
             self.headers = []
             self.expect_100_continue = False
-            self._before = self.cycle
+            self._previous = self.cycle
             self._refused = False
             self._await_request()
 
         def on_headers_complete(self) -> None:
-            # One that sends and does not read is left to uvicorn, which stops reading.
+            # A client that sends without reading is left to uvicorn, which stops reading from it.
             parser = self.parser
             if (
                 not self.flow.write_paused
-                and not self._owes_answer()
+                and not self._has_unanswered_request()
                 and parser.get_method() == b"POST"
                 and parser.should_keep_alive()
                 and parser.get_http_version() == "1.1"
@@ -95,11 +95,11 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 if refusal is not None:
                     self._refused = True
                     headers = (*self.server_state.default_headers, *refusal.headers)
-                    self.transport.write(_rendered(refusal.status, headers, str(refusal)))
+                    self.transport.write(_render(refusal.status, headers, str(refusal)))
                     return
-            found = self.url, self.headers, self.expect_100_continue
+            request_head = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
-            self.url, self.headers, self.expect_100_continue = found
+            self.url, self.headers, self.expect_100_continue = request_head
             scope: dict[str, Any] = cast("dict[str, Any]", self.scope)
             scope["headers"] = self.headers
             scope["extensions"] = {ON_DISCONNECT: self._waiting}
@@ -110,23 +110,23 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._expected_by = math.inf
+            self._deadline = math.inf
             if self._refused:
-                self._await_another()
+                self._await_next_request()
                 return
-            if self.cycle.response_complete:  # before its body was all here
-                self._await_another()
+            if self.cycle.response_complete:  # before its body was complete
+                self._await_next_request()
             super().on_message_complete()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.timeout_keep_alive_task is not None:
-                # uvicorn's timer ends with the next byte, be it of what was answered already, or of nothing.
+                # uvicorn's timer ends with the next byte, even if it belongs to an answered request.
                 self._unset_keepalive_if_required()
-                if math.isinf(self._expected_by):
-                    self._await_another()
-            elif not math.isinf(self._expected_by):
-                # While this answer was owed we did not read on: only now can its client send the rest.
+                if math.isinf(self._deadline):
+                    self._await_next_request()
+            elif not math.isinf(self._deadline):
+                # Reading was paused until this answer was sent, so the client can send the rest only now.
                 self._await_request()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -137,66 +137,65 @@ def connection_class(receive_timeout_s: float, refuse: Refuse) -> type[asyncio.P
             for future in tuple(self._waiting):
                 future.cancel()
 
-        def _owes_answer(self) -> bool:
-            """Whether the request before this one is not answered yet."""
-            return self._before is not None and not self._before.response_complete
+        def _has_unanswered_request(self) -> bool:
+            """Return whether the previous request is unanswered."""
+            return self._previous is not None and not self._previous.response_complete
 
         def _await_request(self) -> None:
-            self._expect(receive_timeout_s, self._give_up)
+            self._set_deadline(receive_timeout_s, self._give_up)
 
-        def _await_another(self) -> None:
-            self._expect(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        def _await_next_request(self) -> None:
+            self._set_deadline(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
-        def _expect(self, within_s: float, otherwise: Callable[[], None]) -> None:
-            """Call ``otherwise`` then, unless something else is expected before.
+        def _set_deadline(self, within_s: float, on_expired: Callable[[], None]) -> None:
+            """Call ``on_expired`` after ``within_s`` unless another deadline is set before.
 
-            The timer stays as it is while it goes off early enough: two for each request would cost as
-            much as to refuse it.
+            A timer that fires earlier is kept, since two timers per request would cost as much as a refusal.
             """
-            self._expected_by = self.loop.time() + within_s
-            self._otherwise = otherwise
-            if self._timer is not None and self._timer.when() > self._expected_by:
+            self._deadline = self.loop.time() + within_s
+            self._on_expired = on_expired
+            if self._timer is not None and self._timer.when() > self._deadline:
                 self._timer.cancel()
                 self._timer = None
             if self._timer is None:
-                self._timer = self.loop.call_at(self._expected_by, self._on_timer)
+                self._timer = self.loop.call_at(self._deadline, self._on_timer)
 
         def _on_timer(self) -> None:
             self._timer = None
-            if math.isinf(self._expected_by) or self.transport.is_closing():
+            if math.isinf(self._deadline) or self.transport.is_closing():
                 return
-            if self.loop.time() < self._expected_by:
-                self._timer = self.loop.call_at(self._expected_by, self._on_timer)
+            if self.loop.time() < self._deadline:
+                self._timer = self.loop.call_at(self._deadline, self._on_timer)
                 return
-            self._expected_by = math.inf
-            self._otherwise()
+            self._deadline = math.inf
+            self._on_expired()
 
         def _give_up(self) -> None:
-            if self._owes_answer():
-                # Perhaps it is we who do not read on.
+            if self._has_unanswered_request():
+                # The client may be waiting because this server has paused reading.
                 self._await_request()
                 return
             if self._refused:
                 self.transport.close()
                 return
-            # uvicorn declares it as always there. It is the last request's until this one's headers are here.
+            # uvicorn's type is not optional. It is the previous request's cycle until this request's headers arrive.
             cycle = cast("RequestResponseCycle | None", self.cycle)
-            if cycle is self._before or cycle is None or not cycle.response_started:
+            if cycle is self._previous or cycle is None or not cycle.response_started:
                 self.transport.write(_TOO_SLOW)
             self.transport.close()
 
     return HttpConnection
 
 
-@lru_cache(maxsize=256)  # one that is asked for too much says the same thousands of times a second
-def _rendered(status: int, headers: Sequence[tuple[bytes, bytes]], message: str) -> bytes:
+@lru_cache(maxsize=256)  # an overloaded server sends the same answer thousands of times a second
+def _render(status: int, headers: Sequence[tuple[bytes, bytes]], message: str) -> bytes:
     _, all_headers, body = error_answer(status, message, headers)
     lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
     lines += [b"%s: %s" % header for header in all_headers]
     return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
 
 
-# --- One server process, from its socket to its end ---
+# --- One server process, from binding its socket to its end ---
 
 
 _BACKLOG = 2048
@@ -205,7 +204,7 @@ _KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, kw_only=True)
 class ListenAddress:
-    """Where a server listens, and who may talk to it; gRPC only where it has a port."""
+    """Where a server listens, and the token of its clients; gRPC only if it has a port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -219,24 +218,24 @@ class ListenAddress:
         if self.token is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, so it needs --token-file. "
-                "Without one, listen on 127.0.0.1."
+                "Without a token, listen on 127.0.0.1."
             )
 
 
 def bind(address: ListenAddress) -> socket.socket:
-    """A socket at the address; it does not listen yet.
+    """Bind a socket to the address, without listening.
 
     Raises:
         ConfigError: the port is in use, or the host is not this machine's.
     """
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(place)
+            bound.bind(socket_address)
         except BaseException:
             bound.close()
             raise
@@ -246,10 +245,10 @@ def bind(address: ListenAddress) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> None:
-    """Take connections from now on.
+    """Accept connections from now on.
 
     Raises:
-        ConfigError: another server, which was started at the same time, was faster.
+        ConfigError: another server took the port first.
     """
     try:
         bound.listen(_BACKLOG)
@@ -259,22 +258,22 @@ def listen(bound: socket.socket) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}. --port 0 takes a free one.")
+    return ConfigError(f"cannot listen on {host}, port {port}: {error.strerror}. --port 0 picks a free one.")
 
 
 log = logging.getLogger("paceline.serving")
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: ours drain first."""
+    """uvicorn without its own signal handlers, since ours drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class _Stop:
-    """What signals ask for: to drain; without a notice; to break off."""
+class _Shutdown:
+    """The requested kind of shutdown: drain, drain without delay, or force."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -284,14 +283,14 @@ class _Stop:
     def on_signal(self, number: int) -> None:
         if self.skip_delay.is_set():
             self.force.set()
-        # Whoever presses Ctrl-C waits for no load balancer.
+        # Ctrl-C need not wait for a load balancer.
         if self.requested.is_set() or number == signal.SIGINT:
             self.skip_delay.set()
         self.requested.set()
 
 
 async def serve(
-    opened: Sequence[ServedModel],
+    served_models: Sequence[ServedModel],
     address: ListenAddress,
     options: ServingOptions,
     on_ready: Callable[[str, str | None], None],
@@ -299,35 +298,35 @@ async def serve(
 ) -> None:
     """Serve packages until SIGTERM or SIGINT, then drain.
 
-    After SIGTERM the server says that it is not ready, and asks each client to close its connection, for
-    ``drain_delay_s``; then it takes no connections any more, answers what it was asked, and ends.
+    After SIGTERM the server reports that it is not ready, and asks each client to close its connection, for
+    ``drain_delay_s``; then it refuses connections, answers the accepted requests, and ends.
 
     Args:
-        opened: the packages.
-        address: where.
-        options: how.
-        on_ready: called with the server's URL, and where it speaks gRPC, when all replicas are ready.
-        deploy: what makes a model's deployment; default: processes of this machine.
+        served_models: opened from packages.
+        address: to listen on.
+        options: of the server.
+        on_ready: called with the URL, and the gRPC address if any, when all replicas are ready.
+        deploy: makes a model's deployment; by default of processes of this machine.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen on the address.
         ServingError: a package cannot be loaded.
     """
     loop = asyncio.get_running_loop()
-    stop = _Stop()
+    stop = _Shutdown()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.on_signal, number)
     with bind(address) as bound:
         models = Models(options, deploy)
         app = App(models, options, AccessPolicy(address.token))
         async with _grpc(app, models, address, options) as grpc:
-            if not await _unless(stop.requested, models.start(opened)):
+            if not await _run_unless(stop.requested, models.start(served_models)):
                 return
             try:
                 if grpc is not None:
                     await grpc.start()
-                where = None if grpc is None else grpc.address
-                await _serve(app, bound, options, stop, lambda url: on_ready(url, where))
+                grpc_address = None if grpc is None else grpc.address
+                await _serve(app, bound, options, stop, lambda url: on_ready(url, grpc_address))
                 if grpc is not None:
                     await grpc.close()
             finally:
@@ -338,7 +337,7 @@ async def serve(
 async def _grpc(
     app: App, models: Models, address: ListenAddress, options: ServingOptions
 ) -> AsyncIterator[GrpcServer | None]:
-    """The gRPC server that was asked for; its port is taken, and given back in the end."""
+    """Take the port of the gRPC server, if requested, and release it at the end."""
     if address.grpc_port is None:
         yield None
         return
@@ -356,23 +355,23 @@ async def _grpc(
         await server.close()
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work, or give it up when the event comes first; whether it was done."""
-    doing = asyncio.create_task(work)
+async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Run the work, or cancel it when the event comes first; return whether it was finished."""
+    task = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
-    await asyncio.wait((doing, waiting), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    if not doing.done():
-        doing.cancel()
+    if not task.done():
+        task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await doing
+            await task
         return False
-    doing.result()
+    task.result()
     return True
 
 
 async def _serve(
-    app: App, bound: socket.socket, options: ServingOptions, stop: _Stop, on_ready: Callable[[str], None]
+    app: App, bound: socket.socket, options: ServingOptions, stop: _Shutdown, on_ready: Callable[[str], None]
 ) -> None:
     config = uvicorn.Config(
         app,
@@ -388,12 +387,12 @@ async def _serve(
     )
     server = _Uvicorn(config)
     listen(bound)
-    running = asyncio.create_task(server.serve(sockets=[bound]))
-    while not server.started and not running.done():
+    server_task = asyncio.create_task(server.serve(sockets=[bound]))
+    while not server.started and not server_task.done():
         await asyncio.sleep(0.01)
-    if running.done():
-        running.result()
-    # What is here now stays: it need not be looked at whenever garbage is collected.
+    if server_task.done():
+        server_task.result()
+    # Exempt the objects that exist now from later garbage collections.
     gc.collect()
     gc.freeze()
     on_ready(url_of(bound))
@@ -403,23 +402,23 @@ async def _serve(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.skip_delay.wait(), options.drain_delay_s)
     server.should_exit = True
-    # Until then all is sent and answered, but for clients that do not read what they asked for.
-    longest_s = options.receive_timeout_s + options.timeout_s
-    await _first(running, stop.force.wait(), longest_s)
+    # Normally everything is answered and sent within this time, except to clients that do not read.
+    timeout_s = options.receive_timeout_s + options.timeout_s
+    await _wait_for_first(server_task, stop.force.wait(), timeout_s)
     for connection in list(server.server_state.connections):
         peer = connection.transport.get_extra_info("peername")
-        log.warning("broke off the connection of %s", peer)
+        log.warning("aborted the connection of %s", peer)
         connection.transport.abort()
-    await running
+    await server_task
 
 
-async def _first(running: asyncio.Task[None], other: Coroutine[Any, Any, Any], longest_s: float) -> None:
+async def _wait_for_first(server_task: asyncio.Task[None], other: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     waiting = asyncio.create_task(other)
-    await asyncio.wait((running, waiting), timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((server_task, waiting), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
 
 
 def url_of(bound: socket.socket) -> str:
-    """The address as clients write it."""
+    """Return the address as clients write it."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Files of pages, as they are in the package, and the headers that go with them."""
+"""Static files of pages in the package, and their HTTP headers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,12 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""Nothing inline, nothing from elsewhere, in nobody's frame; caches ask whether their copy still holds."""
+"""No inline or external content, no framing; caches must revalidate."""
 
 
 @dataclass(frozen=True)
 class Asset:
-    """A file.
-
-    Attributes:
-        content_type: with its character set.
-        content: its bytes.
-        tag: its ``ETag``.
-    """
+    """A static file with its content type and ``ETag``."""
 
     content_type: str
     content: bytes
@@ -42,12 +36,9 @@ class Asset:
 
 
 class Assets:
-    """The files in the folders ``static`` of this package and of others.
+    """The files in the ``static`` folders of this package and of ``packages``.
 
-    They are read once: no request leads to a file of these folders or any other.
-
-    Args:
-        packages: by their full names; no two have a file of the same name.
+    They are read once, so that no request can name a path. File names must be unique.
     """
 
     def __init__(self, *packages: str) -> None:
@@ -62,10 +53,9 @@ class Assets:
                 self._assets[item.name] = Asset(kind, content, tag_of(content))
 
     def find(self, name: str) -> Asset | None:
-        """The file of this name; None where there is none."""
         return self._assets.get(name)
 
 
 def tag_of(content: bytes) -> str:
-    """The ``ETag`` of a content."""
+    """Return the ``ETag`` of a content."""
     return f'"{hashlib.sha256(content).hexdigest()[:20]}"'

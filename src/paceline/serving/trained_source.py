@@ -1,4 +1,4 @@
-"""The trained model of a run: which checkpoint, its weights, and what it does for others."""
+"""The trained model of a run or package: its weights, task and evaluation."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from paceline.training.loaded_model import (
 from paceline.training.run_context import RunContext
 
 EVALUATION = "evaluation"
-"""In a package's ``provenance.data``: the options of the run that its evaluation follows from."""
+"""In a package's ``provenance.data``: options of the run that decide its evaluation."""
 
 PACKAGE_METRICS = "package_metrics"
-"""Likewise: the metrics of quantized weights; those of the manifest are of the weights before that."""
+"""In ``provenance.data``: metrics of the quantized weights; the manifest has those of the original weights."""
 
 INTERVALS = "intervals"
-"""Likewise: metric -> the ends of its 95 % interval, and what gave it."""
+"""In ``provenance.data``: metric -> the ends of its 95 % interval, and the method."""
 
-_DECIDE_IT = select(lambda its: its.evaluation)
-"""Data, their blocks and precision; what a callback is told of the run's length; what a good model is."""
+_EVALUATION_OPTIONS = select(lambda its: its.evaluation)
+"""Options that affect data, evaluation batches, precision, a callback's schedule and model selection."""
 
 _SPLITS = ("test", "val")
 
@@ -53,14 +53,14 @@ Load = Callable[[nn.Module], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedSource:
-    """A trained model that is exported, on the CPU, in evaluation mode.
+    """A trained model to export, on the CPU, in evaluation mode.
 
     Attributes:
-        trained: the model, and the evaluation that its run would do.
-        manifest: of the run's ``run.toml`` at least the tables ``task`` and ``config``.
-        inference: the function around the model.
-        split: what it is compared and measured on: "test", or "val" where there is no test split.
-        step: optimizer steps that the model was trained for.
+        trained: the model, with its run's evaluation.
+        manifest: at least the tables ``task`` and ``config`` of the run's ``run.toml``.
+        inference: signature of the model.
+        split: to compare and evaluate on: "test", or "val" if there is no test split.
+        step: number of optimizer steps of the training.
         state_version: of the checkpoint.
     """
 
@@ -73,30 +73,26 @@ class TrainedSource:
 
     @property
     def task(self) -> Task:
-        """What the model was trained by."""
         return self.trained.run.task
 
     @property
     def model(self) -> nn.Module:
-        """The trained one."""
         return self.trained.module
 
     @property
     def spec(self) -> str:
-        """The task's name."""
         return str(self.manifest["task"]["spec"])
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The task's hyperparameters."""
         return dict(self.manifest["task"]["fields"])
 
     @property
     def data(self) -> dict[str, Any]:
-        """What is known of the data, and how the model is evaluated on it."""
+        """Return the facts about the data, and the options of the model's evaluation on it."""
         config = self.trained.run.config
         default = RunConfig()
-        decide = {name: getattr(config, name) for name in _DECIDE_IT}
+        decide = {name: getattr(config, name) for name in _EVALUATION_OPTIONS}
         return {
             **self.manifest.get("data", {}),
             "compared_split": self.split,
@@ -104,7 +100,7 @@ class TrainedSource:
         }
 
     def batches(self) -> EvalBatches:
-        """The split, in the blocks in which the run evaluates it; close them."""
+        """Return the split in the run's evaluation batches, to be closed by the caller."""
         batches = self.trained.run.build_eval_batches(self.split)
         assert batches is not None
         return batches
@@ -114,11 +110,11 @@ class TrainedSource:
         model: nn.Module | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Estimate]:
-        """The task's metrics on the split, as the run records them, with intervals.
+        """Compute the task's metrics on the split, as the run records them, with intervals.
 
         Args:
-            model: what is measured; by default the trained one.
-            on_progress: told of the samples done, and of all.
+            model: by default the trained one.
+            on_progress: called with the number of finished samples and the total.
         """
         done, estimates = 0, MetricIntervals()
 
@@ -135,15 +131,15 @@ class TrainedSource:
 
 @contextmanager
 def open_source(run: Path, checkpoint: str | None) -> Iterator[TrainedSource]:
-    """Read the model of a run.
+    """Open the model of a run.
 
     Args:
         run: its directory.
-        checkpoint: "best", "last" or a step; None is the best where there is one, and else the last.
+        checkpoint: "best", "last" or a step; None is the best, if any, else the last.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the task says not what its model does for others.
-        CheckpointError: none verifies, or it does not fit the task.
+        UserError: the run or checkpoint does not exist, or the task has no inference signature.
+        CheckpointError: no checkpoint verifies, or it does not fit the task.
     """
     directory = RunDirectory(run)
     manifest = directory.read_complete_manifest()
@@ -161,30 +157,32 @@ def open_source(run: Path, checkpoint: str | None) -> Iterator[TrainedSource]:
 
 @contextmanager
 def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> Iterator[TrainedSource]:
-    """Build the model of a package as it was when it was exported and measured.
+    """Build the model of a package as its export evaluated it.
 
     Args:
         package: the package's directory, for messages.
-        origin: what its manifest says of where it comes from.
+        origin: provenance of the package.
         spec: the task whose code is used.
-        load: puts the weights into the model.
+        load: loads the weights into the model.
 
     Raises:
         UserError: the task or its data cannot be built.
-        PackageError: it does not say how it was measured, or its weights do not fit the task.
+        PackageError: the package does not record its evaluation, or its weights do not fit the task.
     """
     config, split = origin.data.get(EVALUATION), origin.data.get("compared_split")
     if not isinstance(config, dict) or split not in _SPLITS:
         raise PackageError(
-            f"package {package} does not say how it was measured, so it cannot be checked. Export it again."
+            f"package {package} does not record how it was evaluated, so it cannot be checked. Export it again."
         )
-    if unknown := config.keys() - set(_DECIDE_IT):
-        raise PackageError(f"package {package} was measured with {min(unknown)!r:.80}, which is no option.")
+    if unknown := config.keys() - set(_EVALUATION_OPTIONS):
+        raise PackageError(
+            f"package {package} was evaluated with {min(unknown)!r:.80}, which is not an option of this version."
+        )
     task = {"spec": spec, "name": load_task_class(spec).__qualname__, "fields": dict(origin.fields)}
     manifest = {"task": task, "config": config}
 
     def fill(run: RunContext, model: nn.Module, callback: Callback) -> tuple[int, int]:
-        load(model.requires_grad_(False))  # rounded weights are integers, which have no gradients
+        load(model.requires_grad_(False))  # quantized weights are integers, which have no gradients
         return origin.step, 0
 
     with load_evaluable_model(RunDirectory(package), manifest, fill, device="cpu") as evaluated:
@@ -199,27 +197,29 @@ def open_exported(package: Path, origin: Provenance, spec: str, load: Load) -> I
 
 
 def inference_of(task: Task, model: nn.Module) -> InferenceSignature:
-    """What a task's model does for others, in evaluation mode, without gradients.
+    """Return a task's inference signature in evaluation mode, without gradients.
 
     Raises:
-        ExportError: the task does not say it, or says something else.
+        ExportError: the task has none, or an invalid one.
     """
     name = type(task).__name__
     model.eval().requires_grad_(False)
     inference = task.inference_signature(model)
     if inference is None:
         raise ExportError(
-            f"{name} does not say what its model does for others. Define inference_signature(self, model) and "
-            "inference_batch(self, batch) in the task; the weights of a run need no training for it."
+            f"{name} has no inference signature. Define inference_signature(self, model) and "
+            "inference_batch(self, batch) in the task; the run need not be trained again for this."
         )
     if not inference.inputs or not inference.outputs:
-        raise ExportError(f"{name}.inference_signature must name inputs and outputs, but named {inference!r:.80}.")
+        raise ExportError(
+            f"{name}.inference_signature must declare inputs and outputs, but returned {inference!r:.80}."
+        )
     inference.module.eval().requires_grad_(False)
     return inference
 
 
 def source_sha256(task: Task) -> str | None:
-    """Of the file that defines the task."""
+    """Return the SHA-256 of the file that defines the task."""
     try:
         return hashlib.sha256(Path(inspect.getfile(type(task))).read_bytes()).hexdigest()
     except (OSError, TypeError):
@@ -233,6 +233,6 @@ def _compared_split(trained: LoadedModel) -> str:
             batches.close()
             return split
     raise ExportError(
-        f"{type(trained.run.task).__name__} has neither a test nor a val split, and nothing is exported that "
-        "was not compared with the trained model. Let build_dataset return one for 'test'."
+        f"{type(trained.run.task).__name__} has neither a test nor a val split, but an export must be compared "
+        "with the trained model. Return a data set for 'test' from build_dataset."
     )

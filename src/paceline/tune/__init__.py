@@ -1,1 +1,1 @@
-"""Searches over hyperparameters."""
+"""Hyperparameter searches."""

@@ -1,4 +1,4 @@
-"""Two pictures of a search: its learning curves, and which parameters went with which result."""
+"""Two charts of a search: learning curves, and parallel coordinates of parameters and results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from paceline.tune.search import Dimension, Search
 from paceline.tune.status import show_value
 
 _SIZE = (9.0, 5.0)  # inches
-_MOST_TICKS = 8
-_DECADES = 100  # from there on powers of ten are marked
-_ROOM = 0.04  # above and below an axis's values
+_MAX_TICKS = 8
+_MIN_LOG_RATIO = 100  # ranges with at least this ratio have ticks at powers of ten
+_MARGIN = 0.04  # above and below the values of an axis
 
 
 def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
-    """Write ``curves.svg`` and ``parallel.svg``; return those that were written.
-
-    Args:
-        search: what was searched.
-        journal: what is known of its trials.
-        directory: where to.
+    """Write ``curves.svg`` and ``parallel.svg``; return the paths of the written files.
 
     Raises:
         LaunchError: the plotting library is not installed.
@@ -32,15 +27,15 @@ def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise LaunchError(f"there are no plots ({error}). Run: pip install 'paceline[report]'") from error
+        raise LaunchError(f"plots need matplotlib ({error}). Run: pip install 'paceline[report]'") from error
     best = journal.best(search.metric_name, search.mode)
-    rated = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
-    if not rated:
+    scored_trials = [trial for trial in journal.trials.values() if trial.curve(search.metric_name)]
+    if not scored_trials:
         return []
     written = []
     for name, plot in (("curves", _curves), ("parallel", _parallel)):
         figure = Figure(figsize=_SIZE, layout="constrained")
-        plot(figure, search, rated, best)
+        plot(figure, search, scored_trials, best)
         path = directory / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})
         written.append(path)
@@ -48,26 +43,26 @@ def draw(search: Search, journal: SearchHistory, directory: Path) -> list[Path]:
 
 
 def _colour(search: Search, trials: Sequence[Trial]) -> Any:
-    """From a value to a colour; the better the darker: the background is white."""
+    """Map values to colours; better values are darker, as the background is white."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    values = _finals(search, trials)
+    values = _best_values(search, trials)
     scale = Normalize(min(values), max(values) if max(values) > min(values) else min(values) + 1)
     return ScalarMappable(scale, colormaps["viridis_r" if search.mode == "max" else "viridis"])
 
 
-def _finals(search: Search, trials: Sequence[Trial]) -> list[float]:
+def _best_values(search: Search, trials: Sequence[Trial]) -> list[float]:
     best = [trial.best(search.metric_name, search.mode) for trial in trials]
     return [value for value in best if value is not None]
 
 
 def _curves(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
-    """The metric over the steps, a line for each trial; a cross where it ended early."""
+    """Plot the metric over the steps, one line per trial, with a cross where a trial ended early."""
     axes = figure.add_subplot()
     colour = _colour(search, trials)
-    values = _finals(search, trials)
+    values = _best_values(search, trials)
     for trial, value in zip(trials, values, strict=True):
         steps, ys = zip(*trial.curve(search.metric_name), strict=True)
         is_best = trial is best
@@ -80,24 +75,24 @@ def _curves(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | 
             markevery=[-1],
             markersize=5,
             zorder=3 if is_best else 2,
-            label=f"trial {trial.number}, the best" if is_best else None,
+            label=f"trial {trial.number} (best)" if is_best else None,
         )
     axes.set_xlabel("step")
     axes.set_ylabel(f"{search.metric_name} (val)")
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}; a cross: it did not come to its end")
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; crosses: ended early")
     axes.grid(alpha=0.3)
     if best is not None:
         axes.legend()
 
 
 def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
-    """Parallel coordinates (Inselberg): an axis for each parameter and one for the result, a line a trial."""
+    """Draw parallel coordinates (Inselberg): one axis per parameter and one for the result, one line per trial."""
     axes = figure.add_subplot()
     colour = _colour(search, trials)
-    values = _finals(search, trials)
+    values = _best_values(search, trials)
     dimensions = search.parsed_space.dimensions
     low, high = min(values), max(values)
-    # The better, the further on top.
+    # Draw better trials on top.
     ranked = sorted(zip(trials, values, strict=True), key=lambda pair: pair[1], reverse=search.mode == "min")
     for trial, value in ranked:
         parameters = search.parsed_space.parameters(trial.number)
@@ -105,11 +100,11 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
         ys.append((value - low) / (high - low) if high > low else 0.5)
         width = 2.5 if trial is best else 1.0
         axes.plot(range(len(ys)), ys, color=colour.to_rgba(value), linewidth=width, alpha=0.9)
-    for place, dimension in enumerate(dimensions):
+    for axis, dimension in enumerate(dimensions):
         for height, text in _ticks(dimension):
             axes.annotate(
                 text,
-                (place, height),
+                (axis, height),
                 xytext=(4, 0),
                 textcoords="offset points",
                 fontsize=8,
@@ -117,20 +112,20 @@ def _parallel(figure: Any, search: Search, trials: Sequence[Trial], best: Trial 
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
                 zorder=4,
             )
-    for place in range(len(dimensions) + 1):
-        axes.axvline(place, color="0.3", linewidth=0.8, zorder=3)
+    for axis in range(len(dimensions) + 1):
+        axes.axvline(axis, color="0.3", linewidth=0.8, zorder=3)
     axes.set_xticks(range(len(dimensions) + 1), [*(d.field for d in dimensions), search.metric_name])
     axes.set_yticks([])
-    axes.set_ylim(-_ROOM, 1 + _ROOM)
+    axes.set_ylim(-_MARGIN, 1 + _MARGIN)
     axes.set_xlim(-0.15, len(dimensions) + 0.15)
     for side in ("top", "left", "right", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: the best")
+    axes.set_title(f"{len(trials)} trials of {search.options['task']}; thick: best")
     figure.colorbar(colour, ax=axes, label=f"{search.metric_name} (val)")
 
 
 def _height(dimension: Dimension, value: Any) -> float:
-    """Where a value lies on its axis, from 0 to 1."""
+    """Return the position of a value on its axis, from 0 to 1."""
     if dimension.kind == "choice":
         return dimension.values.index(value) / max(1, len(dimension.values) - 1)
     low, high = dimension.bounds
@@ -140,18 +135,18 @@ def _height(dimension: Dimension, value: Any) -> float:
 
 
 def _ticks(dimension: Dimension) -> list[tuple[float, str]]:
-    """What is written at an axis: all choices, or some values of a range."""
+    """Return the labels of an axis: all choices, or some values of a range."""
     if dimension.kind == "choice":
         return [(_height(dimension, value), str(value)) for value in dimension.values]
     low, high = dimension.bounds
     values: Sequence[float]
     if dimension.kind == "int":
-        every = max(1, math.ceil((high - low) / _MOST_TICKS))
-        values = [*range(int(low), int(high), every), int(high)]
-    elif dimension.kind == "log" and high / low >= _DECADES:
+        step = max(1, math.ceil((high - low) / _MAX_TICKS))
+        values = [*range(int(low), int(high), step), int(high)]
+    elif dimension.kind == "log" and high / low >= _MIN_LOG_RATIO:
         powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        between = [10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5]
-        values = [low, *between, high]
+        powers_between = [10.0**power for power in powers if low * 1.5 < 10.0**power < high / 1.5]
+        values = [low, *powers_between, high]
     elif dimension.kind == "log":
         values = [low, float(f"{math.sqrt(low * high):.2g}"), high]
     else:

@@ -1,4 +1,4 @@
-"""The record of a search: every trial, the result, and TensorBoard's view."""
+"""The record of a search: every trial, the result, and data for TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from paceline.launch.submit import task_command
 from paceline.runs.directory import RunDirectory
 from paceline.tune.search import Search, SearchCost, SearchDirectory, assignments
 
-# --- What came of each trial so far: a line for each result, in the order in which trials were compared ---
+# --- The journal: one line per result, in the order in which trials were compared ---
 #
-# Between them, now and then and at the end of each start, is a line of what the search had spent by then.
+# Between the results, regularly and at the end of each start, is a line with the costs so far.
 
 
 _log = logging.getLogger(__name__)
 
 TrialState = Literal["waiting", "running", "stopped", "finished", "goal", "diverged", "failed"]
-"""Where a trial stands; "running" also where the search itself has stopped."""
+"""The state of a trial; "running" even if the search itself has stopped."""
 
 ENDED: tuple[TrialState, ...] = ("stopped", "finished", "goal", "diverged", "failed")
-"""stopped: others were better; goal: ``--stop`` was reached; diverged: its loss became NaN or infinite."""
+"""stopped: ended early by the scheduler; goal: reached ``--stop``; diverged: its loss became NaN or infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """What is known of a trial after an evaluation, or at its end.
+    """The result of a trial after an evaluation, or at its end.
 
     Attributes:
-        trial: its number.
-        state: what became of it.
-        iteration: evaluations so far.
-        step: steps at the last of them.
-        metrics: of it, by name; null where a number is NaN.
-        seconds: that the trial took since the result before.
-        clock_s: seconds that the search has taken, over all its starts.
-        place: machine and process.
+        trial: number of the trial.
+        state: of the trial.
+        iteration: number of evaluations so far.
+        step: number of steps at the last evaluation.
+        metrics: of the last evaluation, by name; None for NaN.
+        seconds: time since the trial's previous result.
+        clock_s: time of the search, over all its starts.
+        place: node and process.
         message: why it failed.
     """
 
@@ -62,19 +62,19 @@ class TrialResult:
     message: str = ""
 
     def value(self, metric: str) -> float | None:
-        """The metric's value, where there is one."""
-        found = self.metrics.get(metric)
-        return found if found is not None and math.isfinite(found) else None
+        """Return the metric's value, if it is finite."""
+        value = self.metrics.get(metric)
+        return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a search had spent at some moment, over all its starts.
+    """The costs of a search so far, over all its starts.
 
     Attributes:
-        clock_s: seconds that it had taken.
-        trial_s: seconds of all trials together, with those that no result says: of trials that were at work,
-            were interrupted, or were lost.
+        clock_s: wall-clock time.
+        trial_s: total time of all trials, including the time not covered by results: of running, interrupted
+            and lost trials.
     """
 
     clock_s: float
@@ -83,13 +83,13 @@ class Spent:
 
 @dataclass
 class Trial:
-    """A trial, as its results tell.
+    """A trial with its results.
 
     Attributes:
         number: of the trial.
-        results: in their order.
-        placed: machine and process of the last one.
-        begun: it runs in this start of the search; a journal that was read says nothing of that.
+        results: in order.
+        placed: node and process of the last result.
+        begun: whether it runs in this start of the search; always False when read from a journal.
     """
 
     number: int
@@ -99,70 +99,66 @@ class Trial:
 
     @property
     def state(self) -> TrialState:
-        """Where it stands."""
         if self.results:
             return self.results[-1].state
         return "running" if self.begun else "waiting"
 
     @property
     def ended(self) -> bool:
-        """Whether it is not to be run again."""
+        """Return whether the trial will not run again."""
         return self.state in ENDED
 
     @property
     def iteration(self) -> int:
-        """Evaluations so far."""
         return self.results[-1].iteration if self.results else 0
 
     @property
     def step(self) -> int:
-        """Steps at the last evaluation."""
         return self.results[-1].step if self.results else 0
 
     @property
     def seconds(self) -> float:
-        """That it took."""
         return sum(result.seconds for result in self.results)
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Step and value of each evaluation."""
+        """Return step and value of each evaluation."""
         points = [(result.step, result.value(metric)) for result in self.results]
         return [(step, value) for step, value in dict(points).items() if value is not None]
 
     def last(self, metric: str) -> float | None:
-        """The latest value."""
+        """Return the latest value."""
         curve = self.curve(metric)
         return curve[-1][1] if curve else None
 
     def best(self, metric: str, mode: str) -> float | None:
-        """The best value on the way."""
+        """Return the best value of all evaluations."""
         values = [value for _, value in self.curve(metric)]
         return (max(values) if mode == "max" else min(values)) if values else None
 
 
 class SearchHistory:
-    """What is known of all trials of a search.
+    """All trials of a search.
 
     Args:
-        records: in their order.
+        records: in order.
 
     Attributes:
-        trials: by their numbers.
-        results: in their order.
-        unsaid_s: seconds of trials that no result says.
+        trials: by number.
+        results: in order.
+        unrecorded_s: time of trials that no result covers.
     """
 
     def __init__(self, records: Iterable[TrialResult | Spent]) -> None:
         self.trials: dict[int, Trial] = {}
         self.results: list[TrialResult] = []
-        self.unsaid_s = 0.0
+        self.unrecorded_s = 0.0
         self._spent = Spent(clock_s=0.0, trial_s=0.0)
         for record in records:
             if isinstance(record, Spent):
                 self._spent = record
             else:
                 self.take(record)
-        self.unsaid_s = max(0.0, self._spent.trial_s - self._trial_s)
+        self.unrecorded_s = max(0.0, self._spent.trial_s - self._trial_s)
 
     def take(self, result: TrialResult) -> None:
         """Add a result."""
@@ -172,32 +168,27 @@ class SearchHistory:
         trial.placed = result.place or trial.placed
 
     def trial(self, number: int) -> Trial:
-        """A trial, which may have no result yet."""
+        """Return a trial, which may have no result yet."""
         return self.trials.setdefault(number, Trial(number))
 
     @property
     def clock_s(self) -> float:
-        """Seconds that the search had taken by the last record."""
+        """Return the time of the search at the last record."""
         return max((self._spent.clock_s, *(result.clock_s for result in self.results)))
 
     def cost(self, clock_s: float, gpus_per_trial: float) -> SearchCost:
-        """What was spent.
-
-        Args:
-            clock_s: seconds of the search.
-            gpus_per_trial: that each trial held.
-        """
+        """Return the costs so far; each trial holds ``gpus_per_trial``."""
         begun = sum(trial.state != "waiting" for trial in self.trials.values())
         return SearchCost(clock_s, begun, self._trial_s / 3600 * gpus_per_trial)
 
     @property
     def _trial_s(self) -> float:
-        return sum(trial.seconds for trial in self.trials.values()) + self.unsaid_s
+        return sum(trial.seconds for trial in self.trials.values()) + self.unrecorded_s
 
     def best(self, metric: str, mode: str) -> Trial | None:
-        """The trial with the best value; among equals the one with the lowest number.
+        """Return the trial with the best value, with the lowest number among equals.
 
-        One that failed or diverged is none: to train it whole would end in the same way.
+        Failed and diverged trials are excluded, since a full training would end in the same way.
         """
         sign = 1.0 if mode == "max" else -1.0
         rated = [
@@ -209,27 +200,23 @@ class SearchHistory:
 
 
 class SearchJournal(SearchHistory):
-    """The results of a search at work; the file grows by whole lines only.
-
-    Args:
-        path: ``journal.jsonl``.
-    """
+    """The history of an active search, appended to ``path`` in whole lines."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(_read(path))
         self._file = ResilientAppendFile(path, _log.warning)
 
     def add(self, result: TrialResult) -> None:
-        """Record a result: it is on its way to disk on return."""
+        """Record a result; it is being written to disk on return."""
         self.take(result)
         self._write(result)
 
     def add_spent(self, clock_s: float, running_s: float = 0.0) -> None:
-        """Record what was spent until now.
+        """Record the costs so far.
 
         Args:
-            clock_s: seconds of the search.
-            running_s: seconds of the trials at work, since they began or gave their last results.
+            clock_s: time of the search.
+            running_s: time of the running trials since their start or last result.
         """
         trial_s = self._trial_s + running_s
         self._spent = Spent(clock_s=round(clock_s, 3), trial_s=round(trial_s, 3))
@@ -239,12 +226,11 @@ class SearchJournal(SearchHistory):
         self._file.write((json.dumps(dataclasses.asdict(record), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def read_trials(path: Path) -> SearchHistory:
-    """What a journal says, without touching it."""
+    """Read a journal without changing it."""
     return SearchHistory(_read(path))
 
 
@@ -257,38 +243,31 @@ def _read(path: Path) -> Iterator[TrialResult | Spent]:
             yield TrialResult(**record)
 
 
-# --- What a search has found: ``result.json``, and the command that trains the best configuration ---
+# --- ``result.json``, and the command that trains the best configuration ---
 
 
-_START = select(lambda its: its.from_launcher and its.scope in ("start", "process"))
-"""Options that a launcher gives to each machine, and this command to its own."""
+_LOCAL_OPTIONS = select(lambda its: its.from_launcher and its.scope in ("start", "process"))
+"""Options of the machine, which a cluster's launcher gives and this command must give itself."""
 
 
 def command_of(search: Search, number: int) -> str:
-    """The ``paceline train`` that trains a trial's configuration to its end, with the trial's own bits."""
+    """Return the ``paceline train`` command that fully trains a trial's configuration, with the same bits."""
     options = {**search.options}
     options["set"] = [*options.get("set", ()), *assignments(search.parsed_space.parameters(number))]
     config = config_from_mapping(options, "tune.json")
     words = ["paceline", *task_command(config, Path("runs/best"), "python")[3:]]
-    words += to_flags({name: options[name] for name in _START if name in options})
+    words += to_flags({name: options[name] for name in _LOCAL_OPTIONS if name in options})
     return shlex.join(words)
 
 
 def write_result(search: Search, directory: SearchDirectory, journal: SearchHistory, *, done: bool) -> dict[str, Any]:
-    """Write ``result.json``, and return its content.
-
-    Args:
-        search: what was searched.
-        directory: its directory.
-        journal: what is known of its trials.
-        done: whether all trials that were to run have ended.
-    """
+    """Write ``result.json``, and return its content; ``done`` if all planned trials have ended."""
     trials = [journal.trials[number] for number in sorted(journal.trials)]
     best = journal.best(search.metric_name, search.mode)
     clock_s = journal.clock_s
     cost = journal.cost(clock_s, search.gpus)
     steps = sum(trial.step for trial in trials)
-    whole = None if search.total_steps is None else search.total_steps * search.planned
+    full_steps = None if search.total_steps is None else search.total_steps * search.planned
     result = {
         "search": str(directory.path),
         "task": search.options["task"],
@@ -298,7 +277,7 @@ def write_result(search: Search, directory: SearchDirectory, journal: SearchHist
         "states": dict(Counter(trial.state for trial in trials)),
         "best": None if best is None else _trial(search, best) | {"command": command_of(search, best.number)},
         "steps": steps,
-        "steps_without_early_stops": whole,
+        "steps_without_early_stops": full_steps,
         "seconds": round(clock_s, 3),
         "gpu_hours": round(cost.gpu_hours, 4),
         "budget": None if search.limit is None else search.limit.show(cost),
@@ -326,18 +305,18 @@ def _message(trial: Trial) -> str:
     return trial.results[-1].message if trial.results else ""
 
 
-# --- A search for TensorBoard's HParams page: ``tensorboard --logdir DIRECTORY`` ---
+# --- TensorBoard's HParams page: ``tensorboard --logdir DIRECTORY`` ---
 #
-# Each trial's run has its curves there already. What is added says which parameters it had; an event file, as
-# TensorBoard's own ``hparams`` plugin reads it (``tensorboard/plugins/hparams/api.proto``).
+# Each trial's run already contains its curves. This adds its parameters as an event file for TensorBoard's
+# ``hparams`` plugin (``tensorboard/plugins/hparams/api.proto``).
 
 
 _FILE = "events.out.tfevents.0000000000.hparams"
-_ENDED_WELL = ("finished", "stopped", "goal")
+_SUCCESS_STATES = ("finished", "stopped", "goal")
 
 
 def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHistory) -> None:
-    """Write the search's description, and the parameters of each trial that has begun."""
+    """Write the description of the search, and the parameters of each trial that has results."""
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
     names = [dimension.field for dimension in search.parsed_space.dimensions]
@@ -347,8 +326,8 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
         hparam_infos=[api_pb2.HParamInfo(name=name) for name in names],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag))],
     )
-    described = plugin_data_pb2.HParamsPluginData(experiment=experiment, version=0)
-    _write(directory.tensorboard, [("_hparams_/experiment", described)])
+    description = plugin_data_pb2.HParamsPluginData(experiment=experiment, version=0)
+    _write(directory.tensorboard, [("_hparams_/experiment", description)])
     for trial in journal.trials.values():
         if not trial.results:
             continue
@@ -358,7 +337,7 @@ def write_hparams(search: Search, directory: SearchDirectory, journal: SearchHis
                 start.hparams[name].string_value = value
             else:
                 start.hparams[name].number_value = float(value)
-        status = api_pb2.STATUS_SUCCESS if trial.state in _ENDED_WELL else api_pb2.STATUS_UNKNOWN
+        status = api_pb2.STATUS_SUCCESS if trial.state in _SUCCESS_STATES else api_pb2.STATUS_UNKNOWN
         end = plugin_data_pb2.SessionEndInfo(status=status)
         _write(
             RunDirectory(directory.trial(trial.number)).tensorboard,

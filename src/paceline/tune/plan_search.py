@@ -1,4 +1,4 @@
-"""Measures what a trial costs, and starts the search."""
+"""Planning of a search: profile the task, check the budget, and start the search."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ from paceline.tune.search import (
     show_seconds,
 )
 
-# --- Tries a task for some steps before a search: ``python -m paceline.tune.plan_search FILE`` ---
+# --- Profile a task for a few steps before a search: ``python -m paceline.tune.plan_search FILE`` ---
 #
-# It says, as a line of JSON, what the task's metrics are, how long a trial goes on, and what its steps and
-# evaluations take here; or what is wrong. It is a run like any other, in a directory that goes away again,
-# with the first trial's parameters; it is stopped at its first evaluation.
+# It prints a line of JSON: the task's metrics, the length of a trial and the time of its steps and evaluations,
+# or an error. It is a run with the first trial's parameters in a temporary directory, stopped at its first
+# evaluation.
 
 
 _STEPS = 4
-_TRIES = 4
+_MAX_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskProfile:
-    """What was found out.
+    """The results of profiling a task.
 
     Attributes:
-        metrics: of the validation split, by name, after some steps.
+        metrics: of the validation split, by name, after a few steps.
         best: the metric that the task itself recommends.
         total_steps: of a trial; None for a stream trained by epochs.
-        evaluations: of a trial; None where nobody knows.
-        step_s: seconds of a step.
-        evaluation_s: seconds of an evaluation.
-        seconds_per_evaluation: with the steps before it.
+        evaluations: of a trial; None if unknown.
+        step_s: time of a step.
+        evaluation_s: time of an evaluation.
+        seconds_per_evaluation: including the steps before it.
     """
 
     metrics: Mapping[str, float | None]
@@ -74,10 +74,10 @@ class TaskProfile:
 
 
 def probe(search: Search) -> TaskProfile:
-    """Try the search's task, in a process of its own.
+    """Profile the search's task in a separate process.
 
     Raises:
-        ConfigError: something is wrong with the task, its fields or the options.
+        ConfigError: the task, its fields or the options are wrong.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-probe-", dir="/tmp") as name:
         directory = SearchDirectory(Path(name))
@@ -88,29 +88,27 @@ def probe(search: Search) -> TaskProfile:
             capture_output=True,
             text=True,
         )
-    said = done.stdout.strip().splitlines()
+    lines = done.stdout.strip().splitlines()
     try:
-        document = json.loads(said[-1]) if said else {}
+        document = json.loads(lines[-1]) if lines else {}
     except ValueError:
         document = {}
     if "error" in document:
         raise ConfigError(document["error"])
     if done.returncode or not document:
-        raise ConfigError(
-            f"the task could not be tried: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-        )
+        raise ConfigError(f"the task could not be run: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
     return TaskProfile(**document)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was found out."""
+    """Profile the task and print the result."""
     directory = SearchDirectory(Path(argv[0]))
     try:
-        facts = _probe(directory.read(), directory)
+        profile = _probe(directory.read(), directory)
     except PacelineError as error:
         print(json.dumps({"error": str(error)}))
         return error.exit_code
-    print(json.dumps(asdict(facts)))
+    print(json.dumps(asdict(profile)))
     return 0
 
 
@@ -120,8 +118,8 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     task_class = load_task_class(str(search.options["task"]))
     task = check_fields(task_class, search)
     with closing(TrialServer()) as server:
-        # One that diverges at once is a trial like any other; if several do, something is wrong.
-        for number in range(min(_TRIES, search.planned)):
+        # A diverging trial is a valid trial, but if several diverge at once, the task is wrong.
+        for number in range(min(_MAX_TRIES, search.planned)):
             run = RunDirectory(directory.path / f"probe-{number}")
             options = {
                 **search.trial_options(number, directory),
@@ -132,22 +130,22 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
             }
             trial = RunningTrial(server, TrialCommand(options=options, iteration=0, step=0, stop_file=directory.stop))
             try:
-                told = trial.next()
+                report = trial.next()
             finally:
-                asked = time.time()
+                evaluated_at = time.time()
                 trial.end()
-            if told.state != "diverged":
+            if report.state != "diverged":
                 break
-    if told.state in ("failed", "diverged", "waiting"):
-        raise TaskError(f"{told.message or 'the task was stopped'} (tried with {', '.join(options['set'])})")
-    if not told.metrics:
+    if report.state in ("failed", "diverged", "waiting"):
+        raise TaskError(f"{report.message or 'the task was stopped'} (with {', '.join(options['set'])})")
+    if not report.metrics:
         raise ConfigError(
-            f"{task_class.__name__} has no validation split, so trials cannot be compared. Carve one out of "
+            f"{task_class.__name__} has no validation split, so trials cannot be compared. Split one off "
             "the training data with --val-fraction 0.1."
         )
     steps = [r for r in read_json_lines(run.metrics) if r["kind"] == "train"]
     step_s = statistics.median(max(rank["step_ms"] for rank in r["ranks"]) for r in steps[1:] or steps) / 1000
-    evaluation_s = max(0.0, asked - steps[-1]["time"])
+    evaluation_s = max(0.0, evaluated_at - steps[-1]["time"])
     data = run.read_complete_manifest()["data"]
     config = run.read_complete_manifest()["config"]
     total = data.get("total_steps")
@@ -155,7 +153,7 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
     spacing = _steps_between(every, data.get("steps_per_epoch"), total)
     evaluations = _evaluations(every, config.get("epochs"), total, spacing)
     return TaskProfile(
-        metrics=told.metrics,
+        metrics=report.metrics,
         best=config.get("best_metric") or task.defaults.best_metric,
         total_steps=total,
         evaluations=evaluations,
@@ -166,9 +164,9 @@ def _probe(search: Search, directory: SearchDirectory) -> TaskProfile:
 
 
 def _steps_between(every: Interval, steps_per_epoch: int | None, total: int | None) -> int | None:
-    """Steps from one evaluation to the next."""
+    """Return the steps between two evaluations."""
     if every == Interval():
-        raise ConfigError("--eval-every never: trials are compared by evaluations. Leave it out.")
+        raise ConfigError("--eval-every never: a search compares trials by their evaluations. Leave it out.")
     steps = every.steps
     if steps is None and steps_per_epoch is not None:
         steps = (every.epochs or 1) * steps_per_epoch
@@ -176,17 +174,17 @@ def _steps_between(every: Interval, steps_per_epoch: int | None, total: int | No
 
 
 def _evaluations(every: Interval, epochs: int | None, total: int | None, spacing: int | None) -> int | None:
-    """Of a whole run; there is one at its end, too."""
+    """Return the number of evaluations of a whole run, including the one at its end."""
     if total is not None and spacing is not None:
         return -(-total // spacing)
     return -(-epochs // every.epochs) if epochs is not None and every.epochs is not None else None
 
 
 def check_fields(task_class: type[Task], search: Search) -> Task:
-    """Hold the space against the task's fields; return the first trial's task.
+    """Check the space against the task's fields; return the first trial's task.
 
     Raises:
-        TaskError: a field is unknown, or cannot have such values.
+        TaskError: a field is unknown, or does not accept such values.
         ConfigError: a field is both set and searched.
     """
     fixed = parse_assignments(search.config.set)
@@ -195,7 +193,7 @@ def check_fields(task_class: type[Task], search: Search) -> Task:
     for dimension in search.parsed_space.dimensions:
         name = dimension.field
         if name in fixed:
-            raise ConfigError(f"{name} is both given by --set and searched. Leave one of them out.")
+            raise ConfigError(f"{name} is both set by --set and searched. Remove one of them.")
         if name in known:
             _check_kind(task_class, dimension, hints[name])
         for value in dimension.values:
@@ -204,31 +202,31 @@ def check_fields(task_class: type[Task], search: Search) -> Task:
 
 
 def _check_kind(task_class: type[Task], dimension: Dimension, hint: Any) -> None:
-    """A range is for a number, and one of fractions not for a whole number."""
+    """Check that a range is used for a number, and a range of floats not for an integer."""
     kinds = {hint, *typing.get_args(hint)}
     if dimension.kind == "choice" or Any in kinds or (float in kinds):
         return
     if dimension.kind == "int" and int in kinds:
         return
     name = getattr(hint, "__name__", str(hint))
-    instead = "int or choice" if int in kinds else "choice"
+    alternative = "int or choice" if int in kinds else "choice"
     raise TaskError(
         f"{flag('search')} {dimension.field}={dimension.kind}: {task_class.__name__}.{dimension.field} is "
-        f"{name}. Search it with {instead}."
+        f"{name}. Search it with {alternative}."
     )
 
 
-# --- From a command to a search: try the task, check the budget, start the driver in a Ray cluster ---
+# --- From a command to a search: profile the task, check the budget, start the driver in a Ray cluster ---
 
 
-_APART = ("hogwild", "ps")
+_UNSUPPORTED_STRATEGIES = ("hogwild", "ps")
 
 
 def check(search: Search) -> None:
-    """Refuse what cannot be searched, before anything is started.
+    """Check the options of a search before anything is started.
 
     Raises:
-        ConfigError: an option has a value that cannot work.
+        ConfigError: an option has an impossible value.
     """
     config = search.config
     for name, value in (("trials", search.trials), ("grace_period", search.grace_period)):
@@ -237,60 +235,64 @@ def check(search: Search) -> None:
     if not search.reduction_factor > 1:
         raise ConfigError(f"--reduction-factor must be above 1, but is {search.reduction_factor:g}.")
     if search.cpus <= 0 or search.gpus < 0:
-        raise ConfigError("--cpus-per-trial must be above 0, and --gpus-per-trial not below.")
+        raise ConfigError("--cpus-per-trial must be above 0, and --gpus-per-trial at least 0.")
     if config.on not in ("auto", "inprocess", "spawn", "torchrun") or config.nodes not in (1, "1"):
         raise ConfigError(
-            "a trial runs on one machine, and Ray chooses which: leave --on and --nodes out. For several "
-            "machines: paceline launch --on slurm --rank-launcher ray --nodes 4 -- paceline tune ..."
+            "a trial runs on one node, which Ray chooses: leave --on and --nodes out. To use several nodes: "
+            "paceline launch --on slurm --rank-launcher ray --nodes 4 -- paceline tune ..."
         )
     if config.val_fraction is None and config.eval_every == "never":
-        raise ConfigError("--eval-every never: trials are compared by evaluations. Leave it out.")
-    if any(method in _APART for method in config.strategies):
-        raise ConfigError(f"--strategy {config.strategy}: its ranks do not stop at an evaluation together.")
+        raise ConfigError("--eval-every never: a search compares trials by their evaluations. Leave it out.")
+    if any(method in _UNSUPPORTED_STRATEGIES for method in config.strategies):
+        raise ConfigError(
+            f"--strategy {config.strategy}: cannot be searched, since its ranks do not stop together at an evaluation."
+        )
     if config.early_stop is not None and search.scheduler == "asha":
-        raise ConfigError("--early-stop ends trials by themselves; ASHA compares them. Use --scheduler none.")
+        raise ConfigError(
+            "--early-stop cannot be combined with ASHA, which stops trials by comparison. Use --scheduler none."
+        )
     _ = search.parsed_space, search.mode, search.limit
 
 
 def measure_search(search: Search, metric: str | None) -> tuple[Search, TaskProfile]:
-    """Try the task for some steps; return the search with what it takes, and what was found out.
+    """Profile the task; return the search with the measured costs, and the profile.
 
     Args:
-        search: what was asked for.
-        metric: the metric that was asked for; None: the one that the task recommends, else the loss.
+        search: the requested search.
+        metric: the requested metric; None: the metric that the task recommends, else the loss.
 
     Raises:
-        ConfigError: the task cannot be searched so.
+        ConfigError: the task cannot be searched.
     """
-    facts = probe(search)
-    metric = metric or facts.best or "loss:min"
+    profile = probe(search)
+    metric = metric or profile.best or "loss:min"
     for name in (parse_best(metric)[0], *search.stop):
-        if name not in facts.metrics:
+        if name not in profile.metrics:
             raise ConfigError(
-                f"the task has no metric {name!r} on its validation split. It has: {', '.join(facts.metrics)}."
+                f"the task has no metric {name!r} on its validation split. It has: {', '.join(profile.metrics)}."
             )
     options = {**search.options}
-    if options.get("best_metric") is None and facts.best is None:
+    if options.get("best_metric") is None and profile.best is None:
         options["best_metric"] = metric
     return dataclasses.replace(
         search,
         options=options,
         metric=metric,
-        evaluations=facts.evaluations,
-        total_steps=facts.total_steps,
-        seconds_per_evaluation=facts.seconds_per_evaluation,
-    ), facts
+        evaluations=profile.evaluations,
+        total_steps=profile.total_steps,
+        seconds_per_evaluation=profile.seconds_per_evaluation,
+    ), profile
 
 
 def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
-    """What the search takes, by what was measured here; None where a trial's length is not known.
+    """Estimate the costs of the search from the profile; None if the length of a trial is unknown.
 
     Args:
-        search: after :func:`measured`.
-        cpus: that trials share.
+        search: from :func:`measure_search`.
+        cpus: shared by the trials.
 
     Raises:
-        ConfigError: the budget is below one trial's cost.
+        ConfigError: the budget is below one trial's costs.
     """
     if search.evaluations is None or search.seconds_per_evaluation is None:
         return None
@@ -308,80 +310,80 @@ def estimate_search(search: Search, cpus: int) -> CostEstimate | None:
     return expected
 
 
-def require_same(there: Search, asked: Search, directory: SearchDirectory, metric: str | None) -> None:
-    """Refuse to go on with another search than was asked for; trials and budget may differ.
+def require_same(recorded: Search, requested: Search, directory: SearchDirectory, metric: str | None) -> None:
+    """Refuse to continue a search with other settings; trials and budget may differ.
 
     Args:
-        there: the search that was begun.
-        asked: what the command says.
-        directory: where it was begun.
-        metric: what the command says of the metric; None: nothing.
+        recorded: the existing search.
+        requested: the settings of the command.
+        directory: of the search.
+        metric: of the command, if given.
 
     Raises:
         ConfigError: they differ.
     """
-    options = dict(there.options)
-    if "best_metric" not in asked.options:
-        options.pop("best_metric", None)  # the search's own
+    options = dict(recorded.options)
+    if "best_metric" not in requested.options:
+        options.pop("best_metric", None)  # chosen by the search itself
     names = {"space": "search", "cpus": "cpus-per-trial", "gpus": "gpus-per-trial"}
     fields = ("space", "scheduler", "grace_period", "reduction_factor", "stop", "cpus", "gpus")
-    differing = [names.get(n, n) for n in fields if not _alike(getattr(there, n), getattr(asked, n))]
+    differing = [names.get(n, n) for n in fields if not _are_equal(getattr(recorded, n), getattr(requested, n))]
     differing += [
         name
-        for name in sorted(options.keys() | asked.options.keys())
-        if not _alike(options.get(name), asked.options.get(name))
+        for name in sorted(options.keys() | requested.options.keys())
+        if not _are_equal(options.get(name), requested.options.get(name))
     ]
-    if metric not in (None, there.metric):
+    if metric not in (None, recorded.metric):
         differing.append("metric")
     if differing:
         raise ConfigError(
-            f"--resume: {directory.path} holds a search that differs in {', '.join(map(flag, differing))}. "
-            "Give what it was begun with, or another --run-dir DIR; see its tune.json."
+            f"--resume: {directory.path} contains a search that differs in {', '.join(map(flag, differing))}. "
+            "Use the same options, or another --run-dir DIR; see its tune.json."
         )
 
 
-def _alike(one: object, other: object) -> bool:
-    """Whether they are the same once they are read from JSON."""
-    # A number compares as one, however it is written: 4 and 4.0.
-    return bool(json.loads(json.dumps(one, default=list)) == json.loads(json.dumps(other, default=list)))
+def _are_equal(trial_time: object, other: object) -> bool:
+    """Return whether two values are equal as JSON."""
+    # JSON compares numbers by value: 4 and 4.0.
+    return bool(json.loads(json.dumps(trial_time, default=list)) == json.loads(json.dumps(other, default=list)))
 
 
 def describe(search: Search, expected: CostEstimate | None, *, here: bool) -> str:
-    """What is going to happen, in a sentence or two.
+    """Describe the planned search in a sentence or two.
 
     Args:
-        search: after :func:`measured`.
-        expected: what it takes, by this machine.
+        search: from :func:`measure_search`.
+        expected: costs on this machine.
         here: trials run on this machine, not in a cluster.
     """
     trials = f"{search.planned} trials"
     if expected is None:
-        return f"{trials}; how long each takes nobody knows before it ends."
-    several = "s" if len(search.rungs) > 1 else ""
-    after = ", ".join(map(str, search.rungs))
-    rungs = f", compared after evaluation{several} {after}" if search.rungs else ""
+        return f"{trials}; their length is unknown in advance."
+    plural = "s" if len(search.rungs) > 1 else ""
+    evaluations = ", ".join(map(str, search.rungs))
+    rungs = f", compared after evaluation{plural} {evaluations}" if search.rungs else ""
     budget = "" if search.limit is None else f" ({search.limit.show(expected.search)})"
-    one, whole = show_seconds(expected.trial.seconds), show_seconds(expected.search.seconds)
+    trial_time, search_time = show_seconds(expected.trial.seconds), show_seconds(expected.search.seconds)
     if not here:
         return (
-            f"{trials} of {search.evaluations} evaluations{rungs}: one takes about {one}, as tried on this "
-            "machine. How long all of them take in the cluster is said after the first evaluation."
+            f"{trials} of {search.evaluations} evaluations{rungs}: one takes about {trial_time} on this machine. "
+            "The time of the search in the cluster is estimated after the first evaluation."
         )
     return (
         f"{trials} of {search.evaluations} evaluations{rungs}, {expected.concurrent} at a time: one takes "
-        f"about {one}, all of them about {whole}{budget}."
+        f"about {trial_time}, all of them about {search_time}{budget}."
     )
 
 
 def find_cluster(address: str | None) -> str | None:
-    """The address of the cluster in which the search is to run; None: one of its own, here.
+    """Return the address of the search's cluster; None for a new cluster on this machine.
 
     Args:
-        address: that was given, as HOST:PORT; default: RAY_ADDRESS.
+        address: HOST:PORT; default: RAY_ADDRESS.
 
     Raises:
         ConfigError: it has another form.
-        LaunchError: nothing answers there.
+        LaunchError: no cluster answers there.
     """
     address = address or os.environ.get("RAY_ADDRESS") or None
     if address is not None:
@@ -396,9 +398,9 @@ def run(
     address: str | None,
     cpus: int,
     quiet: bool,
-    say: Callable[[str], None],
+    print_status: Callable[[str], None],
 ) -> int:
-    """Search, in the Ray cluster at ``address`` or in one of its own on this machine; return the exit code.
+    """Run the search in the Ray cluster at ``address``, or in a new one on this machine; return the exit code.
 
     Raises:
         LaunchError: Ray is not installed.
@@ -407,13 +409,13 @@ def run(
     path = directory.path.absolute()
     driver = (sys.executable, "-m", "paceline.tune.run_search", str(path), *(("--quiet",) if quiet else ()))
     if address is not None:
-        say(f"the Ray cluster at {address} runs the trials; {path} must be a directory that it shares.")
-        return _start(Command(title="the search", argv=driver, env={"RAY_ADDRESS": address}))
-    # A cluster's files are its own: one whose command was killed may still be ending beside this one.
-    with tempfile.TemporaryDirectory(prefix=".ray-", dir=path) as own:
-        spec = LaunchSpec(command=driver, name="tune", directory=Path(own))
+        print_status(f"the Ray cluster at {address} runs the trials; all its nodes must share {path}.")
+        return _start(Command(title="search", argv=driver, env={"RAY_ADDRESS": address}))
+    # Use a directory for this cluster only: a killed command's cluster may still be ending.
+    with tempfile.TemporaryDirectory(prefix=".ray-", dir=path) as directory_of_cluster:
+        spec = LaunchSpec(command=driver, name="tune", directory=Path(directory_of_cluster))
         argv = cluster_command(spec, driver, cpus=cpus, gpus=None if search.gpus else 0)
-        return _start(Command(title="a Ray cluster on this machine, and the search in it", argv=argv))
+        return _start(Command(title="a Ray cluster on this machine, with the search", argv=argv))
 
 
 def _start(command: Command) -> int:
@@ -421,12 +423,12 @@ def _start(command: Command) -> int:
 
 
 def own_cpus() -> int:
-    """How many CPUs this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def default_directory(task: str) -> Path:
-    """``runs/tune-TASK-TIME``, which is not there yet."""
+    """Return ``runs/tune-TASK-TIME``, which does not exist yet."""
     run = Path(default_run_path(task))
     return run.with_name(f"tune-{run.name}")
 

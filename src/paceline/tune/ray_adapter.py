@@ -1,4 +1,4 @@
-"""What Ray Tune sees of a trial."""
+"""The interface to Ray Tune: trials, searcher and scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.tune.history import SearchJournal, TrialResult
 from paceline.tune.search import Search, SearchDirectory
 from paceline.tune.trial import RunningTrial, TrialCommand, TrialReport, TrialServer
 
-# --- What Ray Tune starts on its machines: an actor that has one trial after another ---
+# --- Trials: an actor that runs one trial after another ---
 
 
 OBJECTIVE = "objective"
@@ -27,76 +27,77 @@ TIME = "iteration"
 
 
 class TrialRun(Trainable):  # type: ignore[misc]
-    """One trial of a search; after it the actor, and the torch that it has imported, serve the next one.
+    """One trial of a search; afterwards its actor, which has imported torch, runs the next one.
 
-    ``config`` is what :class:`~paceline.tune.ray_adapter.Trials` suggests: ``number``, ``order``, ``metric``,
-    ``mode`` and ``stop``.
+    ``config`` is suggested by :class:`~paceline.tune.ray_adapter.JournalSearcher`: ``number``, ``order``,
+    ``metric``, ``mode`` and ``stop``.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the process that trials are forked from."""
+        """Start the process from which trials are forked."""
         os.chdir(config["workdir"])
         self._server = TrialServer()
-        self._begin(config)
+        self._prepare(config)
 
-    def _begin(self, config: Mapping[str, Any]) -> None:
+    def _prepare(self, config: Mapping[str, Any]) -> None:
         order = config["order"]
         self._goals, self._metric, self._mode = config["stop"], config["metric"], config["mode"]
         stop_file = Path(order["stop_file"])
-        self._order = TrialCommand(
+        self._command = TrialCommand(
             options=order["options"], iteration=order["iteration"], step=order["step"], stop_file=stop_file
         )
-        # Started by the first step: Tune makes actors for trials that another one has taken by then.
+        # Start the trial only in the first step: Tune also creates actors whose trials another actor then runs.
         self._trial: RunningTrial | None = None
 
     def step(self) -> dict[str, Any]:
-        """Train to the next evaluation."""
-        began = time.monotonic()
-        if self._trial is None and not self._order.stop_file.exists():
-            self._trial = RunningTrial(self._server, self._order)
-        started = time.monotonic()
+        start_s = time.monotonic()
+        if self._trial is None and not self._command.stop_file.exists():
+            self._trial = RunningTrial(self._server, self._command)
+        trial_start_s = time.monotonic()
         if self._trial is None:
-            told = TrialReport(iteration=self._order.iteration, step=self._order.step, metrics={}, state="waiting")
+            report = TrialReport(
+                iteration=self._command.iteration, step=self._command.step, metrics={}, state="waiting"
+            )
         else:
-            told = self._trial.next()
-        state = told.state
-        if state == "running" and self._reached_goal(told.metrics):
+            report = self._trial.next()
+        state = report.state
+        if state == "running" and self._reached_goal(report.metrics):
             state = "goal"
         return {
-            TIME: told.iteration,
-            OBJECTIVE: self._objective(told),
-            "step": told.step,
-            "metrics": dict(told.metrics),
+            TIME: report.iteration,
+            OBJECTIVE: self._objective(report),
+            "step": report.step,
+            "metrics": dict(report.metrics),
             "state": state,
-            "message": told.message,
-            "seconds": time.monotonic() - began,
-            "start_s": started - began,
+            "message": report.message,
+            "seconds": time.monotonic() - start_s,
+            "start_s": trial_start_s - start_s,
             "done": state != "running",
         }
 
-    def _objective(self, told: TrialReport) -> float:
-        """The metric; the worst there is where it is no number, or none."""
-        value = told.metrics.get(self._metric)
-        if value is not None and math.isfinite(value) and told.state not in ("diverged", "failed"):
+    def _objective(self, report: TrialReport) -> float:
+        """Return the metric, or the worst possible value if it is not finite or the trial failed."""
+        value = report.metrics.get(self._metric)
+        if value is not None and math.isfinite(value) and report.state not in ("diverged", "failed"):
             return value
         return -math.inf if self._mode == "max" else math.inf
 
     def _reached_goal(self, metrics: Mapping[str, float | None]) -> bool:
         for name, goal in self._goals.items():
             value = metrics.get(name)
-            down = name == "loss" or (name == self._metric and self._mode == "min")
-            if value is not None and (value <= goal if down else value >= goal):
+            lower_is_better = name == "loss" or (name == self._metric and self._mode == "min")
+            if value is not None and (value <= goal if lower_is_better else value >= goal):
                 return True
         return False
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """End this trial, whose run saves, and make ready for another one."""
+        """End this trial, whose run saves a checkpoint, and prepare for another one."""
         self._end()
-        self._begin(new_config)
+        self._prepare(new_config)
         return True
 
     def cleanup(self) -> None:
-        """End the trial, and the process that it was forked from."""
+        """End the trial and the process from which it was forked."""
         try:
             self._end()
         finally:
@@ -108,28 +109,20 @@ class TrialRun(Trainable):  # type: ignore[misc]
             self._trial = None
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """The run saves itself."""
+        """Do nothing: the run saves its own checkpoints."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """The run finds its checkpoints itself."""
+        """Do nothing: the run finds its own checkpoints."""
 
 
-# --- What Ray Tune is given: the trials that are to run, and the scheduler, as far as it had come ---
+# --- Searcher and scheduler, restored from the journal ---
 
 
-_NO_END = 1_000_000  # evaluations, where nobody knows how many a trial has
+_MAX_EVALUATIONS = 1_000_000  # if the number of a trial's evaluations is unknown
 
 
 class JournalSearcher(Searcher):  # type: ignore[misc]
-    """Suggests one trial after another, those that were interrupted first.
-
-    Args:
-        search: what is searched.
-        directory: its directory.
-        journal: what is known of trials that have begun.
-        numbers: the trials that are to run.
-        closed: whether nothing more is to begin.
-    """
+    """A searcher that suggests the trials ``numbers`` in order, until ``closed`` returns True."""
 
     def __init__(
         self,
@@ -145,7 +138,7 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         self._closed = closed
 
     def suggest(self, trial_id: str) -> Any:
-        """The next trial's configuration."""
+        """Return the next trial's configuration."""
         if not self._numbers or self._closed():
             return Searcher.FINISHED
         number, search = self._numbers.pop(0), self._search
@@ -165,31 +158,27 @@ class JournalSearcher(Searcher):  # type: ignore[misc]
         }
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Nothing is learned from it: what comes next was drawn before."""
+        """Do nothing: the next parameters do not depend on results."""
 
     def save(self, checkpoint_path: str) -> None:
-        """The journal says all there is to know."""
+        """Do nothing: the journal contains everything."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing is read from there."""
+        """Do nothing: the journal contains everything."""
 
 
 @dataclass(frozen=True)
 class _NamedTrial:
-    """A trial by the name that it keeps over restarts of the search; Tune's own is a new one each time."""
+    """A trial with a name that stays the same over restarts of the search, unlike Tune's."""
 
     trial_id: str
 
 
 class Asha(ASHAScheduler):  # type: ignore[misc]
-    """Tune's ASHA, which goes on where it stood.
-
-    Args:
-        search: how trials are compared.
-    """
+    """Tune's ASHA, which continues from earlier results."""
 
     def __init__(self, search: Search) -> None:
-        evaluations = search.evaluations or _NO_END
+        evaluations = search.evaluations or _MAX_EVALUATIONS
         super().__init__(
             time_attr=TIME,
             metric=OBJECTIVE,
@@ -200,7 +189,7 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
         )
 
     def replay(self, results: Sequence[TrialResult], search: Search) -> None:
-        """Compare what was compared before, in the same order."""
+        """Repeat earlier comparisons in the same order."""
         worst = float("-inf") if search.mode == "max" else float("inf")
         for result in results:
             name = _NamedTrial(str(result.trial))
@@ -211,36 +200,36 @@ class Asha(ASHAScheduler):  # type: ignore[misc]
                 value = None
             elif not result.metrics:
                 continue
-            compared = {TIME: result.iteration, OBJECTIVE: worst if value is None else value}
-            super().on_trial_result(None, name, compared)
+            values = {TIME: result.iteration, OBJECTIVE: worst if value is None else value}
+            super().on_trial_result(None, name, values)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """A trial that was known before keeps its place."""
+        """Add a trial, unless it is already known."""
         if str(trial.config["number"]) not in self._trial_info:
             super().on_trial_add(tune_controller, _name(trial))
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Compare; others may end it."""
-        # Between two that are as bad as can be, there is no quantile; numpy would warn of it.
+        """Compare a result; this may stop the trial."""
+        # The quantile between two infinite values is undefined, about which numpy would warn.
         with numpy.errstate(invalid="ignore"):
             return str(super().on_trial_result(tune_controller, _name(trial), result))
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Its last result counts, but not where it was only interrupted."""
+        """Record the last result of a trial, unless it was interrupted."""
         if result.get("state") != "waiting":
             super().on_trial_complete(tune_controller, _name(trial), result)
 
     def debug_string(self) -> str:
-        """The rungs: how many trials each has seen, and what it takes to pass."""
+        """Describe the rungs: how many trials each has seen, and the value required to pass."""
         rungs = []
         for milestone, recorded in self._brackets[0]._rungs:
             cutoff = self._brackets[0].cutoff(recorded)
-            passes = "" if cutoff is None else f", {self._metric_op * cutoff:.6g} to pass"
-            rungs.append(f"iteration {milestone:g}: {len(recorded)} trials{passes}")
+            condition = "" if cutoff is None else f", {self._metric_op * cutoff:.6g} to pass"
+            rungs.append(f"iteration {milestone:g}: {len(recorded)} trials{condition}")
         return f"ASHA: {self._num_stopped} stopped; rungs: {' | '.join(rungs)}"
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
-        """It is given up."""
+        """Remove a trial that Tune has given up."""
         self._trial_info.pop(str(trial.config["number"]), None)
 
 
@@ -249,12 +238,7 @@ def _name(trial: Any) -> _NamedTrial:
 
 
 def make_scheduler(search: Search, results: Sequence[TrialResult]) -> TrialScheduler:
-    """What ends trials early.
-
-    Args:
-        search: how trials are compared.
-        results: those of before, in their order.
-    """
+    """Return the scheduler that stops trials early, after it has replayed earlier results."""
     if search.scheduler == "none":
         return FIFOScheduler()
     scheduler = Asha(search)

@@ -1,4 +1,4 @@
-"""Drives a search: the trials on Ray, and what becomes of each."""
+"""The driver of a search: it runs the trials on Ray and records their results."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from paceline.tune.history import SearchJournal, TrialResult, write_hparams, wri
 from paceline.tune.search import WARN_AT, Search, SearchCost, SearchDirectory, estimate, show_seconds
 from paceline.tune.status import SearchStatus, render
 
-# --- Follows a search: writes the journal, shows the status, and watches the budget ---
+# --- Monitoring: write the journal, show the status, and enforce the budget ---
 
 
 _SHOW_S = 0.5
-_RECORD_S = 15.0  # what is forgotten of a search that is killed, at most
+_RECORD_S = 15.0  # longest time that a killed search loses
 
 
 class SearchMonitor:
-    """What happens beside the trials.
+    """The bookkeeping of a running search.
 
     Args:
         ray: the library, connected.
-        search: what is searched.
+        search: the running search.
         directory: its directory.
-        journal: takes the results.
+        journal: records the results.
         quiet: show nothing.
 
     Attributes:
-        callback: tells Tune's events.
-        scheduler: Tune's, once there is one.
-        spent: the budget is.
-        failure: of the last trial that Tune gave up.
+        callback: receives Tune's events.
+        scheduler: of Tune, once it exists.
+        spent: whether the budget is spent.
+        failure: why Tune gave up the last trial that it gave up.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class SearchMonitor:
     ) -> None:
         self._ray, self._search, self._directory, self._journal = ray, search, directory, journal
         self._budget = search.limit
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._earlier_s = journal.clock_s
         self._notes: list[str] = []
         self._warned = 0.0
         self._shown_at = 0.0
-        self._recorded_at = self._began
+        self._recorded_at = self._started_at
         self._estimated = bool(journal.results)
         self.scheduler: Any = None
         self.spent = False
         self.failure = ""
-        self._since: dict[int, float] = {}  # when a running trial began, or gave its last result
+        self._since: dict[int, float] = {}  # time of a running trial's start or last result
         self.callback = _Events(self)
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -87,50 +87,50 @@ class SearchMonitor:
     def __exit__(self, *error: object) -> None:
         self._live.stop()
         for number in list(self._since):
-            self._journal.unsaid_s += self._taken(number)
+            self._journal.unrecorded_s += self._stop_timer(number)
         self._journal.add_spent(self.clock_s)
 
     @property
     def clock_s(self) -> float:
-        """Seconds that the search has taken, over all its starts."""
-        return self._earlier_s + time.monotonic() - self._began
+        """Return the time of the search over all its starts."""
+        return self._earlier_s + time.monotonic() - self._started_at
 
     @property
     def cost(self) -> SearchCost:
-        """What was spent until now, with what running trials have taken since their last result."""
-        known = self._journal.cost(self.clock_s, self._search.gpus)
-        return replace(known, gpu_hours=known.gpu_hours + self._running_s / 3600 * self._search.gpus)
+        """Return the costs so far, including the time of running trials since their last result."""
+        recorded = self._journal.cost(self.clock_s, self._search.gpus)
+        return replace(recorded, gpu_hours=recorded.gpu_hours + self._running_s / 3600 * self._search.gpus)
 
     @property
     def _running_s(self) -> float:
         now = time.monotonic()
         return sum(now - since for since in self._since.values())
 
-    def _taken(self, number: int) -> float:
-        """Seconds since a trial began or gave its last result; it is not at work any more."""
+    def _stop_timer(self, number: int) -> float:
+        """Return the time since a trial's start or last result, and end its measurement."""
         now = time.monotonic()
         return now - self._since.pop(number, now)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is to begin."""
+        """Return whether no more trials may start."""
         return self.spent or self._directory.stop.exists()
 
     def poll(self) -> None:
-        """Look at the budget, record what is spent, and show where the search stands."""
+        """Check the budget, record the costs, and show the status."""
         self._watch_budget()
         if time.monotonic() - self._recorded_at > _RECORD_S:
             self._recorded_at = time.monotonic()
             self._journal.add_spent(self.clock_s, self._running_s)
         if self._live.is_started and time.monotonic() - self._shown_at > _SHOW_S:
             self._shown_at = time.monotonic()
-            self._live.update(render(self._search, self._journal, self.standing()), refresh=True)
+            self._live.update(render(self._search, self._journal, self.status()), refresh=True)
 
-    def standing(self) -> SearchStatus:
-        """What there is to show, besides the trials."""
-        there, free = self._ray.cluster_resources(), self._ray.available_resources()
+    def status(self) -> SearchStatus:
+        """Return the status to show in addition to the trials."""
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
         used = [
-            f"{there[name] - free.get(name, 0):g}/{there[name]:g} {name}s" for name in ("CPU", "GPU") if name in there
+            f"{total[name] - free.get(name, 0):g}/{total[name]:g} {name}s" for name in ("CPU", "GPU") if name in total
         ]
         asha = self._search.scheduler == "asha" and self.scheduler is not None
         return SearchStatus(
@@ -142,54 +142,54 @@ class SearchMonitor:
         )
 
     def started(self, number: int) -> None:
-        """A trial has a machine."""
+        """Note that a trial has started."""
         self._journal.trial(number).begun = True
         self._since[number] = time.monotonic()
 
-    def result(self, number: int, said: Mapping[str, Any], *, ended: bool) -> None:
-        """Record what a trial said.
+    def result(self, number: int, report: Mapping[str, Any], *, ended: bool) -> None:
+        """Record a trial's result.
 
         Args:
-            number: the trial.
-            said: what its actor returned, with what Tune adds.
-            ended: it is not to go on.
+            number: of the trial.
+            report: the actor's return value, with Tune's additions.
+            ended: whether the trial will not continue.
         """
         trial = self._journal.trial(number)
-        state = said["state"]
+        state = report["state"]
         if ended or state != "running":
             self._since.pop(number, None)
         else:
             self._since[number] = time.monotonic()
         interrupted = state == "waiting"
-        if interrupted or (state == "running" and said["step"] <= trial.step):
-            self._journal.unsaid_s += said["seconds"]
-            return  # said before, or to be gone on with
-        place = f"{said.get('node_ip', '')}:{said.get('pid', '')}"
+        if interrupted or (state == "running" and report["step"] <= trial.step):
+            self._journal.unrecorded_s += report["seconds"]
+            return  # already recorded, or the trial will be continued
+        place = f"{report.get('node_ip', '')}:{report.get('pid', '')}"
         result = TrialResult(
             trial=number,
             state="stopped" if ended and state == "running" else state,
-            iteration=said["iteration"],
-            step=said["step"],
-            metrics=finite(dict(said["metrics"])),
-            seconds=round(said["seconds"], 3),
+            iteration=report["iteration"],
+            step=report["step"],
+            metrics=finite(dict(report["metrics"])),
+            seconds=round(report["seconds"], 3),
             clock_s=round(self.clock_s, 3),
             place=place,
-            message=said["message"],
+            message=report["message"],
         )
         self._journal.add(result)
         if not self._live.is_started:
-            self._say_line(result)
+            self._print_result(result)
         if not self._estimated and result.iteration == 1:
-            self._estimate_anew(max(0.0, result.seconds - said["start_s"]))
+            self._update_estimate(max(0.0, result.seconds - report["start_s"]))
 
     def lost(self, number: int) -> None:
-        """A trial's process or machine is; it begins again from its last checkpoint."""
-        self._journal.unsaid_s += self._taken(number)
-        self.say(f"trial {number:05d} was lost, and goes on from its last checkpoint.")
+        """Note that a trial's process or node was lost; it restarts from its last checkpoint."""
+        self._journal.unrecorded_s += self._stop_timer(number)
+        self.print_status(f"trial {number:05d} was lost, and continues from its last checkpoint.")
 
-    def gave_up(self, number: int, why: str) -> None:
-        """Tune has no more patience with a trial."""
-        self.failure = why
+    def gave_up(self, number: int, reason: str) -> None:
+        """Record the failure of a trial that Tune has given up."""
+        self.failure = reason
         trial = self._journal.trial(number)
         self._journal.add(
             TrialResult(
@@ -198,35 +198,37 @@ class SearchMonitor:
                 iteration=trial.iteration,
                 step=trial.step,
                 metrics={},
-                seconds=round(self._taken(number), 3),
+                seconds=round(self._stop_timer(number), 3),
                 clock_s=round(self.clock_s, 3),
-                message=why,
+                message=reason,
             )
         )
 
-    def say(self, text: str) -> None:
-        """Tell the user, above the table."""
+    def print_status(self, text: str) -> None:
+        """Print a message above the table."""
         self._console.print(f"paceline: {text}", markup=False, soft_wrap=True)
 
-    def _say_line(self, result: TrialResult) -> None:
+    def _print_result(self, result: TrialResult) -> None:
         value = result.value(self._search.metric_name)
         shown = "" if value is None else f", {self._search.metric_name} {value:.6g}"
         state = "" if result.state == "running" else f", {result.state}"
-        # What else is said of a loss that is NaN is advice for a run that was meant to go on.
+        # The rest of the message about a NaN loss is advice for a run that should continue.
         message = result.message.partition(". ")[0] if result.state == "diverged" else result.message
         why = f": {message}" if message else ""
-        self.say(f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}")
+        self.print_status(
+            f"trial {result.trial:05d}: iteration {result.iteration}, step {result.step}{shown}{state}{why}"
+        )
 
-    def _estimate_anew(self, seconds_per_evaluation: float) -> None:
-        """An evaluation's cost is known now, and it is this cluster's; without the first import of torch."""
+    def _update_estimate(self, seconds_per_evaluation: float) -> None:
+        """Estimate the costs by the first evaluation on this cluster, without the first import of torch."""
         self._estimated = True
         search = self._search
         if search.evaluations is None or search.seconds_per_evaluation is None:
             return
-        room = self._ray.cluster_resources()
-        concurrent = int(room.get("CPU", 1) // search.cpus) if search.cpus else search.planned
+        resources = self._ray.cluster_resources()
+        concurrent = int(resources.get("CPU", 1) // search.cpus) if search.cpus else search.planned
         if search.gpus:
-            concurrent = min(concurrent, int(room.get("GPU", 0) // search.gpus))
+            concurrent = min(concurrent, int(resources.get("GPU", 0) // search.gpus))
         expected = estimate(
             evaluations=search.evaluations,
             seconds_per_evaluation=seconds_per_evaluation,
@@ -236,8 +238,8 @@ class SearchMonitor:
             concurrent=max(1, concurrent),
             gpus_per_trial=search.gpus,
         )
-        self.say(
-            f"by the first evaluation, the search takes about {show_seconds(expected.search.seconds)}, "
+        self.print_status(
+            f"judging by the first evaluation, the search takes about {show_seconds(expected.search.seconds)}, "
             f"{expected.concurrent} trials at a time"
             + ("" if self._budget is None else f": {self._budget.show(expected.search)}")
             + "."
@@ -248,50 +250,50 @@ class SearchMonitor:
         if budget is None or self.spent:
             return
         used = budget.used(self.cost)
-        passed = max((mark for mark in WARN_AT if used >= mark), default=0.0)
-        if passed > self._warned:
-            self._warned = passed
-            note = f"{passed:.0%} of the budget is spent: {budget.show(self.cost)}."
+        reached = max((mark for mark in WARN_AT if used >= mark), default=0.0)
+        if reached > self._warned:
+            self._warned = reached
+            note = f"{reached:.0%} of the budget is spent: {budget.show(self.cost)}."
             self._notes = [note]
-            self.say(note)
-        # A budget of trials ends by itself: no more of them are begun.
+            self.print_status(note)
+        # With a budget of trials, no more trials start, so the search ends by itself.
         if used >= 1 and budget.unit != "trials":
             self.spent = True
             self._directory.stop.touch()
-            self.say(f"the budget is spent: {budget.show(self.cost)}. Running trials save, and end.")
+            self.print_status(f"the budget is spent: {budget.show(self.cost)}. Running trials save and stop.")
 
 
 class _Events(Callback):  # type: ignore[misc]
-    """What Tune tells."""
+    """A callback that forwards Tune's events to the monitor."""
 
-    def __init__(self, observer: SearchMonitor) -> None:
-        self._observer = observer
+    def __init__(self, monitor: SearchMonitor) -> None:
+        self._monitor = monitor
 
     def on_step_end(self, iteration: int, trials: Any, **info: Any) -> None:
-        self._observer.poll()
+        self._monitor.poll()
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._observer.started(trial.config["number"])
+        self._monitor.started(trial.config["number"])
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Any, **info: Any) -> None:
-        self._observer.result(trial.config["number"], result, ended=bool(result.get("done")))
+        self._monitor.result(trial.config["number"], result, ended=bool(result.get("done")))
 
     def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._observer.lost(trial.config["number"])
+        self._monitor.lost(trial.config["number"])
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        self._observer.gave_up(trial.config["number"], "it was lost again and again")
+        self._monitor.gave_up(trial.config["number"], "it was lost too often")
 
 
-# --- Searches in the Ray cluster that RAY_ADDRESS names: ``python -m paceline.tune.run_search DIRECTORY`` ---
+# --- The driver, in the Ray cluster of RAY_ADDRESS: ``python -m paceline.tune.run_search DIRECTORY`` ---
 #
-# Ray Tune places the trials and ASHA ends them early; what is known of them is in the search's own journal,
-# and nothing that Tune writes is ever read: it is made of pickles.
+# Ray Tune places the trials and ASHA stops them early. The search's own journal records them; files that Tune
+# writes are never read, because they contain pickles.
 
 
-_MOST_FAILURES = 3
-# Tune's own output, loggers and handlers; ours take their place.
-_TUNE = {
+_MAX_FAILURES = 3
+# Disable Tune's own output, loggers and handlers, which ours replace.
+_TUNE_VARIABLES = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -305,9 +307,9 @@ _TUNE = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Search; return the exit code.
+    """Run the search; return the exit code.
 
-    It is 0 once all trials have ended well, 75 or 130 if the search was stopped, and 1 where a trial failed,
+    It is 0 once all trials have ended successfully, 75 or 130 if the search was stopped, and 1 if a trial failed
     or none has a value of the metric.
     """
     parser = argparse.ArgumentParser(prog="python -m paceline.tune.run_search", description=__doc__)
@@ -315,7 +317,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(argv)
     directory = SearchDirectory(options.directory)
-    os.environ.update({name: value for name, value in _TUNE.items() if name not in os.environ})
+    os.environ.update({name: value for name, value in _TUNE_VARIABLES.items() if name not in os.environ})
     try:
         with ExitStack() as stack:
             stack.enter_context(directory.locked())
@@ -330,9 +332,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unfinished(search: Search, journal: SearchJournal) -> list[int]:
-    """The trials that are to run: those that have begun and not ended, then those that have not begun."""
-    there = [n for n, trial in journal.trials.items() if not trial.ended]
-    return [*sorted(there), *(n for n in range(search.planned) if n not in journal.trials)]
+    """Return the trials to run: first those that were interrupted, then the new ones."""
+    interrupted = [n for n, trial in journal.trials.items() if not trial.ended]
+    return [*sorted(interrupted), *(n for n in range(search.planned) if n not in journal.trials)]
 
 
 def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quiet: bool) -> int:
@@ -341,21 +343,21 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
     directory.stop.unlink(missing_ok=True)
     journal = SearchJournal(directory.journal)
     numbers = unfinished(search, journal)
-    asked: list[int] = []
+    stop_signals: list[int] = []
     requests = StopRequests()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if requests.hear(number) == "end":
             raise SystemExit(128 + number)
-        asked.append(number)
+        stop_signals.append(number)
         directory.stop.touch()
 
-    observer = SearchMonitor(ray, search, directory, journal, quiet=quiet)
+    monitor = SearchMonitor(ray, search, directory, journal, quiet=quiet)
     try:
-        with handle_signals(STOP_SIGNALS, on_signal), observer:
-            observer.poll()
-            if numbers and not observer.closed:
-                _tune(search, directory, journal, numbers, observer)
+        with handle_signals(STOP_SIGNALS, on_signal), monitor:
+            monitor.poll()
+            if numbers and not monitor.closed:
+                _tune(search, directory, journal, numbers, monitor)
     finally:
         journal.close()
     directory.stop.unlink(missing_ok=True)
@@ -367,36 +369,36 @@ def _search(ray: ModuleType, search: Search, directory: SearchDirectory, *, quie
         draw(search, journal, directory.path)
     except OSError as error:
         raise RunDirectoryError(
-            f"cannot write to {directory.path}: {error.strerror}. Make room, then go on with: paceline tune "
-            f"--resume --run-dir {directory.path}. What had ended is not run again."
+            f"cannot write to {directory.path}: {error.strerror}. Free some space, then continue with: paceline tune "
+            f"--resume --run-dir {directory.path}. Finished trials are not run again."
         ) from error
     except LaunchError as error:
-        observer.say(str(error))
-    if asked:
-        return 130 if asked[0] == signal.SIGINT else 75
-    if not done and not observer.spent:
+        monitor.print_status(str(error))
+    if stop_signals:
+        return 130 if stop_signals[0] == signal.SIGINT else 75
+    if not done and not monitor.spent:
         raise LaunchError(
             f"{sum(not t.ended for t in trials)} trials did not end: "
-            f"{observer.failure or 'Ray gave them up'}. Go on with: paceline tune --resume --run-dir "
+            f"{monitor.failure or 'Ray gave them up'}. Continue with: paceline tune --resume --run-dir "
             f"{directory.path}"
         )
-    if (done or observer.spent) and journal.best(search.metric_name, search.mode) is None:
+    if (done or monitor.spent) and journal.best(search.metric_name, search.mode) is None:
         return 1
     return 1 if any(trial.state == "failed" for trial in trials) else 0
 
 
 def require_room(ray: ModuleType, search: Search) -> None:
-    """Refuse trials that no machine of the cluster has room for.
+    """Refuse trials that no node of the cluster has resources for.
 
     Raises:
         LaunchError: they would wait for ever.
     """
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(m.get("CPU", 0) >= search.cpus and m.get("GPU", 0) >= search.gpus for m in machines):
-        has = ", ".join(f"{m.get('CPU', 0):g} CPUs and {m.get('GPU', 0):g} GPUs" for m in machines)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(node.get("CPU", 0) >= search.cpus and node.get("GPU", 0) >= search.gpus for node in nodes):
+        available = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
         raise LaunchError(
-            f"no machine has room for a trial of {search.cpus:g} CPUs and {search.gpus:g} GPUs; the cluster "
-            f"has {has}. Give less: --cpus-per-trial, --gpus-per-trial."
+            f"no node has the resources for a trial of {search.cpus:g} CPUs and {search.gpus:g} GPUs; the nodes "
+            f"have {available}. Reduce --cpus-per-trial or --gpus-per-trial."
         )
 
 
@@ -405,34 +407,34 @@ def _tune(
     directory: SearchDirectory,
     journal: SearchJournal,
     numbers: Sequence[int],
-    observer: SearchMonitor,
+    monitor: SearchMonitor,
 ) -> None:
     from ray import tune
 
     from paceline.tune.ray_adapter import JournalSearcher, TrialRun, make_scheduler
 
-    # It misses the files that its own loggers would have written.
+    # It warns about missing files that its own loggers would have written.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    observer.scheduler = make_scheduler(search, journal.results)
-    with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir="/tmp", ignore_cleanup_errors=True) as own:
+    monitor.scheduler = make_scheduler(search, journal.results)
+    with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir="/tmp", ignore_cleanup_errors=True) as storage:
         try:
-            # Not tune.Tuner, which pickles all that it is given.
+            # Not tune.Tuner, which pickles all its arguments.
             tune.run(
                 TrialRun,
                 name="search",
-                storage_path=own,
+                storage_path=storage,
                 num_samples=len(numbers),
-                search_alg=JournalSearcher(search, directory, journal, numbers, lambda: observer.closed),
-                scheduler=observer.scheduler,
+                search_alg=JournalSearcher(search, directory, journal, numbers, lambda: monitor.closed),
+                scheduler=monitor.scheduler,
                 resources_per_trial={"cpu": search.cpus, **({"gpu": search.gpus} if search.gpus else {})},
                 reuse_actors=True,
-                max_failures=_MOST_FAILURES,
+                max_failures=_MAX_FAILURES,
                 raise_on_failed_trial=False,
-                callbacks=[observer.callback],
+                callbacks=[monitor.callback],
                 verbose=0,
             )
         except (tune.TuneError, RuntimeError) as error:
-            raise LaunchError(f"Ray Tune ended: {str(error).strip().splitlines()[-1]}") from error
+            raise LaunchError(f"Ray Tune failed: {str(error).strip().splitlines()[-1]}") from error
 
 
 if __name__ == "__main__":

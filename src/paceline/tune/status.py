@@ -1,4 +1,4 @@
-"""Where a search stands, for people: rungs, resources, counts, and a row for each trial."""
+"""The status of a search: rungs, resources, counts, and a table of trials."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _STYLES = {
     "failed": "red",
     "waiting": "dim",
 }
-_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchStatus:
-    """What there is to show, besides the journal.
+    """The status of a search in addition to its journal.
 
     Attributes:
-        clock_s: seconds that the search has taken.
-        resources: how much of the cluster's is in use: "2/2 CPUs".
-        scheduler: the scheduler's own words.
-        budget: what is spent of it, in words.
+        clock_s: time of the search.
+        resources: used resources of the cluster: "2/2 CPUs".
+        scheduler: the scheduler's own description.
+        budget: description of the used budget.
         notes: warnings.
     """
 
@@ -46,34 +46,27 @@ class SearchStatus:
     notes: Sequence[str] = ()
 
 
-def render(search: Search, journal: SearchHistory, standing: SearchStatus, *, every: bool = False) -> RenderableType:
-    """The status, with a table of trials.
-
-    Args:
-        search: what is searched.
-        journal: what is known of its trials.
-        standing: what else there is to say.
-        every: a row for each trial, not only for the most interesting ones.
-    """
+def render(search: Search, journal: SearchHistory, status: SearchStatus, *, show_all: bool = False) -> RenderableType:
+    """Render the status with a table of trials: the most interesting ones, or all with ``show_all``."""
     trials = [journal.trials[number] for number in sorted(journal.trials)]
     counts = Counter(trial.state for trial in trials)
-    begun = len(trials) - counts["waiting"]
-    counts["waiting"] = search.planned - begun
+    num_started = len(trials) - counts["waiting"]
+    counts["waiting"] = search.planned - num_started
     states = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
-    lines = [f"Trials: {begun}/{search.planned} ({states}); {show_seconds(standing.clock_s)}"]
-    if standing.scheduler:
-        lines += standing.scheduler.splitlines()
-    if standing.resources:
-        lines.append(f"Resources in use: {standing.resources}")
-    if standing.budget:
-        lines.append(f"Budget: {standing.budget}")
+    lines = [f"Trials: {num_started}/{search.planned} ({states}); {show_seconds(status.clock_s)}"]
+    if status.scheduler:
+        lines += status.scheduler.splitlines()
+    if status.resources:
+        lines.append(f"Resources in use: {status.resources}")
+    if status.budget:
+        lines.append(f"Budget: {status.budget}")
     best = journal.best(search.metric_name, search.mode)
     if best is not None:
         value = best.best(search.metric_name, search.mode)
         lines.append(f"Best: trial {best.number}, {search.metric_name} {value:.6g}")
     header = Text("\n".join(lines))
-    notes = [Text(note, style="yellow") for note in standing.notes]
-    shown = trials if every or len(trials) <= _SHOWN else _most_interesting(search, trials)
+    notes = [Text(note, style="yellow") for note in status.notes]
+    shown = trials if show_all or len(trials) <= _MAX_SHOWN else _most_interesting(search, trials)
     parts: list[RenderableType] = [header, *notes, _table(search, shown)]
     if len(shown) < len(trials):
         parts.append(Text(f"... and {len(trials) - len(shown)} more", style="dim"))
@@ -81,20 +74,20 @@ def render(search: Search, journal: SearchHistory, standing: SearchStatus, *, ev
 
 
 def _most_interesting(search: Search, trials: Sequence[Trial]) -> list[Trial]:
-    """Those at work, then the best ones; in the order of their numbers."""
+    """Return the running trials and then the best ones, sorted by number."""
     sign = 1.0 if search.mode == "max" else -1.0
 
     def rank(trial: Trial) -> tuple[bool, float]:
         value = trial.best(search.metric_name, search.mode)
         return trial.state == "running", float("-inf") if value is None else sign * value
 
-    return sorted(sorted(trials, key=rank, reverse=True)[:_SHOWN], key=lambda trial: trial.number)
+    return sorted(sorted(trials, key=rank, reverse=True)[:_MAX_SHOWN], key=lambda trial: trial.number)
 
 
 def _table(search: Search, trials: Sequence[Trial]) -> Table:
     names = [dimension.field for dimension in search.parsed_space.dimensions]
-    measured = escape(search.metric_name)
-    table = Table("trial", "status", "loc", *names, measured, "iter", "step", "total time")
+    metric = escape(search.metric_name)
+    table = Table("trial", "status", "loc", *names, metric, "iter", "step", "total time")
     for column in table.columns[3:]:
         column.justify = "right"
     for trial in trials:
@@ -115,5 +108,5 @@ def _table(search: Search, trials: Sequence[Trial]) -> Table:
 
 
 def show_value(value: Value) -> str:
-    """A parameter's value, in a few characters."""
+    """Format a parameter's value."""
     return f"{value:g}" if isinstance(value, float) else str(value)

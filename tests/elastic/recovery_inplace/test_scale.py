@@ -185,4 +185,4 @@ def test_the_command_says_what_became_of_it(run: Run, undisturbed: dict[str, Any
     assert done.returncode == 2
     assert "is not at work" in done.stderr
     done = run.processes.paceline("scale", run.directory.path)
-    assert "--nproc N or --nodes N" in done.stderr
+    assert "--nproc N and --nodes N" in done.stderr

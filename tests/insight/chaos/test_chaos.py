@@ -83,13 +83,13 @@ def test_one_worker_alone_goes_on_from_its_checkpoints(run_processes: Any, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--kinds", "kill,fire"), "there is no kind 'fire'. Choose from kill, stop"),
-        (("--nproc", "2", "--kinds", "partition"), "needs several machines"),
+        (("--kinds", "kill,fire"), "unknown kind 'fire'. Choose from kill, stop"),
+        (("--nproc", "2", "--kinds", "partition"), "needs several nodes"),
         (("--nproc", "2", "--faults", "0"), "--faults must be at least 1"),
-        (("--nproc", "2", "--recover", "none"), "a run under faults recovers in place"),
-        (("--nproc", "auto"), "--nproc must be a number here"),
-        (("--nproc", "2,2"), "--nproc must be a number here"),
-        (("--nproc", "2", "--nodes", "2", "--rdzv-endpoint", "host:1"), "on one machine"),
+        (("--nproc", "2", "--recover", "none"), "a run under faults must use inplace"),
+        (("--nproc", "auto"), "--nproc must be one number for paceline chaos"),
+        (("--nproc", "2,2"), "--nproc must be one number for paceline chaos"),
+        (("--nproc", "2", "--nodes", "2", "--rdzv-endpoint", "host:1"), "on one node only"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(

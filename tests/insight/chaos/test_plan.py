@@ -77,12 +77,12 @@ def test_worlds_of_all_sizes_occur() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"kinds": ("kill", "partition")}, "--kinds partition needs several machines"),
+        ({"kinds": ("kill", "partition")}, "--kinds partition needs several nodes"),
         ({"kinds": ()}, "--kinds must name at least one of kill, stop"),
         ({"kinds": ("kill", "kill")}, "--kinds must name each kind once"),
-        ({"kinds": ("leave",)}, "leave and join belong together"),
-        ({"kinds": ("leave", "join"), "nproc": 1}, "--nproc 2 or more"),
-        ({"faults": 101}, "at most 100 do.*--max-steps 404"),
+        ({"kinds": ("leave",)}, "leave and join need each other"),
+        ({"kinds": ("leave", "join"), "nproc": 1}, "--nproc must be at least 2, but is 1"),
+        ({"faults": 101}, "at most 100 fit.*--max-steps 404"),
     ],
 )
 def test_what_cannot_be_is_refused(changed: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.insight.dashboard.made import beat, make_run, record
 
 from paceline.insight.dashboard import Views, log_tail
-from paceline.insight.run_index import MOST_POINTS, AlertInputs, Curves, Index, alerts
+from paceline.insight.run_index import MAX_POINTS, AlertInputs, Curves, Index, alerts
 from paceline.runs.directory import RunDirectory
 from paceline.runs.status import BEAT_S, Heartbeat, read_beats
 
@@ -52,7 +52,7 @@ def test_a_file_that_a_resume_has_replaced_is_read_anew(tmp_path: Path) -> None:
 
 def test_many_records_are_few_points_that_hide_no_spike(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    steps, spike = 5 * MOST_POINTS + 3, 1234
+    steps, spike = 5 * MAX_POINTS + 3, 1234
     values = {step: 100.0 if step == spike else math.sin(step) for step in range(1, steps + 1)}
     append(
         path,
@@ -61,7 +61,7 @@ def test_many_records_are_few_points_that_hide_no_spike(tmp_path: Path) -> None:
     curves = Curves(path)
     curves.update()
     loss = curves.as_json()["loss"]
-    assert len(loss["step"]) <= MOST_POINTS
+    assert len(loss["step"]) <= MAX_POINTS
     assert loss["step"][-1] == steps
     assert max(loss["high"]) == 100.0
     (place,) = (i for i, high in enumerate(loss["high"]) if high == 100.0)
@@ -97,7 +97,7 @@ def facts(**changed: Any) -> AlertInputs:
 @pytest.mark.parametrize(
     ("changed", "kind", "text"),
     [
-        ({"state": "crashed"}, "ended", "without a word"),
+        ({"state": "crashed"}, "ended", "without a final event"),
         ({"state": "failed", "problem": "rank 1: boom"}, "ended", "rank 1: boom"),
         ({"nonfinite": [7, 9]}, "loss", "NaN or infinite at step 9"),
         ({"disk": (2**20, 2**40)}, "disk", "0.00 GiB free"),

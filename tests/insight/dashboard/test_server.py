@@ -157,7 +157,7 @@ def test_the_token_lets_in_by_header_or_cookie(runs: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_others_are_not_let_in_without_a_token(runs: Path, host: str) -> None:
-    with pytest.raises(ConfigError, match=r"lets other machines in, so it needs --token-file"):
+    with pytest.raises(ConfigError, match=r"can be reached from other machines, so it needs --token-file"):
         DashboardServer([runs], host=host)
 
 

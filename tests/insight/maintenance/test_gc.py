@@ -122,8 +122,8 @@ def test_nothing_goes_before_somebody_says_so(
     assert all(entry["bytes"] > 1000 for entry in plan["goes"])
     assert there(place) == {"parent", "child", "first", "second"}
     assert gc(older_than="30d") == 0
-    assert "4 may go" in (text := capsys.readouterr().out)
-    assert "stays: too young" in text
+    assert "4 to remove" in (text := capsys.readouterr().out)
+    assert "keep: too young" in text
     assert gc(older_than="30d", yes=True) == 0
     assert "4 removed" in capsys.readouterr().out
     assert there(place) == {"second"}
@@ -173,7 +173,7 @@ def test_a_run_at_work_stays_and_one_that_was_taken_up_meanwhile(
 ) -> None:
     with RunDirectory(place / "runs/first").locked():
         plan = found(older_than="30d", only=("runs",))
-        assert {"first": "at work"}.items() <= {e["name"]: e["reason"] for e in plan["stays"]}.items()
+        assert {"first": "active"}.items() <= {e["name"]: e["reason"] for e in plan["stays"]}.items()
     beat = {"time": time.time(), "rank": 0, "world_size": 1, "host": "other", "pid": 1, "step": 3}
     (place / "runs/first/heartbeats").mkdir(exist_ok=True)
     for file in (place / "runs/first/heartbeats").iterdir():
@@ -195,7 +195,7 @@ def test_a_run_at_work_stays_and_one_that_was_taken_up_meanwhile(
     RunDirectory(item.path).append_event("started")
     said: list[str | None] = []
     remove([item], place / "runs", Registry.of_user(), lambda _, why: said.append(why))
-    assert said == ["it was at work meanwhile"]
+    assert said == ["it was active meanwhile"]
     assert "first" in there(place)
 
 
@@ -255,7 +255,7 @@ def test_a_run_of_somebody_else_hides_no_other() -> None:
 
 
 def test_what_cannot_work(place: Path) -> None:
-    with pytest.raises(ConfigError, match="say what may go: --keep-last N"):
+    with pytest.raises(ConfigError, match="the policy is empty: --keep-last N"):
         gc()
     with pytest.raises(ConfigError, match="--keep-last must be at least 1, but is 0"):
         gc(keep_last=0)

@@ -99,7 +99,7 @@ def test_the_better_run_is_named_and_chance_is_not(compared: tuple[dict[str, Any
     assert slow["difference"]["high"] < 0
     assert seed["better"] is None
     assert seed["p_value"] > 0.05
-    assert figures["verdict"] == f"good cannot be told from seed, and better than {HOSTILE}"
+    assert figures["verdict"] == f"good does not differ significantly from seed, and is better than {HOSTILE}"
     assert figures["differing_settings"]["lr"] == [0.5, 0.01, 0.5]
     assert figures["differing_settings"]["seed"] == [0, 0, 1]
     assert not {"run", "resume"} & figures["differing_settings"].keys()
@@ -146,7 +146,7 @@ def test_charts_take_the_pages_colours_and_have_their_numbers_as_tables(
     titles = [re.search(r"<title>(.*?)</title>", drawing) for drawing in drawings]
     names = [title[1] for title in titles if title]
     assert len(names) == len(drawings)
-    for name in ("Training loss", "Validation accuracy", "Learning rate", "Samples a second"):
+    for name in ("Training loss", "Validation accuracy", "Learning rate", "Samples per second"):
         assert name in names
     assert "Accuracy by confidence" in names
     assert "Seconds by phase, rank 0" in names
@@ -186,7 +186,7 @@ def test_runs_on_other_data_are_not_compared(reported_runs: Path, tmp_path: Path
     runs = [reported_runs / "good", reported_runs / "line"]
     figures = said(runs, output=tmp_path / "both.html", split="val")
     assert figures["verdict"] == "These runs cannot be compared"
-    assert figures["comparisons"][0]["why_not"] == "it has no accuracy"
+    assert figures["comparisons"][0]["why_not"] == "it does not have accuracy"
 
 
 def test_runs_with_other_batch_sizes_are_compared(reported_runs: Path, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_checkpoint_can_be_named(reported_runs: Path, tmp_path: Path) -> None:
             "best, last or a number of steps such as 500, not 'first'",
         ),
         ("none", {}, RunDirectoryError, "none is not a run directory"),
-        ("good", {"output": Path("missing/page.html")}, ConfigError, "there is no folder missing"),
+        ("good", {"output": Path("missing/page.html")}, ConfigError, "the folder missing does not exist"),
         ("good", {"output": Path("/")}, ConfigError, "is a folder"),
     ],
 )
@@ -349,5 +349,5 @@ def test_what_is_missing_is_named_before_anything_is_evaluated(
 
 def test_a_search_is_not_a_run_but_has_some(tmp_path: Path) -> None:
     (tmp_path / "tune.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is a search\. Name its trials, such as .*trials/00000"):
+    with pytest.raises(ConfigError, match=r"is a search, not a run\. Give its trials, such as .*trials/00000"):
         report([tmp_path])

@@ -38,7 +38,7 @@ def test_numbers_that_hold(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     }
     assert found["versions"]["then"] == found["versions"]["now"]
     assert revalidate(run) == 0
-    assert "holds: 4 numbers, of the model after step 10." in capsys.readouterr().out
+    assert "holds: 4 metrics of the model after step 10." in capsys.readouterr().out
 
 
 def test_a_number_that_does_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,14 +60,14 @@ def test_a_metric_that_the_task_no_longer_has(run: Path, capsys: pytest.CaptureF
     assert revalidate(run) == 1
     text = capsys.readouterr().out
     assert "test.recall" in text
-    assert "does not hold: 1 of 5 numbers differ." in text
+    assert "does not hold: 1 of 5 metrics differ." in text
 
 
 def test_other_weights_than_the_recorded_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "model_sha256": "0" * 64}))
     assert revalidate(run) == 1
-    assert "weights are not those that were recorded" in capsys.readouterr().out
+    assert "weights are not equal to the recorded ones" in capsys.readouterr().out
 
 
 def test_other_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,12 +75,12 @@ def test_other_versions_are_named(run: Path, capsys: pytest.CaptureFixture[str])
     version = next(line for line in text.splitlines() if line.startswith("torch ="))
     (run / "run.toml").write_text(text.replace(version, 'torch = "2.0.0"', 1))
     assert revalidate(run) == 0
-    assert "torch: 2.0.0 then, " in capsys.readouterr().out
+    assert "torch: 2.0.0 recorded, " in capsys.readouterr().out
 
 
 def test_what_cannot_be_checked(run: Path) -> None:
     with pytest.raises(ConfigError, match="--tolerance must be at least 0, but is -1"):
         revalidate(run, tolerance=-1)
     (run / "result.json").unlink()
-    with pytest.raises(RunDirectoryError, match="has recorded no numbers to check"):
+    with pytest.raises(RunDirectoryError, match="has recorded no metrics to check"):
         revalidate(run)

@@ -15,7 +15,7 @@ from tests.conftest import children
 
 from paceline.core.errors import ConfigError
 from paceline.insight.verify.cases import (
-    METHODS,
+    CASES,
     StrategyCase,
     VerificationRequest,
     parse_worlds,
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_all_processes(run_processes: Any, tmp_path: Path, wait_unti
 
 
 def test_methods_on_numbers_of_processes() -> None:
-    assert len({method.name for method in METHODS}) == len(METHODS)
+    assert len({method.name for method in CASES}) == len(CASES)
     mesh = StrategyCase(name="grid", options={"mesh": "dp=*,fsdp=2"}, least=4)
     assert mesh.options_on(2) is None
     assert mesh.options_on(5) is None
@@ -89,7 +89,7 @@ def test_methods_on_numbers_of_processes() -> None:
     assert StrategyCase(name="one", most=1, least=1).options_on(2) is None
     assert [method.name for method in select_cases("fsdp, single")] == ["fsdp", "single"]
     assert parse_worlds("4,1,1") == (1, 4)
-    with pytest.raises(ConfigError, match="--strategies names none"):
+    with pytest.raises(ConfigError, match="--strategies must name at least one strategy"):
         select_cases(",")
 
 
@@ -106,7 +106,7 @@ def test_what_differs_first_is_named() -> None:
     assert (found.step, found.what, found.tensor, found.module) == (2, "weight", "a.w", "a")
     short = first_difference(alone[:1], alone)
     assert short is not None
-    assert str(short) == "step 2: step: it was not done"
+    assert str(short) == "step 2: step: the step is missing"
     rates = first_difference([Step(1, 1.0, (0.2,), alone[0].tensors, {})], alone)
     assert rates is not None
     assert str(rates) == "step 1: learning rate: 0.2, but 0.1 on one process"
@@ -117,7 +117,7 @@ def test_what_differs_first_is_named() -> None:
 
 def test_clipping_sharded_gradients_promises_a_tolerance() -> None:
     def promises(**options: Any) -> dict[str, str]:
-        return {method.name: method.with_options(options).guarantee for method in METHODS}
+        return {method.name: method.with_options(options).guarantee for method in CASES}
 
     changed = {n for n, promised in promises(clip_norm=1.0).items() if promised != promises(seed=1)[n]}
     assert changed == {"fsdp", "dp-fsdp"}
@@ -131,7 +131,7 @@ def test_what_converges() -> None:
     alone = falling(1.0)
     assert converges(falling(1.4), alone).ok
     assert not converges(falling(1.7), alone).ok
-    assert str(converges(falling(2.0), falling(2.5))).endswith("so give more --steps")
+    assert str(converges(falling(2.0), falling(2.5))).endswith("so use more --steps")
     assert not converges([], alone).ok
 
 

@@ -53,8 +53,8 @@ def test_a_task_that_is_right_gets_no_warning(tasks: Any) -> None:
         ("StepsItsScheduler", "scheduler-steps", "# once a micro-batch", "steps its scheduler itself"),
         ("Padded", "duplicated-samples", "def build_dataset", "2 of the test data's 32 samples"),
         ("PaddedTensors", "duplicated-samples", "def build_dataset", "2 of the test data's 32 samples"),
-        ("OwnGenerator", "unkeyed-randomness", "def loss", "the loss .* differently"),
-        ("NoisyData", "unkeyed-randomness", "# goes on from sample to sample", "a sample .* differently"),
+        ("OwnGenerator", "unkeyed-randomness", "def loss", "the loss .* differs each time"),
+        ("NoisyData", "unkeyed-randomness", "# goes on from sample to sample", "the same sample .* differs each time"),
         ("SharedDropout", "shared-randomness", "# each micro-batch drops the same", "the loss seeds torch"),
         ("Unused", "unused-parameters", "def build_model", r"spare\.weight get no gradient"),
         ("Forgotten", "unused-parameters", "def build_optimizer", r"3\.weight.* are in no optimizer"),
@@ -62,9 +62,9 @@ def test_a_task_that_is_right_gets_no_warning(tasks: Any) -> None:
             "TinyShards",
             "tiny-batch-norm",
             "def build_model",
-            "over 4 values, those of a micro-batch of 4 samples",
+            "over 4 values of a micro-batch of 4 samples",
         ),
-        ("ReadsTheRank", "reads-the-rank", "# the rank", "the loss differs from rank to rank"),
+        ("ReadsTheRank", "reads-the-rank", "# the rank", "the loss differs between ranks"),
         ("SharesItself", "reads-the-rank", "dist.get_rank()", "the training data and the test data differ"),
         ("ScalesItsRate", "reads-the-rank", "# by the world", "the learning rates differ"),
     ],
@@ -91,4 +91,4 @@ def test_a_lint_that_fails_says_so(tasks: Any) -> None:
     task = Broken()
     (finding,) = lint(task, RunConfig(microbatches=4, global_batch_size=64, max_steps=4))
     assert finding.lint == "not-looked-at"
-    assert "check_metrics could not be done: KeyError: 'nothing'" in finding.message
+    assert "check_metrics failed: KeyError: 'nothing'" in finding.message

@@ -86,17 +86,17 @@ def test_a_gradient_that_differs_is_named(verified: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--strategies", "ddq"), "there is no strategy 'ddq'. Did you mean ddp?"),
+        (("--strategies", "ddq"), "unknown strategy 'ddq'. Did you mean ddp?"),
         (("--worlds", "two"), "--worlds must be numbers of processes such as 1,2,4, but is 'two'"),
-        (("--nproc", "2"), "--nproc is what verify varies itself. Use --worlds."),
+        (("--nproc", "2"), "--nproc is set by paceline verify itself. Use --worlds."),
         (("--steps", "0"), "--steps must be at least 1, but is 0"),
         (
             ("--microbatches", "2"),
             "--microbatches 2 is too few for --worlds 4: each process needs one. Use --microbatches 4",
         ),
-        (("--recover", "inplace"), "--recover does not matter to verify"),
-        (("--num-workers", "2"), "--num-workers does not matter to verify"),
-        (("--log-every", "1"), "--log-every does not matter to verify"),
+        (("--recover", "inplace"), "--recover has no effect on verify"),
+        (("--num-workers", "2"), "--num-workers has no effect on verify"),
+        (("--log-every", "1"), "--log-every has no effect on verify"),
     ],
 )
 def test_bad_input(run_processes: Any, options: tuple[str, ...], message: str) -> None:

@@ -38,7 +38,7 @@ def own_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machine(run_processes: Any, tmp_path: Path) -> None:
     done = run_processes.paceline("doctor", "--threads", "1", env={"COLUMNS": "200"})
     assert done.returncode == 0, done.stdout
-    assert "1 machine: " in done.stdout
+    assert "1 node: " in done.stdout
     assert f"{tmp_path} is writable" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == [], "no run and no job is begun"
 
@@ -66,7 +66,7 @@ def test_an_interpreter_that_is_not_there_or_has_no_paceline(run_processes: Any,
     done = run_processes.paceline("doctor", "--python", bare)
     assert done.returncode == 1, done.stdout
     assert f"left no report in {tmp_path}" in done.stderr
-    assert f"Can {bare} import paceline there" in done.stderr
+    assert f"Check that {bare} can import paceline on the nodes" in done.stderr
 
 
 def test_an_interface_that_this_machine_does_not_have(run_processes: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_small_disk_with_the_checkpoints_of_a_run_that_was_killed(run_processe
         done = run_processes.paceline("doctor", "--threads", "1", "--run-dir", "disk/run", "--json")
     room = found(PreflightReport.from_json(json.loads(done.stdout)), "disk-space")
     assert room.status == "pass", room
-    assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 are there")
+    assert room.found.endswith("; 3 + 1 checkpoints of 1 MiB, of which 3 exist")
 
 
 def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_a_task_that_cannot_be_imported(run_processes: Any, tmp_path: Path) -> N
     [
         (["nowhere.py:Task"], "there is no file"),
         (["--on", "nowhere"], "there is no launcher 'nowhere'. Choose one of:"),
-        (["--nproc", "auto"], "--nproc auto does not work here"),
-        (["--nproc", "2,1"], "--nproc 2,1 lists 2 machines, but --nodes is 1."),
-        (["--nodes", "2"], "give the same command on each machine, with --rdzv-endpoint"),
+        (["--nproc", "auto"], "--nproc auto is not supported by paceline doctor"),
+        (["--nproc", "2,1"], "--nproc 2,1 lists 2 nodes, but --nodes is 1."),
+        (["--nodes", "2"], "run the same command on each node, with --rdzv-endpoint"),
         (["--checkpoint-size", "large"], "--checkpoint-size must be such as 500MB or 2GiB, but is 'large'."),
     ],
 )
@@ -155,8 +155,8 @@ def test_a_job_that_preflight_stops(run_processes: Any, tmp_path: Path) -> None:
     done = run_processes.paceline(*words, "--gpus-per-node", "4", "--", "touch", "started")
     assert done.returncode == 1
     assert "preflight fail: " in done.stderr
-    assert "0 GPUs, 4 asked for. Ask the cluster" in done.stderr
-    assert done.stderr.splitlines()[-1] == "paceline: the job is not started."
+    assert "0 GPUs, 4 requested. Request nodes" in done.stderr
+    assert done.stderr.splitlines()[-1] == "paceline: the job was not started."
     assert not (tmp_path / "started").exists()
 
 
@@ -217,7 +217,7 @@ def test_preflight_where_each_rank_is_started(run_processes: Any) -> None:
         *("launch", "--on", "slurm", "--rank-launcher", "srun", "--preflight", "--dry-run", "--", "/bin/echo"),
     )
     assert done.returncode == 2
-    assert "--preflight needs a command that is started once on each machine, and --rank-launcher srun" in done.stderr
+    assert "--preflight needs a command that is started once on each node, but --rank-launcher srun" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ KUBERNETES = ("--on", "kubernetes", "--image", "i:1", "--name", "mine")
         ((*SAGEMAKER, "--nodes", "2"), "and --on sagemaker has none. Leave it out; on one machine it works."),
         (
             (*SAGEMAKER, "--distribution", "torch_distributed"),
-            "--preflight: --distribution torch_distributed has the image's own toolkit start the job",
+            "--preflight cannot be combined with --distribution torch_distributed",
         ),
         (
             ("launch", "--on", "azureml", "--image", "i:1", "--compute", "gpus", "--nodes", "2"),

@@ -82,14 +82,14 @@ def test_a_machine_that_differs(machines: Machines) -> None:
     }
     assert {check.status for check in report.checks} == {"pass", "fail"}
     assert "9.9.9 (node1)" in found(report, "libraries").found
-    assert found(report, "gpus", "node1").found == "0 GPUs, 1 asked for"
+    assert found(report, "gpus", "node1").found == "0 GPUs, 1 requested"
     assert "node1, resolves to 127.0.1.1" in found(report, "host-name").found
-    assert "give node1 the address 10.77.0.2" in found(report, "host-name").advice
+    assert "Map node1 to 10.77.0.2" in found(report, "host-name").advice
     assert found(report, "clock").found == "90.0 s ahead of node0"
     assert "is not the directory of node0" in found(report, "run-directory", "node1").found
     assert found(report, "interface").found.startswith("--interface 'eth9' has no IPv4 address here")
     assert found(report, "interface").advice == "Give --interface one of: eth0 (10.77.0.2)"
-    assert found(report, "open-files", "node1").found == "ulimit -n is 64, and 520 are needed"
+    assert found(report, "open-files", "node1").found == "ulimit -n is 64, but must be 520"
     assert "hard limit is 64" in found(report, "open-files", "node1").advice
 
 

@@ -118,7 +118,7 @@ def test_gpus_that_fail(run_processes: Any, tmp_path: Path) -> None:
         "GPU 1 has 3 uncorrected memory errors",
         "Xid 79",
         "GPU 0 is slowed at 91 °C (hardware slowdown, thermal slowdown, hardware thermal slowdown)",
-        "GPU 0 has 40536 MiB in use already",
+        "GPU 0 has 40536 MiB already in use",
     ):
         assert part in health.found
     links = found(report, "gpu-links")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.preflight.checks import judge
+from paceline.launch.preflight.checks import run_checks
 from paceline.launch.preflight.facts import Gpu, GpuFacts, Interface, NodeFacts
 from paceline.launch.preflight.probes import Connection, Flow, Storage
 from paceline.launch.preflight.spec import Check, PreflightResults, PreflightSpec
@@ -60,7 +60,7 @@ def findings(*machines: dict[str, Any], **options: Any) -> PreflightResults:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     examination = PreflightSpec(directory=Path("/shared/doctor"), run=Path("/shared/run"), **options)
     return PreflightResults(
-        examination=examination,
+        spec=examination,
         nodes=count,
         port=29500,
         facts=dict(enumerate(machines)),
@@ -91,7 +91,7 @@ def findings(*machines: dict[str, Any], **options: Any) -> PreflightResults:
 
 
 def problems(found: PreflightResults) -> list[Check]:
-    return [check for check in judge(found) if check.status != "pass"]
+    return [check for check in run_checks(found) if check.status != "pass"]
 
 
 def only(found: PreflightResults) -> Check:
@@ -120,11 +120,11 @@ def test_all_is_well() -> None:
         ),
         ({"shm_free": 40 << 20}, "shared-memory", "warn", "40 MiB for 2 processes"),
         ({"shm_free": 20 << 20}, "shared-memory", "fail", "20 MiB"),
-        ({"locked_memory": 8 << 20}, "locked-memory", "warn", "ulimit -l is 8 MiB, and there is mlx5_0"),
+        ({"locked_memory": 8 << 20}, "locked-memory", "warn", "ulimit -l is 8 MiB, too low for mlx5_0"),
         ({"usable_cores": 4}, "cpus", "warn", "4 of 64 cores for 2 x 4 threads"),
         ({"core_quota": 1.5}, "cpus", "warn", "1.5 of 64 cores"),
         ({"named": []}, "host-name", "warn", "does not resolve"),
-        ({"open_files": 256}, "open-files", "fail", "ulimit -n is 256, and 528 are needed"),
+        ({"open_files": 256}, "open-files", "fail", "ulimit -n is 256, but must be 528"),
     ],
 )
 def test_one_machine_differs(changed: dict[str, Any], id: str, status: str, words: str) -> None:
@@ -140,11 +140,11 @@ def test_a_host_name_that_is_not_used(addresses: list[str]) -> None:
     own = {"named": addresses}
     check = only(findings(machine(0), machine(1, **own)))
     assert check.status == ("fail" if addresses else "warn")
-    assert "--interface eth0 keeps gloo from announcing" in check.advice
+    assert "--interface eth0, which keeps gloo from announcing" in check.advice
     told = findings(machine(0), machine(1, **own), interface="eth0")
     assert problems(told) == []
-    [check] = [check for check in judge(told) if check.id == "host-name"]
-    assert (check.where, check.found.rpartition("; ")[2]) == ("node1", "the job goes by the address of eth0")
+    [check] = [check for check in run_checks(told) if check.id == "host-name"]
+    assert (check.where, check.found.rpartition("; ")[2]) == ("node1", "the job uses the address of eth0")
     check = only(findings(machine(0), machine(1, **own), agents=True))
     assert check.status == "warn"
 
@@ -173,13 +173,13 @@ def test_too_few_gpus_and_gpus_that_differ() -> None:
     other = gpu_facts(gpu(0, name="NVIDIA A100", driver="535.1"))
     checks = problems(findings(machine(0), machine(1, gpus=other, torch=one), gpus_per_node=2))
     assert {(check.where, check.status) for check in checks} == {("node1", "fail"), ("all", "warn")}
-    assert "1 GPU, 2 asked for" in {check.found for check in checks}
+    assert "1 GPU, 2 requested" in {check.found for check in checks}
 
 
 def test_torch_without_cuda_and_more_processes_than_gpus() -> None:
     cpu = {"version": "2.13.0+cpu", "cuda": None, "cudnn": None, "nccl": None, "gpus": 0}
     check = only(findings(machine(0, torch=cpu)))
-    assert "torch sees 0 (it is built without CUDA)" in check.found
+    assert "torch sees 0 (its build has no CUDA)" in check.found
     check = only(findings(machine(0), nproc=(4,)))
     assert check.found == "4 processes for 2 GPUs"
 
@@ -213,7 +213,7 @@ def test_a_slower_interface() -> None:
 
     check = only(findings(*(machine(number, interfaces=three(number)) for number in range(2))))
     assert check.id == "interface"
-    assert check.found == "eth0 would be used, a link of 10000 Mbit/s; ib0 is one of 200000"
+    assert check.found == "eth0 would be used, with 10000 Mbit/s; ib0 has 200000"
     assert "Give --interface ib0" in check.advice
     assert problems(findings(machine(0, interfaces=three(0)), machine(1))) == [], "only one machine has it"
 
@@ -247,7 +247,7 @@ def test_room_for_checkpoints_beside_those_that_are_there() -> None:
     assert problems(with_checkpoints(5, 15, keep=1)) == [], "the oldest is removed for the next one"
     check = only(with_checkpoints(2, 15))
     assert (check.id, check.status) == ("disk-space", "fail")
-    assert check.found == "/shared has 15 GiB free; 3 + 1 checkpoints of 10 GiB, of which 2 are there"
-    assert check.advice == "20 GiB are needed: make room there"
+    assert check.found == "/shared has 15 GiB free; 3 + 1 checkpoints of 10 GiB, of which 2 exist"
+    assert check.advice == "20 GiB are needed: free some space"
     assert only(with_checkpoints(3, 5)).advice.startswith("10 GiB are needed"), "the next one must fit"
     assert only(with_checkpoints(3, 15, checkpoint_bytes=20 * GIB)).advice.startswith("20 GiB are needed")

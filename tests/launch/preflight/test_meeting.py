@@ -15,7 +15,7 @@ from paceline.launch.preflight.spec import PreflightReport
 def absent(report: PreflightReport) -> str:
     assert report.status == "fail"
     assert {id for id, _ in not_passed(report)} == {"machines", "all-reduce"}
-    assert found(report, "all-reduce").found == "not tried: not all machines are there"
+    assert found(report, "all-reduce").found == "not run: some nodes are missing"
     return found(report, "machines").found
 
 
@@ -24,11 +24,11 @@ def test_no_way_at_all_and_a_machine_that_was_not_started(machines: Machines) ->
     nodes = machines(3)
     sh(nodes[0], FIREWALL, "tcp", "dport", "1024-65535")
     report = examine(nodes, "--timeout", "20", present=[0, 1], codes=[0, 1])
-    assert report.machines == ("node0", "node1", "machine 2")
+    assert report.machines == ("node0", "node1", "node 2")
     blocked = found(report, "machines", "node1").found
     assert blocked.startswith(f"it does not reach node0:{PORT} (no answer) nor 10.77.0.1:")
-    assert found(report, "machines", "machine 2").found == "nothing was heard of it within 20 s"
-    assert "paceline: machine 1 did not reach machine 0" in nodes[1].processes[-1].text
+    assert found(report, "machines", "node 2").found == "it did not connect within 20 s"
+    assert "paceline: node 1 did not reach node 0" in nodes[1].processes[-1].text
 
 
 def test_a_directory_that_is_not_shared(machines: Machines) -> None:
@@ -38,9 +38,9 @@ def test_a_directory_that_is_not_shared(machines: Machines) -> None:
     sh(nodes[1], 'mount -t tmpfs tmpfs "$1"', meeting)
     report = examine(nodes, "--timeout", "15", codes=[0, 1])
     why = absent(report)
-    assert f"does not see {meeting}" in why
+    assert f"do not see {meeting}" in why
     assert "10.77.0.2" in why
-    assert "do the machines share that directory?" in nodes[1].processes[-1].text
+    assert "do the nodes share that directory?" in nodes[1].processes[-1].text
 
 
 WAITS_ON_NODE_1 = """

@@ -29,9 +29,9 @@ def test_two_nodes_of_an_allocation(slurm_cluster: SlurmCluster, tmp_path: Path)
     report = PreflightReport.from_json(json.loads(output.splitlines()[-1]))
     assert set(report.machines) < {"node1", "node2", "node3"}
     assert {id for id, _ in not_passed(report)} == {"gpus"}, report.checks
-    assert "0 GPUs, 1 asked for" in found(report, "gpus", report.machines[0]).found
+    assert "0 GPUs, 1 requested" in found(report, "gpus", report.machines[0]).found
     assert "gloo, 4 ranks" in found(report, "all-reduce").found
-    assert "is submitted" in errors
+    assert "; Ctrl-C cancels it." in errors
 
 
 def test_a_job_is_not_started_where_preflight_fails(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -40,6 +40,6 @@ def test_a_job_is_not_started_where_preflight_fails(slurm_cluster: SlurmCluster,
     # The examination's own, or that of the machine whose program srun has ended with the other's.
     assert code in (1, 143), errors
     assert "preflight fail: " in output
-    assert "0 GPUs, 1 asked for" in output
-    assert "paceline: the job is not started." in output
+    assert "0 GPUs, 1 requested" in output
+    assert "paceline: the job was not started." in output
     assert not (tmp_path / "started").exists()

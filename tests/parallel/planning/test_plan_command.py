@@ -79,7 +79,11 @@ def test_several_machines_meet_somewhere() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"gpu_memory": "80"}, ConfigError, "--gpu-memory '80': write a size with its unit, such as 80GiB"),
+        (
+            {"gpu_memory": "80"},
+            ConfigError,
+            "--gpu-memory must be a size with its unit, such as 80GiB or 25GB, but is '80'",
+        ),
         ({"bandwidth": "fast"}, ConfigError, "--bandwidth 'fast'"),
         ({"tflops": 0.0}, ConfigError, "--tflops must be positive"),
         ({"gpus": 0}, ConfigError, "--gpus must be at least 1"),

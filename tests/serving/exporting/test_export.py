@@ -118,7 +118,7 @@ def test_another_user_must_trust_the_program_and_not_the_weights(
     with pytest.raises(UntrustedError, match=package.digest):
         load_program(package, "pt2")
     assert load_program(package, "onnx")
-    with pytest.raises(PackageError, match="Name the task yourself"):
+    with pytest.raises(PackageError, match="Name the task with --task"):
         load_with_task(package)
     assert load_with_task(package, f"{TASKS}:Shapes")
 
@@ -193,10 +193,10 @@ def as_task(run_directory: Path, target: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("Drifting", (), r"computes something else .* the first layer that differs is model\.1 \(Drift\)"),
+        ("Drifting", (), r"does not compute the same .* the first layer that differs is model\.1 \(Drift\)"),
         ("Branching", (), "cannot trace Classifier"),
-        ("Silent", (), "does not say what its model does for others"),
-        ("Misnamed", (), r"'image' should be float32 \(64, 1, 6, 6\), .* is float64 \(64, 1, 6, 6\)"),
+        ("Silent", (), "has no inference signature"),
+        ("Misnamed", (), r"'image' must be float32 \(64, 1, 6, 6\), .* is float64 \(64, 1, 6, 6\)"),
         ("Untested", (), "neither a test nor a val split"),
         (
             "Shapes",

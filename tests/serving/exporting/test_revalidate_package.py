@@ -33,7 +33,7 @@ def test_a_packages_numbers_are_checked(
     }
     # Somebody else names the code, or is told to; the program that is not trusted is left out.
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    with pytest.raises(PackageError, match="you have not trusted it"):
+    with pytest.raises(PackageError, match="you have not trusted this package"):
         revalidate(package.path)
     assert revalidate(package.path, task=f"{TASKS}:Shapes") == 0
     assert "The pt2 program was not run" in capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_a_number_of_a_package_that_does_not_hold(
     manifest = dataclasses.replace(package.manifest, metrics={"accuracy": 2.0, "loss": 0.0})
     (copy / "manifest.json").write_bytes(manifest.to_bytes())
     assert revalidate(copy, task=f"{TASKS}:Shapes") == 1
-    assert "does not hold: 2 of 2 numbers differ, 0 of 2 programs." in capsys.readouterr().out
+    assert "does not hold: 2 of 2 metrics differ, 0 of 2 programs." in capsys.readouterr().out
     with (copy / "weights.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")

@@ -1,4 +1,4 @@
-"""Which strategies are compared, and what each guarantees."""
+"""The compared strategies and their guarantees, and the plan and files of a verification."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from paceline.core.task_loading import check_spec
 from paceline.runs.directory import RunDirectory
 from paceline.runs.failures import FailureRecord, read_failure
 
-# --- Every way to train, and what it promises: the one table to which a new strategy is added. No torch ---
+# --- Strategies and their guarantees: the table to which a new strategy is added. No torch ---
 
 
-Class = Literal["bits", "tolerance", "reference", "convergence"]
-"""What a method promises.
+Guarantee = Literal["bits", "tolerance", "reference", "convergence"]
+"""The guarantee of a case.
 
 - bits: the losses, gradients and weights of one process, bit for bit.
-- tolerance: as near to a run in float64 as one process in float32 is, times a factor.
+- tolerance: as close to a float64 run as one process in float32, times a factor.
 - reference: the weights of a simulation of its own schedule in one process, bit for bit.
-- convergence: no bits, as the machine decides who comes first, but a loss that falls about as one process's.
+- convergence: no bits, since timing decides the order of updates, but about the loss decrease of one process.
 """
 
 
@@ -36,20 +36,20 @@ class StrategyCase:
     """One way to train.
 
     Attributes:
-        name: what ``--strategies`` takes.
-        options: of ``paceline train``; a ``*`` in a mesh is what remains of the processes.
-        promises: how its results are judged.
-        least: the fewest processes.
-        most: the most.
-        needs: a package that it imports and that not everybody has.
-        simulation: ``module:function`` of a method that promises its own reference; called as
-            :class:`paceline.insight.verify.worker.Simulation` says.
-        takes_callbacks: where not, its steps are not noted: only its weights and recorded losses are judged.
+        name: in ``--strategies``.
+        options: of ``paceline train``; a ``*`` in a mesh is the remaining number of processes.
+        guarantee: how its results are judged.
+        least: smallest number of processes.
+        most: largest number of processes.
+        needs: an optional package that it imports.
+        simulation: ``module:function`` of its own reference, if that is its guarantee; called as
+            :class:`paceline.insight.verify.worker.Simulation`.
+        takes_callbacks: if not, its steps are not recorded, and only its weights and losses are compared.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    guarantee: Class = "bits"
+    guarantee: Guarantee = "bits"
     least: int = 2
     most: int | None = None
     needs: str | None = None
@@ -57,14 +57,14 @@ class StrategyCase:
     takes_callbacks: bool = True
 
     def with_options(self, options: Mapping[str, Any]) -> StrategyCase:
-        """The method, with what it promises where all runs have these options."""
+        """Return the case with its guarantee under these options of all runs."""
         sharded = self.options.get("strategy") == "fsdp" or "fsdp" in self.options.get("mesh", "")
         if self.guarantee == "bits" and sharded and options.get("clip_norm") is not None:
-            return replace(self, guarantee="tolerance")  # the norm is added up from the ranks' parts
+            return replace(self, guarantee="tolerance")  # the norm is summed over the ranks' parts
         return self
 
     def options_on(self, world_size: int) -> dict[str, Any] | None:
-        """The options for so many processes; None where it is not for so many."""
+        """Return the options for this number of processes; None if it is not possible."""
         if world_size < self.least or (self.most is not None and world_size > self.most):
             return None
         mesh = self.options.get("mesh")
@@ -76,7 +76,7 @@ class StrategyCase:
         return {**self.options, "mesh": mesh.replace("*", str(world_size // fixed))}
 
 
-METHODS = (
+CASES = (
     StrategyCase(name="single", options={"strategy": "single"}, least=1, most=1),
     StrategyCase(name="dp", options={"strategy": "dp", "dp_devices": 2}, least=1, most=1),
     StrategyCase(name="ddp", options={"strategy": "ddp"}),
@@ -156,34 +156,34 @@ METHODS = (
     ),
     StrategyCase(name="horovod", options={"strategy": "horovod"}, guarantee="tolerance", needs="horovod"),
 )
-"""All methods, in the order of the report."""
+"""All cases, in the order of the report."""
 
 
 def select_cases(text: str | None) -> tuple[StrategyCase, ...]:
-    """The methods that ``--strategies`` names; all where it names none.
+    """Return the cases that ``--strategies`` names, by default all.
 
     Raises:
-        ConfigError: there is none of that name; says which is nearest.
+        ConfigError: a name is unknown; suggests the nearest.
     """
     if text is None:
-        return METHODS
-    known = {method.name: method for method in METHODS}
+        return CASES
+    known = {case.name: case for case in CASES}
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Choose from {', '.join(known)}."
-            raise ConfigError(f"--strategies: there is no strategy {name!r}. {hint}")
+            matches = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {matches[0]}?" if matches else f"Choose from {', '.join(known)}."
+            raise ConfigError(f"--strategies contains an unknown strategy {name!r}. {hint}")
     if not names:
-        raise ConfigError(f"--strategies names none. Choose from {', '.join(known)}.")
+        raise ConfigError(f"--strategies must name at least one strategy. Choose from {', '.join(known)}.")
     return tuple(known[name] for name in names)
 
 
 def parse_worlds(text: str) -> tuple[int, ...]:
-    """The numbers of processes that ``--worlds`` names, ascending.
+    """Return the numbers of processes that ``--worlds`` names, ascending.
 
     Raises:
-        ConfigError: one is no number, or below 1.
+        ConfigError: an entry is not a number, or below 1.
     """
     worlds = set()
     for word in text.split(","):
@@ -198,10 +198,10 @@ def _axes(mesh: str) -> dict[str, int]:
     return parse_mesh(mesh, names)
 
 
-# --- What is to be verified, and what cannot be. No torch ---
+# --- The request. No torch ---
 
 
-_OURS = {
+_REPLACED = {
     "strategy": "--strategies",
     "mesh": "--strategies",
     "reduction": "--strategies",
@@ -209,7 +209,7 @@ _OURS = {
     "max_steps": "--steps",
     "epochs": "--steps",
 }
-"""Options of a run for which this command has its own."""
+"""Options of a run that an option of this command replaces."""
 
 FIXED: dict[str, Any] = {
     "on": "spawn",
@@ -217,24 +217,24 @@ FIXED: dict[str, Any] = {
     "recover": "none",
     "eval_every": "never",
     "checkpoint_every": ("never",),
-    "num_workers": 0,  # they could not import the class that is put around the task
+    "num_workers": 0,  # workers could not import the instrumented subclass of the task
     "load_balance": "equal",
     "log_every": 1_000_000,
 }
 """Options of all runs."""
 
 _SCOPES = ("place", "start", "recovery", "evaluation", "records")
-_NOT_HERE = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED))
+_UNSUPPORTED = dict.fromkeys((*select(lambda its: its.scope in _SCOPES), *FIXED))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationRequest:
-    """What to verify.
+    """The settings of a verification.
 
     Attributes:
-        task: as ``paceline train`` takes it.
+        task: as for ``paceline train``.
         options: of all runs.
-        methods: which.
+        cases: the compared strategies.
         worlds: numbers of processes.
         steps: of each run.
     """
@@ -246,21 +246,21 @@ class VerificationRequest:
     steps: int
 
     def check(self) -> None:
-        """Refuse what cannot be verified.
+        """Check that the request can be verified.
 
         Raises:
-            UserError: says what to give instead.
+            UserError: says what to change.
         """
         check_spec(self.task)
         if self.steps < 1:
             raise ConfigError(f"--steps must be at least 1, but is {self.steps}.")
-        for name, own in _OURS.items():
+        for name, replacement in _REPLACED.items():
             if name in self.options:
-                raise ConfigError(f"{flag(name)} is what verify varies itself. Use {own}.")
-        for name in _NOT_HERE:
+                raise ConfigError(f"{flag(name)} is set by paceline verify itself. Use {replacement}.")
+        for name in _UNSUPPORTED:
             if name in self.options:
                 raise ConfigError(
-                    f"{flag(name)} does not matter to verify, which trains a few steps on this machine. Leave it out."
+                    f"{flag(name)} has no effect on verify, which trains a few steps on this machine. Leave it out."
                 )
         microbatches = self.options.get("microbatches")
         if isinstance(microbatches, int) and microbatches < max(self.worlds):
@@ -271,7 +271,7 @@ class VerificationRequest:
         config_from_mapping(dict(self.options), "the command line")
 
 
-# --- What a group of processes is asked to train, one run after another. No torch ---
+# --- The plan of a group of processes: one training after another. No torch ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,12 +280,12 @@ class Training:
 
     Attributes:
         name: of its directory.
-        world_size: processes.
+        world_size: number of processes.
         options: of ``paceline train``.
-        double: train in float64, and keep the tensors.
-        reference: the name of the training whose tensors this one is compared with.
-        forward_step: the step of which every module's forward is noted.
-        noted: whether its steps are noted.
+        double: train in float64 and keep the tensors.
+        reference: name of the training with whose tensors this one is compared.
+        forward_step: the step whose module outputs are recorded.
+        noted: whether its steps are recorded.
         simulation: ``module:function`` that computes the weights instead, in one process.
     """
 
@@ -301,15 +301,15 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """What one group of processes does.
+    """The trainings of one group of processes.
 
     Attributes:
-        task: as ``paceline train`` takes it.
-        set: the task's fields.
-        root: where each run has its directory.
-        least_microbatches: S, where neither options nor task ask for more.
-        trainings: one after another.
-        lint: look at the task's arithmetic first.
+        task: as for ``paceline train``.
+        set: fields of the task.
+        root: contains the directory of each run.
+        least_microbatches: number of micro-batches, unless options or task ask for more.
+        trainings: in order.
+        lint: check the task's arithmetic first.
     """
 
     task: str
@@ -320,59 +320,57 @@ class GroupPlan:
     lint: bool = False
 
     def write(self, path: Path) -> None:
-        """As JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> GroupPlan:
-        """What :meth:`write` wrote."""
         document = json.loads(path.read_text(encoding="utf-8"))
         trainings = tuple(Training(**training) for training in document.pop("trainings"))
         return cls(**{**document, "set": tuple(document["set"]), "trainings": trainings})
 
 
 def directory_of(root: Path, training: Training) -> RunDirectory:
-    """A training's run directory."""
+    """Return a training's run directory."""
     return RunDirectory(root / training.name / "run")
 
 
 def trace_path(root: Path, training: Training, rank: int) -> Path:
-    """A rank's steps."""
+    """Return the file of a rank's steps."""
     return root / training.name / f"trace-{rank}.jsonl"
 
 
 def forward_path(root: Path, training: Training, rank: int) -> Path:
-    """A rank's forwards of the step that is looked into."""
+    """Return the file of a rank's module outputs in the inspected step."""
     return root / training.name / f"forward-{rank}.jsonl"
 
 
 def tensors_path(root: Path, name: str) -> Path:
-    """The tensors of the training of that name."""
+    """Return the directory of the tensors of the training of that name."""
     return root / name / "tensors"
 
 
 def outcome_path(root: Path, training: Training) -> Path:
-    """The training's ``result.json``, or what was simulated."""
+    """Return the file of a training's ``result.json``, or of its simulated result."""
     return root / training.name / "outcome.json"
 
 
 def done_path(root: Path, training: Training, rank: int) -> Path:
-    """What a rank leaves when it is through with a training."""
+    """Return the file that a rank creates when it has finished a training."""
     return root / training.name / f"done-{rank}"
 
 
 def lints_path(root: Path) -> Path:
-    """What the look at the task's arithmetic found."""
+    """Return the file of findings about the task's arithmetic."""
     return root / "lints.json"
 
 
 def is_done(root: Path, training: Training) -> bool:
-    """Whether all ranks are through with it, for good or ill."""
+    """Return whether all ranks have finished the training, successfully or not."""
     return all(done_path(root, training, rank).exists() for rank in range(training.world_size))
 
 
 def failure(root: Path, training: Training) -> FailureRecord | None:
-    """The failure that brought a training down; None where there was none."""
+    """Return the failure that ended a training, if any."""
     directory = directory_of(root, training)
-    found = [read_failure(directory.error_of(rank)) for rank in range(training.world_size)]
-    return min((f for f in found if f is not None), key=lambda f: (f.victim, f.time, f.rank), default=None)
+    records = [read_failure(directory.error_of(rank)) for rank in range(training.world_size)]
+    return min((f for f in records if f is not None), key=lambda f: (f.victim, f.time, f.rank), default=None)

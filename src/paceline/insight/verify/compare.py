@@ -1,4 +1,4 @@
-"""What the ranks of a run noted, put together and compared step by step. No torch."""
+"""Merging and comparison of the ranks' recorded steps. No torch."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ Kind = Literal["gradient", "weight"]
 KINDS: tuple[Kind, ...] = ("gradient", "weight")
 
 FACTOR = 16.0
-"""How much farther than one process in float32 a run in another order may be from float64."""
+"""How much farther from float64 a run with another order may be than one process in float32."""
 
-_DEVIATIONS = 4.0
-"""Of a projection on random signs, whose standard deviation is the norm of what is projected."""
+_MAX_DEVIATIONS = 4.0
+"""Of a projection on random signs, whose standard deviation is the norm of the projected tensor."""
 
 _COPIES = "two ranks hold different copies"
 
-_LEAST = 2.0**-21
-"""A tolerance is never below a few roundings of float32: one process may be nearer to float64 by luck."""
+_MIN_DISTANCE = 2.0**-21
+"""Smallest distance for a tolerance, a few roundings of float32: one process may be closer by chance."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step, as all ranks together noted it.
+    """A step, merged from all ranks' records.
 
     Attributes:
         number: from 1.
-        loss: the mean over the step's samples.
-        rates: the learning rates.
+        loss: mean over the step's samples.
+        rates: learning rates.
         tensors: kind -> name -> digest and distance from the float64 run.
-        apart: kind -> the first tensor of which two ranks hold different copies.
+        unequal: kind -> the first tensor of which two ranks hold different copies.
     """
 
     number: int
     loss: float
     rates: tuple[float, ...]
     tensors: Mapping[Kind, Mapping[str, tuple[str, float | None]]]
-    apart: Mapping[Kind, str]
+    unequal: Mapping[Kind, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where a run leaves the one that it is compared with.
+    """The first difference between a run and its reference.
 
     Attributes:
         step: from 1.
         what: "learning rate", "loss", "gradient", "weight" or "copies".
-        module: the module's name.
-        tensor: the tensor's.
-        microbatch: whose forward differs first.
-        detail: in words.
+        module: name of the module.
+        tensor: name of the tensor.
+        microbatch: the first one whose forward differs.
+        detail: description.
     """
 
     step: int
@@ -76,90 +76,92 @@ class Divergence:
         return " ".join(words) + (f": {self.detail}" if self.detail else "")
 
 
-def read_steps(root: Path, training: Training, *, together: bool = True) -> list[Step]:
-    """The steps that the ranks noted.
+def read_steps(root: Path, training: Training, *, synchronous: bool = True) -> list[Step]:
+    """Read the recorded steps of all ranks.
 
     Args:
-        root: where the training has its files.
-        training: what was trained.
-        together: all ranks make each step; else each makes its own, and they are put in order.
+        root: directory of the training's files.
+        training: the training.
+        synchronous: whether all ranks make each step; else each makes its own, and they are sorted.
     """
-    of_ranks = [_lines(trace_path(root, training, rank)) for rank in range(training.world_size)]
-    of_ranks = [lines for lines in of_ranks if lines]  # a parameter server makes no steps
-    if together:
-        return [_together(lines) for lines in zip(*of_ranks, strict=False)]
-    return sorted((_together([line]) for lines in of_ranks for line in lines), key=lambda step: step.number)
+    lines_of_ranks = [_lines(trace_path(root, training, rank)) for rank in range(training.world_size)]
+    lines_of_ranks = [lines for lines in lines_of_ranks if lines]  # a parameter server makes no steps
+    if synchronous:
+        return [_merge(lines) for lines in zip(*lines_of_ranks, strict=False)]
+    return sorted((_merge([line]) for lines in lines_of_ranks for line in lines), key=lambda step: step.number)
 
 
 def read_recorded_steps(metrics: Path) -> list[Step]:
-    """The losses that a run recorded by itself in its ``metrics.jsonl``."""
+    """Return the losses in a run's ``metrics.jsonl``."""
     lines = [line for line in _lines(metrics) if line["kind"] == "train"]
     return [Step(line["step"], line["loss"], (), {kind: {} for kind in KINDS}, {}) for line in lines]
 
 
-def first_difference(steps: Sequence[Step], alone: Sequence[Step]) -> Divergence | None:
-    """Where a run first leaves the bits of another."""
-    for step, other in zip(steps, alone, strict=False):
-        for kind, name in step.apart.items():
+def first_difference(steps: Sequence[Step], reference: Sequence[Step]) -> Divergence | None:
+    """Return where a run first differs from its reference."""
+    for step, expected in zip(steps, reference, strict=False):
+        for kind, name in step.unequal.items():
             return _of_tensor(step.number, kind, name, _COPIES)
-        if step.rates != other.rates:
-            detail = f"{_numbers(step.rates)}, but {_numbers(other.rates)} on one process"
+        if step.rates != expected.rates:
+            detail = f"{_numbers(step.rates)}, but {_numbers(expected.rates)} on one process"
             return Divergence(step=step.number, what="learning rate", detail=detail)
-        if step.loss != other.loss and not (math.isnan(step.loss) and math.isnan(other.loss)):
-            return Divergence(step=step.number, what="loss", detail=f"{step.loss!r}, but {other.loss!r} on one process")
+        if step.loss != expected.loss and not (math.isnan(step.loss) and math.isnan(expected.loss)):
+            return Divergence(
+                step=step.number, what="loss", detail=f"{step.loss!r}, but {expected.loss!r} on one process"
+            )
         for kind in KINDS:
-            mine, theirs = step.tensors[kind], other.tensors[kind]
+            actual_tensors, expected_tensors = step.tensors[kind], expected.tensors[kind]
             wrong = [
                 name
-                for name in dict.fromkeys([*theirs, *mine])
-                if mine.get(name, ("", None))[0] != theirs.get(name, ("", None))[0]
+                for name in dict.fromkeys([*expected_tensors, *actual_tensors])
+                if actual_tensors.get(name, ("", None))[0] != expected_tensors.get(name, ("", None))[0]
             ]
             if wrong:
-                # Backward comes to the last module first.
+                # Backward reaches the last module first.
                 name = wrong[-1] if kind == "gradient" else wrong[0]
-                detail = f"{len(wrong)} of {len(theirs)} tensors differ"
+                detail = f"{len(wrong)} of {len(expected_tensors)} tensors differ"
                 return _of_tensor(step.number, kind, name, detail)
-    if len(steps) < len(alone):
-        return Divergence(step=len(steps) + 1, what="step", detail="it was not done")
+    if len(steps) < len(reference):
+        return Divergence(step=len(steps) + 1, what="step", detail="the step is missing")
     return None
 
 
 @dataclass(frozen=True)
 class Margins:
-    """What one process in float32 is away from float64, step by step; and what others may be.
+    """The distance of one process in float32 from float64 by step, and the tolerances that follow from it.
 
     Attributes:
         steps: of the run on one process, with distances.
-        double: the losses of the run in float64.
+        double: losses of the float64 run.
     """
 
     steps: Sequence[Step]
     double: Sequence[float]
 
     def of_loss(self, number: int) -> float:
-        """The tolerance of a step's loss, relative."""
+        """Return the relative tolerance of a step's loss."""
         so_far = zip(self.steps[:number], self.double, strict=False)
-        return FACTOR * max([_LEAST, *(_relative(step.loss, exact) for step, exact in so_far)])
+        return FACTOR * max([_MIN_DISTANCE, *(_relative(step.loss, exact) for step, exact in so_far)])
 
     def of_tensors(self, number: int, kind: Kind) -> float:
-        """The tolerance of the distance of a step's tensors."""
+        """Return the tolerance of the distance of a step's tensors."""
         distances = [
             distance
             for step in self.steps[:number]
             for _, distance in step.tensors[kind].values()
             if distance is not None
         ]
-        return FACTOR * max([_LEAST, *distances])
+        return FACTOR * max([_MIN_DISTANCE, *distances])
 
 
 @dataclass(frozen=True)
 class TraceDifference:
-    """How far a run is from float64.
+    """The distance of a run from float64.
 
     Attributes:
-        distance: of the tensor or loss that takes most of its tolerance.
-        tolerance: its.
-        divergence: what is first beyond its tolerance.
+        distance: of the tensor or loss with the largest share of its tolerance.
+        tolerance: of that tensor or loss.
+        divergence: the first value beyond its tolerance.
     """
 
     distance: float
@@ -168,33 +170,35 @@ class TraceDifference:
 
 
 def measure(steps: Sequence[Step], margins: Margins) -> TraceDifference:
-    """Compare a run with the one in float64, within what one process in float32 makes likely.
+    """Compare a run with the float64 run, within the distance that is likely for one process in float32.
 
-    Weights of which ranks hold copies must be equal all the same: apart, they only grow farther so.
+    Copies of weights must still be equal on all ranks, because different copies drift apart further.
     """
     worst, first = (0.0, math.inf), None
-    for step, exact, alone in zip(steps, margins.double, margins.steps, strict=False):
-        if step.rates != alone.rates and first is None:
-            detail = f"{_numbers(step.rates)}, but {_numbers(alone.rates)} on one process"
+    for step, exact, single in zip(steps, margins.double, margins.steps, strict=False):
+        if step.rates != single.rates and first is None:
+            detail = f"{_numbers(step.rates)}, but {_numbers(single.rates)} on one process"
             first = Divergence(step=step.number, what="learning rate", detail=detail)
-        found: list[tuple[float, float, Divergence]] = []
+        candidates: list[tuple[float, float, Divergence]] = []
         distance, allowed = _relative(step.loss, exact), margins.of_loss(step.number)
-        found.append((distance, allowed, Divergence(step=step.number, what="loss", detail=_beyond(distance, allowed))))
+        candidates.append(
+            (distance, allowed, Divergence(step=step.number, what="loss", detail=_beyond(distance, allowed)))
+        )
         for kind in KINDS:
             allowed = margins.of_tensors(step.number, kind)
-            for name, (_, of_tensor) in step.tensors[kind].items():
-                distance = math.inf if of_tensor is None else of_tensor
-                # What is zero but for rounding in float64 may be absent there, and the other way round.
-                if of_tensor is None:
+            for name, (_, tensor_distance) in step.tensors[kind].items():
+                distance = math.inf if tensor_distance is None else tensor_distance
+                # A gradient that is zero except for rounding may be absent in float64, and vice versa.
+                if tensor_distance is None:
                     continue
-                found.append((distance, allowed, _of_tensor(step.number, kind, name, _beyond(distance, allowed))))
-        for distance, allowed, divergence in found:
+                candidates.append((distance, allowed, _of_tensor(step.number, kind, name, _beyond(distance, allowed))))
+        for distance, allowed, divergence in candidates:
             if distance / allowed > worst[0] / worst[1]:
                 worst = distance, allowed
             if distance > allowed and first is None:
                 first = divergence
-        if "weight" in step.apart and first is None:
-            first = _of_tensor(step.number, "weight", step.apart["weight"], _COPIES)
+        if "weight" in step.unequal and first is None:
+            first = _of_tensor(step.number, "weight", step.unequal["weight"], _COPIES)
     if first is None and len(steps) < len(margins.steps):
         first = Divergence(step=len(steps) + 1, what="step", detail="it was not done")
     return TraceDifference(worst[0], worst[1], first)
@@ -202,12 +206,12 @@ def measure(steps: Sequence[Step], margins: Margins) -> TraceDifference:
 
 @dataclass(frozen=True)
 class LossDecrease:
-    """How far a loss has fallen, beside one process's.
+    """The decrease of a loss, compared with one process.
 
     Attributes:
-        first: what it was, on one process.
-        last: what it is.
-        alone: what it is on one process.
+        first: loss at the start, on one process.
+        last: loss at the end.
+        alone: loss at the end on one process.
     """
 
     first: float
@@ -216,12 +220,12 @@ class LossDecrease:
 
     @property
     def ok(self) -> bool:
-        """Whether it has fallen by at least half of what one process's has."""
+        """Return whether the loss fell by at least half of one process's decrease."""
         return self.alone < self.first and self.last <= self.first - 0.5 * (self.first - self.alone)
 
     def __str__(self) -> str:
         text = f"loss {self.first:.4g} -> {self.last:.4g}; on one process {self.alone:.4g}"
-        return text if self.alone < self.first else f"{text}, so give more --steps"
+        return text if self.alone < self.first else f"{text}, so use more --steps"
 
 
 def converges(steps: Sequence[Step], alone: Sequence[Step]) -> LossDecrease:
@@ -240,27 +244,27 @@ def _mean(steps: Sequence[Step]) -> float:
 def first_forward(
     root: Path, training: Training, alone: Training, divergence: Divergence, *, tolerance: float | None
 ) -> Divergence:
-    """The same divergence, with the module whose forward is the first that differs.
+    """Return the divergence with the first module whose forward differs.
 
     Args:
-        root: where both were trained again.
+        root: directory of the repeated trainings.
         training: the run that diverges.
-        alone: the one on one process.
+        alone: the run on one process.
         divergence: what is known so far.
-        tolerance: of the outputs; None where bits are compared.
+        tolerance: of the outputs; None to compare bits.
     """
-    mine: dict[tuple[int, str, int], Mapping[str, Any]] = {}
+    calls: dict[tuple[int, str, int], Mapping[str, Any]] = {}
     for rank in range(training.world_size):
-        mine |= _calls(_lines(forward_path(root, training, rank)))
+        calls |= _calls(_lines(forward_path(root, training, rank)))
     for key, call in _calls(_lines(forward_path(root, alone, 0))).items():
-        other = mine.get(key)
+        other = calls.get(key)
         if other is None or other["shape"] != call["shape"]:
-            continue  # another rank's part of it, or a stage that has no such call
+            continue  # a part of it on another rank, or a stage without this call
         same = other["digest"] == call["digest"]
         if not same and tolerance is not None:
             # The difference of two projections is about as large as the norm of the difference.
-            apart = abs(other["projection"] - call["projection"])
-            same = apart <= _DEVIATIONS * tolerance * call["norm"]
+            difference = abs(other["projection"] - call["projection"])
+            same = difference <= _MAX_DEVIATIONS * tolerance * call["norm"]
         if not same:
             microbatch, name, _ = key
             return Divergence(
@@ -274,7 +278,7 @@ def first_forward(
 
 
 def _calls(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str, int], Mapping[str, Any]]:
-    """By micro-batch, module, and which of the module's calls it was; in the order of one process."""
+    """Index calls by micro-batch, module and count of the module's calls, in the order of one process."""
     calls: dict[tuple[int, str, int], Mapping[str, Any]] = {}
     for line in lines:
         number = 0
@@ -284,19 +288,19 @@ def _calls(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str, int], Map
     return calls
 
 
-def _together(lines: Sequence[Mapping[str, Any]]) -> Step:
+def _merge(lines: Sequence[Mapping[str, Any]]) -> Step:
     tensors: dict[Kind, dict[str, tuple[str, float | None]]] = {kind: {} for kind in KINDS}
-    apart: dict[Kind, str] = {}
+    unequal: dict[Kind, str] = {}
     for kind in KINDS:
         for line in lines:
             for name, (digest, distance) in line[kind].items():
                 known = tensors[kind].setdefault(name, (digest, distance))
                 if known[0] != digest:
-                    apart.setdefault(kind, name)
+                    unequal.setdefault(kind, name)
                 if distance is not None and known[1] is not None and distance > known[1]:
                     tensors[kind][name] = (digest, distance)
     first = lines[0]
-    return Step(first["step"], first["loss"], tuple(first["rates"]), tensors, apart)
+    return Step(first["step"], first["loss"], tuple(first["rates"]), tensors, unequal)
 
 
 def _of_tensor(step: int, kind: Kind, name: str, detail: str) -> Divergence:
@@ -318,7 +322,7 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """A file's JSON lines; one that was not finished is left out."""
+    """Return a file's JSON lines, without an incomplete last one."""
     lines = []
     try:
         texts = path.read_text(encoding="utf-8").splitlines()

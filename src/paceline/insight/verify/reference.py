@@ -46,9 +46,8 @@ from paceline.training.state import TrainingState
 from paceline.training.state_manager import StateManager
 from paceline.training.step import ExampleBatch, microbatch_loss
 
-# --- What PipeDream computes, in one process: the same weights for the same micro-batches, one after the other ---
-#
-# It is what a pipeline is checked against, bit for bit.
+# --- PipeDream in one process: the same weights for the same micro-batches. Pipelines are compared with it bit
+#     for bit
 
 
 class PipeDreamReference(ReducerStrategy):
@@ -57,8 +56,8 @@ class PipeDreamReference(ReducerStrategy):
     Args:
         module: the model.
         mesh: of one rank.
-        options: the strategy's.
-        stages: the model's, as :func:`~paceline.parallel.pipeline.stages.cut` gives them.
+        options: of the strategy.
+        stages: of the model, from :func:`~paceline.parallel.pipeline.stages.cut`.
     """
 
     overlaps_steps = True
@@ -70,8 +69,8 @@ class PipeDreamReference(ReducerStrategy):
         self._stages = stages
         self._ahead = [forwards_ahead(stage.number, len(stages)) for stage in stages]
         self._names = frozenset(name for stage in stages for name in stage.holds)
-        self._begun = [0] * len(stages)  # of the step's forwards, by stage, within the step before
-        self._following = 0
+        self._overlapped = [0] * len(stages)  # forwards of this step, by stage, that ran in the previous step
+        self._num_next = 0
         self._old: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
         self._staleness = PipeDreamStaleness()
 
@@ -82,23 +81,23 @@ class PipeDreamReference(ReducerStrategy):
     def begin_step(self, present: Sequence[int]) -> None:
         super().begin_step(present)
         self._base = buffers_of(self.module)
-        self._following = 0
+        self._num_next = 0
 
     def overlap_next(self, following: Sequence[MicroBatch]) -> None:
-        self._following = len(following)
+        self._num_next = len(following)
 
     def run_microbatches(self, microbatches: Sequence[MicroBatch], work: MicrobatchWork) -> None:
-        for begun in self._begun:
-            self._staleness.count(len(microbatches), begun)
+        for num_overlapped in self._overlapped:
+            self._staleness.count(len(microbatches), num_overlapped)
         for position, microbatch in enumerate(microbatches):
             self._begin_microbatch()
             stale = [
                 name
-                for stage, begun in zip(self._stages, self._begun, strict=True)
-                if position < begun
+                for stage, num_overlapped in zip(self._stages, self._overlapped, strict=True)
+                if position < num_overlapped
                 for name in stage.holds
             ]
-            weights, old_buffers = ({n: old[n] for n in stale if n in old} for old in self._old)
+            weights, old_buffers = ({n: stashed[n] for n in stale if n in stashed} for stashed in self._old)
             buffers = buffers_of(self.module) | {name: value.clone() for name, value in old_buffers.items()}
             with share_gradients(self.module, weights):
                 loss = work.forward(WithWeights(self.module, weights | buffers), microbatch)
@@ -108,22 +107,21 @@ class PipeDreamReference(ReducerStrategy):
             work.backward_done()
 
     def reduce(self, row: Sequence[float]) -> StepSums:
-        # The next step's first forwards come before this step's update, and before its buffers' mean.
-        self._old = (stash_weights(self.module, self._names), self._base) if self._following else ({}, {})
-        self._begun = [begins(ahead, self._following) for ahead in self._ahead]
+        # The next step's first forwards precede this step's update and the mean of its buffers.
+        self._old = (stash_weights(self.module, self._names), self._base) if self._num_next else ({}, {})
+        self._overlapped = [begins(ahead, self._num_next) for ahead in self._ahead]
         return super().reduce(row)
 
 
-# --- Local SGD, DiLoCo and compressed gradients in one process: what several ranks must come to, bit for
-#     bit
+# --- Local SGD, DiLoCo and compressed gradients in one process. Several ranks must reach the same bits
 #
-# It shares with the real thing what a micro-batch computes, what an optimizer's step is and what is averaged; it
-# sums by recursion instead of along plans, transports and slots.
+# The simulation shares with the implementation the computation of a micro-batch, the optimizer's step and the
+# list of averaged tensors; it sums by recursion instead of plans, transports and gradient buffers.
 
 
 @dataclass(frozen=True)
 class _SimulatedMicrobatch:
-    """What one micro-batch's backward leaves: gradients, buffers times samples, changes of counters."""
+    """The results of one micro-batch's backward: gradients, buffers times samples, changes of counters."""
 
     gradients: list[torch.Tensor]
     floats: list[torch.Tensor]
@@ -133,13 +131,13 @@ class _SimulatedMicrobatch:
 
 
 def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]:
-    """The model's state after the whole run, as ``world_size`` ranks that train apart would have it.
+    """Return the model's state after the whole run, as ``world_size`` ranks that train separately would have it.
 
-    Evaluations are left out: nothing may follow from them (plateau schedules, early stop).
+    Skips evaluations, so nothing may depend on them (plateau schedules, early stopping).
 
     Args:
         run: with ``--local-sgd-steps``, on data with a length.
-        world_size: how many ranks to simulate.
+        world_size: number of ranks to simulate.
     """
     order = run.data.order
     assert order is not None
@@ -166,9 +164,9 @@ def simulated_model(run: RunContext, world_size: int) -> dict[str, torch.Tensor]
 
 
 def simulated_compression(run: RunContext, world_size: int) -> dict[str, torch.Tensor]:
-    """The model's state after the whole run, as two ranks with ``--comm-hook fp16`` or ``bf16`` have it.
+    """Return the model's state after the whole run, as two ranks with ``--comm-hook fp16`` or ``bf16`` have it.
 
-    Of more ranks nobody promises the order in which an all-reduce adds. Evaluations are left out.
+    With more ranks, the order of an all-reduce's additions is not defined. Skips evaluations.
 
     Args:
         run: on data with a length.
@@ -198,27 +196,27 @@ def _compressed_step(run: RunContext, state: TrainingState, ranges: Sequence[ran
     ranks = len(ranges)
     scale = 0.5 ** (run.global_batch_size // ranks).bit_length()
     dtype = torch.float16 if run.config.comm_hook == "fp16" else torch.bfloat16
-    sent, of_ranks, changed = [], [], [False] * len(floats)
+    messages, results_of_ranks, changed = [], [], [False] * len(floats)
     for own in ranges:
         microbatches = loader.fetch(state.progress.epoch, state.progress.step_in_epoch, own)
         computed, by_rank = _compute(run, state, microbatches, scale)
         changed = [was or now for was, now in zip(changed, by_rank, strict=True)]
         zeros = [torch.zeros_like(p) for p in parameters]
         gradients = _left_to_right([s.gradients for s in computed.values()] or [zeros])
-        sent.append([gradient.to(dtype).div_(ranks) for gradient in gradients])
-        of_ranks.append(list(computed.values()))
-    present = [each for each in of_ranks if each]
-    weight = sum(sum(microbatch.weight for microbatch in each) for each in present)
-    gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(sent), parameters, strict=True)]
+        messages.append([gradient.to(dtype).div_(ranks) for gradient in gradients])
+        results_of_ranks.append(list(computed.values()))
+    present = [results for results in results_of_ranks if results]
+    weight = sum(sum(microbatch.weight for microbatch in results) for results in present)
+    gradients = [total.to(p.dtype) for total, p in zip(_left_to_right(messages), parameters, strict=True)]
     torch._foreach_mul_(gradients, ranks / (weight * scale))
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    samples = sum(microbatch.samples for each in present for microbatch in each)
-    means = _left_to_right([_left_to_right([s.floats for s in each]) for each in present])
-    for buffer, total, there in zip(floats, means, changed, strict=True):
-        if there:
+    samples = sum(microbatch.samples for results in present for microbatch in results)
+    means = _left_to_right([_left_to_right([s.floats for s in results]) for results in present])
+    for buffer, total, has_changed in zip(floats, means, changed, strict=True):
+        if has_changed:
             buffer.copy_(total / samples)
-    changes = _left_to_right([s.counters for each in present for s in each])
+    changes = _left_to_right([s.counters for results in present for s in results])
     for buffer, change in zip(counters, changes, strict=True):
         buffer.add_(change.div(sum(map(len, present)), rounding_mode="floor"))
     clip_norm = run.config.clip_norm
@@ -241,7 +239,7 @@ def _step(run: RunContext, states: Sequence[TrainingState], ranges: Sequence[ran
     for state in states:
         clip_norm = run.config.clip_norm
         parameters = state.module.parameters()
-        # A gradient scaler skips the step on all ranks, or on none.
+        # A gradient scaler skips the step on all ranks or on none.
         clip = None if clip_norm is None else partial(_clip, parameters, clip_norm)
         state.update(clip, finite=finite)
         state.progress.step += 1
@@ -251,7 +249,7 @@ def _step(run: RunContext, states: Sequence[TrainingState], ranges: Sequence[ran
 def _compute(
     run: RunContext, state: TrainingState, microbatches: Sequence[MicroBatch], scale: float = 1.0
 ) -> tuple[dict[int, _SimulatedMicrobatch], list[bool]]:
-    """What each micro-batch leaves, and which floating-point buffers any of them changed; these are as before."""
+    """Return each micro-batch's results, and which floating-point buffers changed; restore the buffers."""
     module, parameters = state.module, _trained(state.module)
     floats, counters = _buffers(module)
     base = [buffer.clone() for buffer in (*floats, *counters)]
@@ -278,7 +276,7 @@ def _compute(
 
 
 def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence[MicroBatch]) -> None:
-    """Leave a rank's mean gradient in its parameters, and its buffers as they are after the step."""
+    """Set a rank's mean gradient in its parameters, and its buffers to their state after the step."""
     parameters = _trained(state.module)
     floats, counters = _buffers(state.module)
     computed, changed = _compute(run, state, microbatches)
@@ -293,8 +291,8 @@ def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence
         parameter.grad = gradient / weight[0].item()
     samples = sum(microbatch.samples for microbatch in computed.values())
     means = _tree({k: s.floats for k, s in computed.items()}, 0, size)
-    for buffer, total, there in zip(floats, means, changed, strict=True):
-        if there:
+    for buffer, total, has_changed in zip(floats, means, changed, strict=True):
+        if has_changed:
             buffer.copy_(total / samples)
     changes = _tree({k: s.counters for k, s in computed.items()}, 0, size)
     for buffer, change in zip(counters, changes, strict=True):
@@ -302,17 +300,17 @@ def _set_gradients(run: RunContext, state: TrainingState, microbatches: Sequence
 
 
 def _sync_replicas(states: Sequence[TrainingState], shares: Sequence[int]) -> None:
-    """Every rank's tensors become their mean, weighted by micro-batches."""
+    """Replace every rank's tensors by their mean, weighted by micro-batches."""
     size = 1 << (len(states) - 1).bit_length()
     factors = [share // math.gcd(*shares) for share in shares]
-    of_ranks = [tensors_to_average(state) for state in states]
+    tensors_of_ranks = [tensors_to_average(state) for state in states]
     means = _tree(
-        {rank: [tensor * factors[rank] for tensor in tensors] for rank, tensors in enumerate(of_ranks)},
+        {rank: [tensor * factors[rank] for tensor in tensors] for rank, tensors in enumerate(tensors_of_ranks)},
         0,
         size,
     )
     with torch.no_grad():
-        for tensors in of_ranks:
+        for tensors in tensors_of_ranks:
             for tensor, total in zip(tensors, means, strict=True):
                 mode = None if tensor.is_floating_point() else "floor"
                 tensor.copy_(torch.div(total, sum(factors), rounding_mode=mode))
@@ -322,7 +320,7 @@ def _sync_replicas(states: Sequence[TrainingState], shares: Sequence[int]) -> No
 
 
 def _tree(terms: Mapping[int, list[torch.Tensor]], start: int, size: int) -> list[torch.Tensor]:
-    """Sum along the tree over ``start`` to ``start + size - 1``; who is not in ``terms`` is in no sum."""
+    """Sum along the tree over ``start`` to ``start + size - 1``, skipping numbers that are not in ``terms``."""
     inside = [number for number in terms if start <= number < start + size]
     if len(inside) == 1:
         return terms[inside[0]]
@@ -341,7 +339,7 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
 
 
 def _buffers(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The floating-point buffers, and the counters."""
+    """Return the floating-point buffers and the counters."""
     buffers = list(module.buffers())
     return [b for b in buffers if b.is_floating_point()], [b for b in buffers if not b.is_floating_point()]
 
@@ -350,17 +348,17 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-# --- PipeDream in one process: what the ranks of a pipeline that does not wait must come to, bit for bit ---
+# --- PipeDream: a simulated run. A pipeline's ranks must reach the same bits ---
 
 
 def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Tensor]:
-    """The model's state after the whole run, as a pipeline of ``world_size`` stages would have it.
+    """Return the model's state after the whole run, as a pipeline of ``world_size`` stages would have it.
 
     Args:
         run: with ``--pp-schedule pipedream``, and stages that are not measured (``--pp-split equal``).
-        world_size: how many stages, a rank each.
+        world_size: number of stages, one per rank.
     """
-    alone = _Alone(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, stages=world_size)
+    single = _SingleRankRun(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)}, stages=world_size)
     run.directory.create()
     world = World(
         rank=0,
@@ -372,14 +370,14 @@ def simulated_pipedream(run: RunContext, world_size: int) -> dict[str, torch.Ten
         generation=0,
         one_host=True,
     )
-    with build_trainer(alone) as trainer:
+    with build_trainer(single) as trainer:
         train_in_group(trainer, [], time.perf_counter(), world)
         return dict(trainer.state.module.state_dict())
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Alone(RunContext):
-    """The run, with one rank that computes all stages."""
+class _SingleRankRun(RunContext):
+    """A run in which one rank computes all stages."""
 
     stages: int
 
@@ -393,6 +391,6 @@ class _Alone(RunContext):
         rehearsal = ExampleBatch(self)
         parts = rehearsal.parts(module)
         absent = absent_arguments(module, rehearsal.loss) if parts is None else frozenset()
-        found = find_blocks(module, parts, absent)
-        sizes = manual_split(found, self.stages, self.config.pp_split)
-        return PipeDreamReference(module, mesh, self.strategy_options(shares), cut(found, sizes))
+        blocks = find_blocks(module, parts, absent)
+        sizes = manual_split(blocks, self.stages, self.config.pp_split)
+        return PipeDreamReference(module, mesh, self.strategy_options(shares), cut(blocks, sizes))

@@ -1,4 +1,4 @@
-"""Trains with every strategy, and compares what came out."""
+"""Training with every strategy, and comparison of the results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.core.config import config_from_mapping
 from paceline.core.errors import ConfigError, LaunchError, UserError
 from paceline.insight.verify.cases import (
     FIXED,
-    Class,
     GroupPlan,
+    Guarantee,
     StrategyCase,
     Training,
     VerificationRequest,
@@ -45,7 +45,7 @@ from paceline.insight.verify.compare import (
 from paceline.launch.launcher import LaunchSpec, get_launcher
 from paceline.runs.failures import FailureRecord
 
-# --- What became of each method, and of the task's arithmetic. No torch ---
+# --- The report. No torch ---
 
 
 Verdict = Literal["equal", "within", "diverged", "failed", "not applicable"]
@@ -53,22 +53,22 @@ Verdict = Literal["equal", "within", "diverged", "failed", "not applicable"]
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One method on one number of processes.
+    """The result of one case on one number of processes.
 
     Attributes:
-        method: its name.
-        world_size: processes.
-        promises: its class.
-        verdict: what became of it.
-        detail: in words: why it is not applicable, how it failed.
-        distance: from float64, of what took most of its tolerance.
-        tolerance: of that.
-        divergence: where it first leaves what it is compared with.
+        method: name of the case.
+        world_size: number of processes.
+        guarantee: of the case.
+        verdict: of the comparison.
+        detail: why it is not applicable, or how it failed.
+        distance: from float64, of the value with the largest share of its tolerance.
+        tolerance: of that value.
+        divergence: the first difference from the reference.
     """
 
     method: str
     world_size: int
-    guarantee: Class
+    guarantee: Guarantee
     verdict: Verdict
     detail: str = ""
     distance: float | None = None
@@ -77,18 +77,18 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the method keeps what it promises, or promises nothing for this task."""
+        """Return whether the case meets its guarantee, or is not applicable to this task."""
         return self.verdict in ("equal", "within", "not applicable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something in the task's arithmetic that is probably not meant.
+    """A probable mistake in the task's arithmetic.
 
     Attributes:
-        lint: which look found it.
-        message: what is wrong, and what to do.
-        place: FILE:LINE, where it is known.
+        lint: name of the check.
+        message: what is wrong, and how to correct it.
+        place: FILE:LINE, if known.
     """
 
     lint: str
@@ -101,18 +101,18 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport:
-    """What ``paceline verify`` found.
+    """The report of ``paceline verify``.
 
     Attributes:
         task: its name.
         steps: of each run.
-        microbatches: S.
+        microbatches: of a global batch.
         global_batch_size: in samples.
         seed: of all runs.
-        factor: what a tolerance is, times the float32 run's own distance from float64.
-        rows: by number of processes, then in the order of the methods.
+        factor: ratio of a tolerance to the float32 run's own distance from float64.
+        rows: by number of processes, then in the order of the cases.
         warnings: about the task.
-        no_double: why there was no run in float64; "" where there was one.
+        no_double: why there is no float64 run; "" if there is one.
     """
 
     task: str
@@ -127,11 +127,10 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every method keeps what it promises."""
+        """Return whether every case meets its guarantee."""
         return all(row.ok for row in self.rows)
 
     def to_json(self) -> Mapping[str, Any]:
-        """JSON types."""
         rows = [
             {**row, "distance": row["distance"] if math.isfinite(row["distance"] or 0.0) else None}
             for row in map(asdict, self.rows)
@@ -139,23 +138,23 @@ class VerificationReport:
         return {**asdict(self), "rows": rows, "ok": self.ok}
 
 
-# --- Groups of processes that do several trainings, one after the other. No torch ---
+# --- Groups of processes that run several trainings, one after the other. No torch ---
 
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 TAIL_LINES = 15
-"""How much of what a process printed is told of it when it fails."""
+"""Number of last lines of a failed process's output to show."""
 
 Tell = Callable[[str], None]
 
 
 class WorkerGroups:
-    """Starts the groups of one verification.
+    """A starter of the process groups of one verification.
 
     Args:
-        request: what is verified.
+        request: of the verification.
         root: its directory.
-        tell: called with a line of progress from time to time.
+        tell: called with lines of progress.
     """
 
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
@@ -163,23 +162,23 @@ class WorkerGroups:
         self._groups = 0
 
     def train(self, trainings: Sequence[Training], *, lint: bool = False) -> None:
-        """Train on one number of processes; a run that brings them down does not keep back those after it.
+        """Train on one number of processes; continue after a training that ended its processes.
 
         Args:
-            trainings: all on as many processes.
-            lint: also look at the task's arithmetic.
+            trainings: all on the same number of processes.
+            lint: also check the task's arithmetic.
 
         Raises:
             LaunchError: the processes could not be started.
-            KeyboardInterrupt: somebody asked for a stop; all processes are ended.
+            KeyboardInterrupt: a stop was requested; all processes have been ended.
         """
-        left = list(trainings)
-        while left:
-            self._run_group(left, lint=lint)
-            done = [training for training in left if is_done(self._root, training)]
-            left = left[len(done) :]
+        remaining = list(trainings)
+        while remaining:
+            self._run_group(remaining, lint=lint)
+            done = [training for training in remaining if is_done(self._root, training)]
+            remaining = remaining[len(done) :]
             if not done and (not lint or lints_path(self._root).exists()):
-                left = left[1:]  # it ended the processes, and nobody could say why
+                remaining = remaining[1:]  # it ended the processes without a record
             lint = False
 
     def _run_group(self, trainings: Sequence[Training], *, lint: bool) -> None:
@@ -209,43 +208,43 @@ class WorkerGroups:
             rendered,
             commands=tuple(replace(command, log=log) for command, log in zip(rendered.commands, logs, strict=True)),
         )
-        on = f"{world_size} process{'' if world_size == 1 else 'es'}"
-        self._tell(f"{on}: {', '.join(training.name for training in trainings)}")
+        processes = f"{world_size} process{'' if world_size == 1 else 'es'}"
+        self._tell(f"{processes}: {', '.join(training.name for training in trainings)}")
         job = launcher.submit(rendered)
         with _Progress(self._root, trainings, self._tell):
             code = job.wait()
         if code in (75, 130):
             raise KeyboardInterrupt
         if code:
-            self._tell(f"{on} ended with exit code {code}.{_tail(logs)}")
+            self._tell(f"{processes} ended with exit code {code}.{_tail(logs)}")
 
 
 class _Progress:
-    """Tells of each training that a group is through with."""
+    """A reporter of each finished training of a group."""
 
     def __init__(self, root: Path, trainings: Sequence[Training], tell: Tell) -> None:
-        self._root, self._left, self._tell = root, list(trainings), tell
-        self._over = threading.Event()
+        self._root, self._remaining, self._tell = root, list(trainings), tell
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-verify-progress", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._ended.set()
         self._thread.join()
 
     def _watch(self) -> None:
         while True:
-            over = self._over.wait(_LOOK_S)
-            while self._left and done_path(self._root, self._left[0], 0).exists():
-                self._tell(f"  {self._left.pop(0).name} is through")
-            if over:
+            has_ended = self._ended.wait(_POLL_S)
+            while self._remaining and done_path(self._root, self._remaining[0], 0).exists():
+                self._tell(f"  {self._remaining.pop(0).name} has finished")
+            if has_ended:
                 return
 
 
 def _tail(logs: Sequence[Path]) -> str:
-    """The end of what the first process printed that printed anything."""
+    """Return the end of the output of the first process that printed anything."""
     for log in logs:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
         if lines:
@@ -253,27 +252,27 @@ def _tail(logs: Sequence[Path]) -> str:
     return ""
 
 
-# --- Trains a task under every method, one group of processes for each number of them, and judges. No torch
+# --- Training of every case, one group of processes per number of processes, and comparison. No torch
 
 
 _DOUBLE, _ALONE, _AGAIN, _LONG = "float64", "alone", "again", "alone-long"
-_CONVERGES_IN = 40
-"""Steps, at least, in which a method that promises convergence is to show it."""
-_PATIENCE = 4
-"""Times as many where the machine decides who comes first: such a run is one throw of dice."""
+_MIN_CONVERGENCE_STEPS = 40
+"""Smallest number of steps in which a case must show convergence."""
+_ASYNC_STEPS_FACTOR = 4
+"""Factor of steps for asynchronous methods, whose single runs vary at random."""
 
 
 def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
-    """Train, compare, and say what was found.
+    """Train, compare, and return the report.
 
     Args:
-        request: what to verify.
-        tell: called with a line of progress from time to time.
+        request: the settings.
+        tell: called with lines of progress.
 
     Raises:
-        UserError: the options or the task cannot work, already on one process.
+        UserError: the options or the task do not work on one process.
         LaunchError: the run on one process failed, or processes could not be started.
-        KeyboardInterrupt: somebody asked for a stop; all processes are ended.
+        KeyboardInterrupt: a stop was requested; all processes have been ended.
     """
     request.check()
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
@@ -281,8 +280,6 @@ def verify(request: VerificationRequest, tell: Tell) -> VerificationReport:
 
 
 class _Verification:
-    """One verification, in a directory of its own."""
-
     def __init__(self, request: VerificationRequest, root: Path, tell: Tell) -> None:
         self._request, self._root = request, root
         self._base = {"device": "cpu", "threads": 1, **request.options, **FIXED, "max_steps": request.steps}
@@ -290,28 +287,28 @@ class _Verification:
         self._groups = WorkerGroups(request, root, tell)
 
     def report(self) -> VerificationReport:
-        trainings = self._planned()
-        in_one = [t for t in trainings if t.simulation is not None or t.world_size == 1]
-        alone, simulated = self._alone([t for t in in_one if t.name != "single-1"])
+        trainings = self._plan()
+        on_one_process = [t for t in trainings if t.simulation is not None or t.world_size == 1]
+        alone, simulated = self._train_on_one_process([t for t in on_one_process if t.name != "single-1"])
         margins = self._margins(alone)
         for world_size in self._request.worlds:
-            of_world = [
+            trainings_of_world = [
                 training for training in trainings if training.world_size == world_size and training.simulation is None
             ]
             if world_size == 1:
                 self._judge_repetition(alone)
-            elif of_world:
-                self._groups.train(of_world)
-            for training in of_world:
+            elif trainings_of_world:
+                self._groups.train(trainings_of_world)
+            for training in trainings_of_world:
                 if training.name != "single-1":
                     self._judge(training, alone, margins, simulated)
-        self._look_into_forwards(trainings)
+        self._locate_divergent_modules(trainings)
         result = json.loads(outcome_path(self._root, self._training(_ALONE)).read_bytes())
         rows = [
-            self._rows[world_size, method.name]
+            self._rows[world_size, case.name]
             for world_size in self._request.worlds
-            for method in self._request.cases
-            if (world_size, method.name) in self._rows
+            for case in self._request.cases
+            if (world_size, case.name) in self._rows
         ]
         return VerificationReport(
             task=self._request.task,
@@ -325,36 +322,36 @@ class _Verification:
             no_double="" if margins is not None else self._why_no_double(),
         )
 
-    # What is to be trained.
+    # Planning.
 
-    def _planned(self) -> list[Training]:
-        """The runs of all methods; those that cannot be get their row at once."""
-        planned = []
+    def _plan(self) -> list[Training]:
+        """Return the runs of all cases; give those that are not possible their result at once."""
+        trainings = []
         for world_size in self._request.worlds:
-            for method in self._request.cases:
-                options = method.options_on(world_size)
+            for case in self._request.cases:
+                options = case.options_on(world_size)
                 if options is None:
                     continue
-                refusal = self._refusal(method, options, world_size)
-                if refusal:
-                    self._row(method, world_size, verdict="not applicable", detail=refusal)
+                reason = self._rejection_reason(case, options, world_size)
+                if reason:
+                    self._row(case, world_size, verdict="not applicable", detail=reason)
                     continue
-                name = f"{method.name}-{world_size}"
+                name = f"{case.name}-{world_size}"
                 training = self._training(name, world_size, options, reference=_DOUBLE)
-                if not method.takes_callbacks:
+                if not case.takes_callbacks:
                     training = replace(training, noted=False)
-                if method.guarantee == "convergence":
-                    training = _lengthened(training, 1 if training.noted else _PATIENCE)
-                planned.append(training)
-                if method.simulation is not None:
-                    simulated = replace(training, name=f"{name}-simulated", simulation=method.simulation)
-                    planned.append(replace(simulated, reference=None))
-        return planned
+                if case.guarantee == "convergence":
+                    training = _lengthen(training, 1 if training.noted else _ASYNC_STEPS_FACTOR)
+                trainings.append(training)
+                if case.simulation is not None:
+                    simulated = replace(training, name=f"{name}-simulated", simulation=case.simulation)
+                    trainings.append(replace(simulated, reference=None))
+        return trainings
 
-    def _refusal(self, method: StrategyCase, options: Mapping[str, Any], world_size: int) -> str:
-        """Why a method cannot be used with the options; "" where it can."""
-        if method.needs is not None and importlib.util.find_spec(method.needs) is None:
-            return f"{method.needs} is not installed"
+    def _rejection_reason(self, case: StrategyCase, options: Mapping[str, Any], world_size: int) -> str:
+        """Return why a case cannot be used with the options; "" if it can."""
+        if case.needs is not None and importlib.util.find_spec(case.needs) is None:
+            return f"{case.needs} is not installed"
         try:
             config_from_mapping({**self._base, **options, "nproc": world_size}, "paceline verify")
         except ConfigError as error:
@@ -369,43 +366,43 @@ class _Verification:
 
     # Training.
 
-    def _alone(self, others: Sequence[Training]) -> tuple[list[Step], dict[str, str]]:
-        """Train on one process: in float64, as everybody does, twice, and what else needs only one."""
+    def _train_on_one_process(self, more: Sequence[Training]) -> tuple[list[Step], dict[str, str]]:
+        """Train on one process: the float64 run, the reference, its repetition, and simulations."""
         double = self._training(_DOUBLE, double=True)
         double = replace(double, options={**double.options, "precision": "fp32", "compile": False})
         alone = self._training(_ALONE, reference=_DOUBLE)
-        again = [self._training(_AGAIN)] if 1 in self._request.worlds else []
-        in_one = [replace(other, world_size=1) for other in others]
-        converging = any(method.guarantee == "convergence" for method in self._request.cases)
-        long = [_lengthened(self._training(_LONG))] if converging else []
-        self._groups.train([double, alone, *again, *long, *in_one], lint=True)
+        repetition = [self._training(_AGAIN)] if 1 in self._request.worlds else []
+        on_one_process = [replace(simulation, world_size=1) for simulation in more]
+        converging = any(case.guarantee == "convergence" for case in self._request.cases)
+        long = [_lengthen(self._training(_LONG))] if converging else []
+        self._groups.train([double, alone, *repetition, *long, *on_one_process], lint=True)
         failed = failure(self._root, alone)
         if failed is not None or not outcome_path(self._root, alone).exists():
             _raise(failed)
         simulated = {}
-        for simulation in (other for other in in_one if other.simulation is not None):
+        for simulation in (other for other in on_one_process if other.simulation is not None):
             path = outcome_path(self._root, simulation)
             if path.exists():
                 simulated[simulation.name] = json.loads(path.read_bytes())["model_sha256"]
         return read_steps(self._root, alone), simulated
 
-    # Judging.
+    # Comparison.
 
-    def _row(self, method: StrategyCase, world_size: int, **row: Any) -> None:
-        self._rows[world_size, method.name] = CaseResult(
-            method=method.name, world_size=world_size, guarantee=method.guarantee, **row
+    def _row(self, case: StrategyCase, world_size: int, **row: Any) -> None:
+        self._rows[world_size, case.name] = CaseResult(
+            method=case.name, world_size=world_size, guarantee=case.guarantee, **row
         )
 
-    def _method(self, training: Training) -> StrategyCase:
+    def _case_of(self, training: Training) -> StrategyCase:
         return next(m for m in self._request.cases if f"{m.name}-{training.world_size}" == training.name)
 
     def _judge_repetition(self, alone: Sequence[Step]) -> None:
         single = next((m for m in self._request.cases if m.name == "single"), None)
         if single is None:
             return
-        again = self._training(_AGAIN)
-        difference = first_difference(read_steps(self._root, again), alone)
-        detail = "" if difference is None else "the same run on one process, made twice, differs"
+        repetition = self._training(_AGAIN)
+        difference = first_difference(read_steps(self._root, repetition), alone)
+        detail = "" if difference is None else "two runs on one process with the same settings differ"
         verdict = "equal" if difference is None else "diverged"
         self._row(single, 1, verdict=verdict, detail=detail, divergence=difference)
 
@@ -417,7 +414,7 @@ class _Verification:
 
     def _why_no_double(self) -> str:
         failed = failure(self._root, self._training(_DOUBLE))
-        return "it did not end" if failed is None else f"{failed.type}: {failed.message}"
+        return "it did not finish" if failed is None else f"{failed.type}: {failed.message}"
 
     def _judge(
         self,
@@ -426,38 +423,38 @@ class _Verification:
         margins: Margins | None,
         simulated: Mapping[str, str],
     ) -> None:
-        method, world_size = self._method(training), training.world_size
+        case, world_size = self._case_of(training), training.world_size
         failed = failure(self._root, training)
         if failed is not None and failed.user_error:
-            self._row(method, world_size, verdict="not applicable", detail=failed.message)
+            self._row(case, world_size, verdict="not applicable", detail=failed.message)
             return
         if failed is not None or not outcome_path(self._root, training).exists():
             detail = "the processes ended" if failed is None else f"{failed.type}: {failed.message}"
-            self._row(method, world_size, verdict="failed", detail=detail)
+            self._row(case, world_size, verdict="failed", detail=detail)
             return
         if training.noted:
-            steps = read_steps(self._root, training, together=method.guarantee != "convergence")
+            steps = read_steps(self._root, training, synchronous=case.guarantee != "convergence")
         else:
             steps = read_recorded_steps(directory_of(self._root, training).metrics)
-        if method.guarantee == "bits" and not training.noted:
-            self._judge_weights(method, training)
-        elif method.guarantee == "bits":
+        if case.guarantee == "bits" and not training.noted:
+            self._judge_weights(case, training)
+        elif case.guarantee == "bits":
             difference = first_difference(steps, alone)
             verdict = "equal" if difference is None else "diverged"
-            self._row(method, world_size, verdict=verdict, divergence=difference)
-        elif method.guarantee == "reference":
-            self._judge_simulated(method, training, simulated)
-        elif method.guarantee == "convergence":
+            self._row(case, world_size, verdict=verdict, divergence=difference)
+        elif case.guarantee == "reference":
+            self._judge_simulated(case, training, simulated)
+        elif case.guarantee == "convergence":
             progress = converges(steps, read_steps(self._root, self._training(_LONG)))
             verdict = "within" if progress.ok else "diverged"
-            self._row(method, world_size, verdict=verdict, detail=str(progress))
+            self._row(case, world_size, verdict=verdict, detail=str(progress))
         elif margins is None:
             detail = f"there is no run in float64 to compare with: {self._why_no_double()}"
-            self._row(method, world_size, verdict="failed", detail=detail)
+            self._row(case, world_size, verdict="failed", detail=detail)
         else:
             measured = measure(steps, margins)
             self._row(
-                method,
+                case,
                 world_size,
                 verdict="within" if measured.divergence is None else "diverged",
                 divergence=measured.divergence,
@@ -465,33 +462,33 @@ class _Verification:
                 tolerance=measured.tolerance,
             )
 
-    def _judge_weights(self, method: StrategyCase, training: Training) -> None:
-        """Compare the last weights only."""
+    def _judge_weights(self, case: StrategyCase, training: Training) -> None:
+        """Compare only the final weights."""
         paths = (outcome_path(self._root, t) for t in (training, self._training(_ALONE)))
-        mine, alone = (json.loads(path.read_bytes())["model_sha256"] for path in paths)
-        detail = "" if mine == alone else f"weights {mine[:12]}, on one process {alone[:12]}"
-        verdict = "equal" if mine == alone else "diverged"
-        self._row(method, training.world_size, verdict=verdict, detail=detail)
+        actual, expected = (json.loads(path.read_bytes())["model_sha256"] for path in paths)
+        detail = "" if actual == expected else f"weights {actual[:12]}, on one process {expected[:12]}"
+        verdict = "equal" if actual == expected else "diverged"
+        self._row(case, training.world_size, verdict=verdict, detail=detail)
 
-    def _judge_simulated(self, method: StrategyCase, training: Training, simulated: Mapping[str, str]) -> None:
+    def _judge_simulated(self, case: StrategyCase, training: Training, simulated: Mapping[str, str]) -> None:
         expected = simulated.get(f"{training.name}-simulated")
         sha256 = json.loads(outcome_path(self._root, training).read_bytes())["model_sha256"]
         if expected is None:
             failed = failure(self._root, replace(self._training(f"{training.name}-simulated")))
-            why = "" if failed is None else f": {failed.type}: {failed.message}"
-            detail = f"its simulation failed{why}"
-            self._row(method, training.world_size, verdict="failed", detail=detail)
+            reason = "" if failed is None else f": {failed.type}: {failed.message}"
+            detail = f"its simulation failed{reason}"
+            self._row(case, training.world_size, verdict="failed", detail=detail)
             return
         detail = "" if sha256 == expected else f"weights {sha256[:12]}, simulated {expected[:12]}"
         verdict = "equal" if sha256 == expected else "diverged"
-        self._row(method, training.world_size, verdict=verdict, detail=detail)
+        self._row(case, training.world_size, verdict=verdict, detail=detail)
 
-    def _look_into_forwards(self, trainings: Sequence[Training]) -> None:
-        """Train again, as far as the first step whose loss differs, and find the module."""
+    def _locate_divergent_modules(self, trainings: Sequence[Training]) -> None:
+        """Train again up to the first step whose loss differs, and find the module."""
         wrong: list[tuple[Training, CaseResult]] = []
         for training in trainings:
             row = (
-                self._rows.get((training.world_size, self._method(training).name))
+                self._rows.get((training.world_size, self._case_of(training).name))
                 if (training.simulation is None)
                 else None
             )
@@ -500,28 +497,28 @@ class _Verification:
         if not wrong:
             return
         references: dict[int, Training] = {}
-        again: dict[int, list[tuple[Training, CaseResult]]] = {}
+        repetitions: dict[int, list[tuple[Training, CaseResult]]] = {}
         for training, row in wrong:
             assert row.divergence is not None
             step = row.divergence.step
-            looked = replace(training, name=f"{training.name}-forward", reference=None, forward_step=step)
-            again.setdefault(training.world_size, []).append((looked, row))
+            repeated = replace(training, name=f"{training.name}-forward", reference=None, forward_step=step)
+            repetitions.setdefault(training.world_size, []).append((repeated, row))
             if step not in references:
                 alone = self._training(f"{_ALONE}-forward-{step}")
                 references[step] = replace(alone, forward_step=step)
         self._groups.train([*references.values()])
-        for of_world in again.values():
-            self._groups.train([training for training, _ in of_world])
-            for training, row in of_world:
+        for trainings_of_world in repetitions.values():
+            self._groups.train([training for training, _ in trainings_of_world])
+            for training, row in trainings_of_world:
                 assert row.divergence is not None
-                found = first_forward(
+                located = first_forward(
                     self._root,
                     training,
                     references[row.divergence.step],
                     row.divergence,
                     tolerance=row.tolerance,
                 )
-                self._rows[row.world_size, row.method] = dataclasses.replace(row, divergence=found)
+                self._rows[row.world_size, row.method] = dataclasses.replace(row, divergence=located)
 
     def _warnings(self) -> list[Finding]:
         path = lints_path(self._root)
@@ -530,21 +527,21 @@ class _Verification:
         return [Finding(**warning) for warning in json.loads(path.read_bytes())]
 
 
-def _lengthened(training: Training, times: int = 1) -> Training:
-    """The same without what is compared step by step, and long enough for a loss to fall.
+def _lengthen(training: Training, times: int = 1) -> Training:
+    """Return the training without step-by-step comparison, and long enough for its loss to fall.
 
-    It records as many losses whatever ``times`` is; Hogwild's processes come together at each.
+    It records the same number of losses for any ``times``; Hogwild's processes synchronise at each.
     """
-    steps = max(_CONVERGES_IN, training.options["max_steps"]) * times
+    steps = max(_MIN_CONVERGENCE_STEPS, training.options["max_steps"]) * times
     options = {**training.options, "max_steps": steps, "log_every": times}
     return replace(training, options=options, reference=None)
 
 
 def _raise(failed: FailureRecord | None) -> None:
     if failed is None:
-        raise LaunchError("the run on one process ended without a result; see what it printed above.")
+        raise LaunchError("the run on one process ended without a result; see its output above.")
     if failed.user_error:
         raise UserError(failed.message)
     lines = failed.traceback.rstrip().splitlines()[-TAIL_LINES:]
-    told = "".join(f"\n  {line}" for line in lines)
-    raise LaunchError(f"the task fails on one process already: {failed.type}: {failed.message}{told}")
+    text = "".join(f"\n  {line}" for line in lines)
+    raise LaunchError(f"the task fails even on one process: {failed.type}: {failed.message}{text}")

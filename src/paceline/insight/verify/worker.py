@@ -1,4 +1,4 @@
-"""The worker of a comparison: it trains, and records each step."""
+"""The worker of a verification: it trains and records each step."""
 
 from __future__ import annotations
 
@@ -56,29 +56,29 @@ from paceline.training.run_context import RunContext
 from paceline.training.run_setup import RunRequest, setup_run
 from paceline.training.worker import run
 
-# --- The same task in float64: what all other runs are measured against ---
+# --- The task in float64, with which all other runs are compared ---
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """The module with float64 parameters and buffers, whose submodules take inputs of less precision too."""
+    """Convert a module to float64, such that its submodules accept inputs of lower precision."""
     module.double()
     for child in module.modules():
-        child.register_forward_pre_hook(_doubled_inputs, with_kwargs=True)
+        child.register_forward_pre_hook(_cast_inputs_hook, with_kwargs=True)
     return module
 
 
 def cast_inputs(value: Any) -> Any:
-    """The same, nested as it is, with floating-point tensors as float64."""
+    """Convert the floating-point tensors of a nested value to float64."""
 
-    def of(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.double() if is_float else leaf
 
-    return pytree.tree_map(of, value)
+    return pytree.tree_map(convert, value)
 
 
 class Float64Mode(TorchFunctionMode):
-    """What is asked for in float32 is made in float64: ``x.float()``, ``dtype=torch.float32``."""
+    """A mode that creates float64 where float32 is requested: ``x.float()``, ``dtype=torch.float32``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,15 +90,15 @@ class Float64Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _doubled_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _cast_inputs_hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return cast_inputs(args), cast_inputs(kwargs)
 
 
-# --- The tensors of a reference run, step by step on disk, and how far others are from them ---
+# --- The tensors of a reference run on disk, and the distance of other runs from them ---
 
 
 class ReferenceWriter:
-    """Writes a step's tensors as one file, as float64."""
+    """A writer of each step's tensors as one float64 file."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -108,21 +108,21 @@ class ReferenceWriter:
         self._numels: dict[str, int] = {}
 
     def add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        """Note a tensor of the step: a "gradient" or a "weight"."""
+        """Add a tensor of the step: a "gradient" or a "weight"."""
         value = tensor.detach().cpu().double().clone(memory_format=torch.contiguous_format)
         self._tensors[f"{kind}/{name}"] = value
         self._squares[kind] = self._squares.get(kind, 0.0) + float(value.square().sum())
         self._numels[kind] = self._numels.get(kind, 0) + value.numel()
 
     def end_step(self, step: int) -> None:
-        """Write what was noted."""
+        """Write the step's tensors."""
         rms = {kind: repr(math.sqrt(square / max(1, self._numels[kind]))) for kind, square in self._squares.items()}
         save_file(self._tensors, self._directory / f"step-{step}.safetensors", metadata=rms)
         self._tensors, self._squares, self._numels = {}, {}, {}
 
 
 class ReferenceReader:
-    """What :class:`ReferenceWriter` wrote."""
+    """A reader of the files of :class:`ReferenceWriter`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -132,10 +132,10 @@ class ReferenceReader:
         self._rms: Mapping[str, float] = {}
 
     def distance(self, step: int, kind: str, name: str, tensor: torch.Tensor) -> float | None:
-        """How far a tensor is from the reference's; None where that has none.
+        """Return the distance of a tensor from the reference's; None if the reference does not have it.
 
-        The root mean square of the difference, over that of the reference's tensor or, where that is smaller
-        (a bias whose gradient is zero but for rounding), of all its tensors of this kind.
+        It is the root mean square of the difference, relative to that of the reference's tensor or, if larger
+        (a bias whose gradient is zero except for rounding), of all its tensors of this kind.
         """
         if step != self._step:
             self._open(step)
@@ -165,21 +165,21 @@ def _rms(tensor: torch.Tensor) -> float:
     return math.sqrt(float(tensor.square().mean()))
 
 
-# --- A task that is trained as it is, while a rank notes what it computes ---
+# --- Instrumentation of a task that is trained without changes ---
 
 
 @dataclass
 class Instrumentation:
-    """What a rank notes of one run, and where.
+    """Recording of one run on one rank.
 
     Attributes:
-        trace: one JSON line a step.
-        notes_steps: else the task keeps its own callback, and nothing is written.
+        trace: one JSON line per step.
+        notes_steps: if not, the task keeps its own callback, and nothing is written.
         double: train in float64.
-        writer: keeps the tensors, for a run that others are compared with.
-        reference: the run that this one is compared with.
-        forward_step: of this step, what each module's forward returns is noted too.
-        forward: one JSON line a module's call in that step.
+        writer: stores the tensors, for a reference run.
+        reference: the run to compare with.
+        forward_step: the step whose module outputs are recorded too.
+        forward: one JSON line per module call of that step.
     """
 
     trace: IO[str]
@@ -194,17 +194,21 @@ class Instrumentation:
 
 
 def instrument(task: Task, watch: Instrumentation) -> Task:
-    """The same task, of a class below its own, that notes what it computes."""
-    kind = type(task)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    made = copy.copy(task)
-    object.__setattr__(made, "__class__", type(kind.__name__, (_Watched, kind), names))
-    object.__setattr__(made, "_watch", watch)
-    return made
+    """Return the same task as an instance of a subclass that records its computation."""
+    task_class = type(task)
+    names = {
+        "__module__": task_class.__module__,
+        "__qualname__": task_class.__qualname__,
+        "__doc__": task_class.__doc__,
+    }
+    instrumented = copy.copy(task)
+    object.__setattr__(instrumented, "__class__", type(task_class.__name__, (_InstrumentedTask, task_class), names))
+    object.__setattr__(instrumented, "_watch", watch)
+    return instrumented
 
 
-class _Watched(Task):
-    """What comes between the trainer and a task's methods."""
+class _InstrumentedTask(Task):
+    """A mixin between the trainer and a task's methods."""
 
     _watch: Instrumentation
 
@@ -213,7 +217,7 @@ class _Watched(Task):
         return to_float64(module) if self._watch.double else module
 
     def build_dataset(self, split: str) -> Any:
-        # Nothing is evaluated: what is compared is the training.
+        # Only training is compared, so there is no evaluation.
         return super().build_dataset(split) if split == "train" else None
 
     def build_optimizer(self, model: nn.Module) -> Optimizer | Mapping[str, Optimizer]:
@@ -237,7 +241,7 @@ class _Watched(Task):
 
 
 class Recorder(Callback):
-    """Notes each step's loss, gradients and weights; what the task's own callback does is done too."""
+    """A recorder of each step's loss, gradients and weights that also calls the task's own callback."""
 
     def __init__(self, inner: Callback, module: nn.Module, watch: Instrumentation) -> None:
         self._inner, self._module, self._watch = inner, module, watch
@@ -254,11 +258,11 @@ class Recorder(Callback):
 
     def on_before_optimizer_step(self) -> None:
         gradients = {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
-        self._gradients = self._noted("gradient", gradients)
+        self._gradients = self._digests("gradient", gradients)
         self._inner.on_before_optimizer_step()
 
     def on_step_end(self, step: int, loss: float) -> None:
-        weights = self._noted("weight", self._module.state_dict())
+        weights = self._digests("weight", self._module.state_dict())
         self._inner.on_step_end(step, loss)
         rates = [group["lr"] for optimizer in self._watch.optimizers for group in optimizer.param_groups]
         line = {
@@ -273,35 +277,40 @@ class Recorder(Callback):
         if self._watch.writer is not None:
             self._watch.writer.end_step(step)
 
-    def _noted(self, kind: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """A digest of each tensor, and its distance from the reference; every rank calls this alike."""
-        noted: dict[str, Any] = {}
+    def _digests(self, kind: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return each tensor's digest and distance from the reference; all ranks must call this."""
+        digests: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            # What another stage of a pipeline holds is for that one to note.
+            # Another stage of a pipeline records the tensors that it holds.
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 continue
-            whole = gather_full(tensor).detach()
-            # No gradient, and one of zeros, are the same.
-            if kind == "gradient" and not whole.any():
+            full = gather_full(tensor).detach()
+            # A missing gradient and a gradient of zeros are equal.
+            if kind == "gradient" and not full.any():
                 continue
             distance = None
             if self._watch.reference is not None:
-                distance = self._watch.reference.distance(self._step, kind, name, whole)
+                distance = self._watch.reference.distance(self._step, kind, name, full)
             if self._watch.writer is not None:
-                self._watch.writer.add(kind, name, whole)
-            noted[name] = [digest(whole), distance]
-        return noted
+                self._watch.writer.add(kind, name, full)
+            digests[name] = [digest(full), distance]
+        return digests
 
     def _forward(self, name: str, output: Any) -> None:
-        place, watch = self._watch.place, self._watch
-        if place is None or place.split != "train" or not place.samples or place.step + 1 != watch.forward_step:
+        batch_info, watch = self._watch.place, self._watch
+        if (
+            batch_info is None
+            or batch_info.split != "train"
+            or not batch_info.samples
+            or batch_info.step + 1 != watch.forward_step
+        ):
             return
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.is_floating_point():
                 self._calls += 1
                 value = gather_full(leaf.detach())
                 line = {
-                    "microbatch": place.number,
+                    "microbatch": batch_info.number,
                     "call": self._calls,
                     "module": name,
                     "shape": list(value.shape),
@@ -312,7 +321,7 @@ class Recorder(Callback):
                 assert watch.forward is not None
                 watch.forward.write(json.dumps(line) + "\n")
 
-    # Everything else is the task's own callback's.
+    # Everything else is delegated to the task's own callback.
 
     @property
     def should_stop(self) -> bool:  # type: ignore[override]
@@ -344,54 +353,54 @@ class Recorder(Callback):
 
 
 def _projection(tensor: torch.Tensor) -> float:
-    """The sum of the values, each with a random sign that depends on its place."""
+    """Return the sum of the values, each with a random sign that depends on its position."""
     generator = torch.Generator().manual_seed(tensor.numel())
     signs = torch.randint(0, 2, (tensor.numel(),), generator=generator, dtype=torch.float64) * 2 - 1
     return float(tensor.cpu().double().reshape(-1) @ signs)
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of dtype, shape and values."""
+    """Return a digest of dtype, shape and values."""
     text = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
     return hashlib.blake2b(text + bytes_of(tensor), digest_size=12).hexdigest()
 
 
-# --- How a method that is its own reference is simulated in one process ---
+# --- Simulation of a case that is compared with its own reference, in one process ---
 
 
 class Simulation(Protocol):
-    """Trains in this process as so many ranks would, one rank's part after the other's."""
+    """A function that trains in this process like several ranks, one rank's part after the other."""
 
     def __call__(self, run: RunContext, world_size: int) -> Mapping[str, torch.Tensor]:
-        """The model's state after the last step, as one process would save it.
+        """Return the model's state after the last step, as one process would save it.
 
         Args:
-            run: what is trained, with the options of the real run.
-            world_size: ranks to simulate.
+            run: the training, with the options of the real run.
+            world_size: number of ranks to simulate.
         """
 
 
-def load_simulation(place: str) -> Simulation:
-    """The function at ``module:function``."""
-    module, _, name = place.partition(":")
+def load_simulation(path: str) -> Simulation:
+    """Import the function at ``module:function``."""
+    module, _, name = path.partition(":")
     return cast(Simulation, getattr(importlib.import_module(module), name))
 
 
 # --- A rank of a group that trains one run after another: ``python -m paceline.insight.verify.worker
 #     PLAN.json``
 #
-# A process takes seconds to start, so a group stays for all runs on its number of processes. Each run is
-# begun as by every launcher (:func:`paceline.training.worker.run`), in a world of its own.
+# A process takes seconds to start, so a group runs all trainings on its number of processes. Each run starts as
+# with any launcher (:func:`paceline.training.worker.run`), in a process group of its own.
 
 
-_OTHERS_S = 120.0
+_PEERS_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
 _log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> int:
-    """Do what the plan says; return the exit code: 0 whatever becomes of the runs, 130 or 75 when stopped."""
+    """Run the plan; return 0 whatever the results of the runs, or 130 or 75 after a stop request."""
     dump_stacks_on_signal()
     plan = GroupPlan.read(Path(argv[0]))
     environment = detect_environment()
@@ -400,7 +409,7 @@ def main(argv: list[str]) -> int:
     if plan.lint:
         _lint(plan, reference.load())
     for training in plan.trainings:
-        task = reference.load()  # anew: a task may keep what it has built
+        task = reference.load()  # a new instance: a task may keep the objects that it builds
         directory = directory_of(root, training)
         outcome_path(root, training).parent.mkdir(exist_ok=True)
         try:
@@ -414,7 +423,7 @@ def main(argv: list[str]) -> int:
             _log.debug("%s failed", training.name, exc_info=error)
             record_failure(directory, environment.rank, error)
         done_path(root, training, environment.rank).touch()
-        if not _together(root, training, environment):
+        if not _can_continue(root, training, environment):
             break
     return 0
 
@@ -422,7 +431,7 @@ def main(argv: list[str]) -> int:
 def _train(plan: GroupPlan, training: Training, task: Task, environment: Environment) -> None:
     root, rank = Path(plan.root), environment.rank
     with ExitStack() as stack:
-        watch = Instrumentation(
+        instrumentation = Instrumentation(
             trace=stack.enter_context(trace_path(root, training, rank).open("w")),
             notes_steps=training.noted,
             double=training.double,
@@ -430,11 +439,11 @@ def _train(plan: GroupPlan, training: Training, task: Task, environment: Environ
             reference=None if training.reference is None else ReferenceReader(tensors_path(root, training.reference)),
         )
         if training.forward_step is not None:
-            watch.forward_step = training.forward_step
-            watch.forward = stack.enter_context(forward_path(root, training, rank).open("w"))
+            instrumentation.forward_step = training.forward_step
+            instrumentation.forward = stack.enter_context(forward_path(root, training, rank).open("w"))
         config = _config(plan, training, task)
         job = WorkerConfig(config=config, explicit_options=frozenset(training.options), quiet=True, supervised=True)
-        result = run(job, environment, instrument(task, watch))
+        result = run(job, environment, instrument(task, instrumentation))
     if rank == 0:
         _write(outcome_path(root, training), result)
 
@@ -469,7 +478,7 @@ def _simulate(plan: GroupPlan, training: Training, task: Task) -> None:
 
 
 def _config(plan: GroupPlan, training: Training, task: Task) -> RunConfig:
-    """The run's options, the same for all numbers of processes: the micro-batches are part of what is computed."""
+    """Return the run's options; the micro-batches do not depend on the number of processes, since they affect bits."""
     options = dict(training.options)
     if options.get("microbatches") in (None, "auto"):
         options["microbatches"] = max(task.defaults.microbatches or 1, plan.least_microbatches)
@@ -488,12 +497,12 @@ def _lint(plan: GroupPlan, task: Task) -> None:
     _write(lints_path(Path(plan.root)), [asdict(finding) for finding in findings])
 
 
-def _together(root: Path, training: Training, environment: Environment) -> bool:
-    """Whether all ranks can go on to the next run: none failed, or all of them did for the same wrong option.
+def _can_continue(root: Path, training: Training, environment: Environment) -> bool:
+    """Return whether all ranks can continue: none failed, or all failed with the same user error.
 
-    Where one failed otherwise, others may still wait for it: they end, and a new group does the rest.
+    If a rank failed otherwise, its peers may still wait for it: they end, and a new group runs the rest.
     """
-    deadline = time.monotonic() + _OTHERS_S
+    deadline = time.monotonic() + _PEERS_TIMEOUT_S
     while not is_done(root, training):
         if time.monotonic() > deadline:
             return False

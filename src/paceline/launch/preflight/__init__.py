@@ -1,1 +1,1 @@
-"""Preflight checks: every machine of a job, and the network between them, before the job runs."""
+"""Preflight checks of every node of a job, and of the network between them, before the job runs."""

@@ -1,7 +1,6 @@
-"""One rank of the doctor's all-reduce: ``python -m paceline.launch.preflight.canary '{"rank": 0, ...}'``.
+"""One rank of the preflight all-reduce: ``python -m paceline.launch.preflight.canary '{"rank": 0, ...}'``.
 
-The ranks meet and communicate as a job's do, over the same interface and backend. Each prints a line of
-JSON.
+The ranks communicate as a job's do, over the same interface and backend. Each prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _SLOW_S = 0.05  # for the small one
 _ROUNDS = 5
 
 
-def measure(place: dict[str, Any]) -> dict[str, Any]:
-    """Sum a tensor over all ranks: milliseconds, and bus bandwidth as nccl-tests counts it."""
+def measure(values: dict[str, Any]) -> dict[str, Any]:
+    """Time an all-reduce: milliseconds, and bus bandwidth as in nccl-tests."""
     import torch
     import torch.distributed as dist
 
@@ -26,16 +25,16 @@ def measure(place: dict[str, Any]) -> dict[str, Any]:
     from paceline.parallel.world import open_world
 
     torch.set_num_threads(1)
-    interface, timeout_s = place.pop("interface"), place.pop("timeout_s")
-    environment = Environment(**place, source="caller", job_id="paceline-doctor")
+    interface, timeout_s = values.pop("interface"), values.pop("timeout_s")
+    environment = Environment(**values, source="caller", job_id="paceline-doctor")
     with open_world(
         environment, interface=interface, init_timeout_s=timeout_s, collective_timeout_s=timeout_s
     ) as world:
         expected = sum(range(1, world.world_size + 1))
-        right = True
+        is_correct = True
 
         def timed(size: int) -> float:
-            nonlocal right
+            nonlocal is_correct
             values = torch.full((size // 4,), float(world.rank + 1), device=world.device)
             dist.barrier()
             start = time.perf_counter()
@@ -43,16 +42,16 @@ def measure(place: dict[str, Any]) -> dict[str, Any]:
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            right &= bool((values == expected).all())
+            is_correct &= bool((values == expected).all())
             return seconds
 
-        timed(_SMALL)  # opens connections
+        timed(_SMALL)  # opens the connections
         slowest = torch.tensor([timed(_SMALL)])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         size = _LARGE if slowest.item() < _SLOW_S else _SMALL
         median_s = statistics.median(timed(size) for _ in range(_ROUNDS))
         return {
-            "right": right,
+            "right": is_correct,
             "bytes": size,
             "ms": median_s * 1e3,
             "bytes_per_s": size / median_s * 2 * (world.world_size - 1) / world.world_size,
@@ -62,7 +61,7 @@ def measure(place: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(text: str) -> int:
-    """Take part; the result, or what went wrong, as JSON."""
+    """Run the rank; print the result or the error as JSON."""
     try:
         result = measure(json.loads(text))
     except Exception as error:

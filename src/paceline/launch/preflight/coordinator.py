@@ -1,4 +1,4 @@
-"""Machine 0 of a preflight check: it asks the others, and has pairs of them test their connection."""
+"""The coordinator of a preflight check, on node 0, and the agents that carry out its requests."""
 
 from __future__ import annotations
 
@@ -35,66 +35,66 @@ from paceline.launch.preflight.spec import (
     known_rates,
 )
 
-# --- The doctor's messages, over the agents' authenticated links, for programs that wait for one at a time
+# --- Messages over the agents' authenticated connections, received one at a time
 
 
 DEAD_AFTER_S = 20.0
-"""Patience with a machine that does not answer: the way to it is loaded on purpose."""
+"""How long a node may be silent: the checks load the network on purpose."""
 
 
 class PreflightChannel:
-    """A link, of which messages are taken one by one."""
+    """A connection from which messages are taken one by one."""
 
     def __init__(self, link: AuthenticatedConnection) -> None:
         self._link = link
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._received: deque[dict[str, Any]] = deque()
 
     def shake_hands(self) -> None:
-        """Wait until both sides have shown that they hold the token.
+        """Wait until both sides have proved that they hold the token.
 
         Raises:
-            PeerConnectionError: it is not one of ours, or does not answer; the message says why.
+            PeerConnectionError: the peer is not one of ours, or does not answer; says why.
         """
         while not self._link.is_open:
             self._wait(max(0.0, self._link.deadline - time.monotonic()))
-            # The other side may say something with its last word of the handshake.
-            self._waiting += self._link.receive()
+            # The last message of the handshake may be followed by another one.
+            self._received += self._link.receive()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send; what the kernel does not take at once is sent while the answer is waited for."""
+        """Send a message; what the kernel does not take at once is sent while waiting for the answer."""
         self._link.send(message)
 
     def next(self, within_s: float) -> dict[str, Any]:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            PeerConnectionError: the link has ended, or none came in time.
+            PeerConnectionError: the connection has ended, or no message came in time.
         """
         deadline = time.monotonic() + within_s
-        while not self._waiting:
-            self._waiting += self._link.receive()
-            left = deadline - time.monotonic()
-            if left <= 0:
+        while not self._received:
+            self._received += self._link.receive()
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise PeerConnectionError(f"{self._link.peer} did not answer within {within_s:g} s.")
-            if not self._waiting:
-                self._wait(left)
-        return self._waiting.popleft()
+            if not self._received:
+                self._wait(remaining_s)
+        return self._received.popleft()
 
     def close(self) -> None:
-        """End it; what the kernel has taken is still delivered."""
+        """Close the connection; what the kernel has taken is still delivered."""
         self._link.close()
 
     def _wait(self, seconds: float) -> None:
-        waiting = select.poll()
-        waiting.register(self._link, select.POLLIN | (select.POLLOUT if self._link.wants_write else 0))
-        waiting.poll(seconds * 1e3)
+        poller = select.poll()
+        poller.register(self._link, select.POLLIN | (select.POLLOUT if self._link.wants_write else 0))
+        poller.poll(seconds * 1e3)
 
 
 def open_channel(host: str, port: int, token: bytes, hello: Mapping[str, Any], within_s: float) -> PreflightChannel:
-    """Connect to machine 0.
+    """Connect to node 0.
 
     Raises:
-        PeerConnectionError: nobody is there, or not one of ours; the message says why.
+        PeerConnectionError: nothing answers there, or it is not one of ours; says why.
     """
     channel = PreflightChannel(connect(host, port, token, hello, within_s=within_s, dead_after_s=DEAD_AFTER_S))
     try:
@@ -105,7 +105,7 @@ def open_channel(host: str, port: int, token: bytes, hello: Mapping[str, Any], w
     return channel
 
 
-# --- Several calls at the same time, which an interrupt does not wait for ---
+# --- Parallel calls, which an interrupt does not wait for ---
 
 
 Key = TypeVar("Key")
@@ -113,37 +113,37 @@ Value = TypeVar("Value")
 
 
 def run_parallel(calls: Mapping[Key, Callable[[], Value]]) -> dict[Key, Value | Exception]:
-    """Make all calls at once, each in a thread; what each returned or raised."""
+    """Run all calls in parallel threads; return each result or exception."""
     results: dict[Key, Value | Exception] = {}
 
-    def make(key: Key, call: Callable[[], Value]) -> None:
+    def run_call(key: Key, call: Callable[[], Value]) -> None:
         try:
             results[key] = call()
         except Exception as error:
             results[key] = error
 
-    # As daemons: an interpreter waits for its other threads, and these may wait for a machine that is gone.
-    threads = [threading.Thread(target=make, args=item, daemon=True) for item in calls.items()]
+    # Daemon threads, since the interpreter waits for others, and these may wait for a lost node.
+    threads = [threading.Thread(target=run_call, args=item, daemon=True) for item in calls.items()]
     for thread in threads:
         thread.start()
     join_all(threads)
     return {key: results[key] for key in calls}
 
 
-# --- What one machine does for an examination, when machine 0 asks for it ---
+# --- A node's part ---
 
 
-_CANARY_S = 60.0
+_ALL_REDUCE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Where a machine is reached, and what is wrong with what was asked for.
+    """The address of a node, and a problem with the requested interface.
 
     Attributes:
-        host: its IPv4 address on the way to the others.
-        interface: the network interface that has it.
-        problem: why it is not the one that was asked for, or that the others would choose.
+        host: IPv4 address on the route to the other nodes.
+        interface: the network interface with this address.
+        problem: why it is not the requested address, or the one that the other nodes would choose.
     """
 
     host: str
@@ -152,7 +152,7 @@ class NodeAddress:
 
 
 def choose_address(interface: str | None, place: NodePlace) -> NodeAddress:
-    """The address that a job's processes here would use."""
+    """Choose the address that a job's processes on this node would use."""
     problem = None
     if interface is not None:
         try:
@@ -168,27 +168,27 @@ def choose_address(interface: str | None, place: NodePlace) -> NodeAddress:
             host = address_towards(place.master_addr, place.master_port)
         if not is_loopback(host) or is_loopback(place.master_addr):
             return NodeAddress(host, interface_of(host), problem)
-        problem = problem or f"{place.master_addr}, the name of machine 0, is a loopback address here: {host}"
+        problem = problem or f"{place.master_addr}, the name of node 0, is a loopback address on this node: {host}"
     except ConfigError as error:
         problem = problem or str(error)
-    # Any will do to examine the rest.
-    for each in interfaces():
-        return NodeAddress(each["address"], each["name"], problem)
+    # Any other address will do for the remaining checks.
+    for interface_facts in interfaces():
+        return NodeAddress(interface_facts["address"], interface_facts["name"], problem)
     return NodeAddress(LOOPBACK, "lo", problem)
 
 
 @dataclass
 class PreflightAgent:
-    """One machine, at work.
+    """One node's agent, which performs the coordinator's operations.
 
     Attributes:
-        examination: what the job needs.
-        place: which machine this is.
-        address: where the others reach it.
-        token: the examination's secret.
+        spec: requirements of the job.
+        place: of this node.
+        address: of this node.
+        token: secret of the preflight check.
     """
 
-    examination: PreflightSpec
+    spec: PreflightSpec
     place: NodePlace
     address: NodeAddress
     token: bytes
@@ -196,7 +196,7 @@ class PreflightAgent:
     _marks: list[str] = field(default_factory=list)
 
     def perform(self, operation: str, arguments: Mapping[str, Any]) -> Any:
-        """Do what machine 0 asks for; arguments and result are JSON."""
+        """Perform an operation of the coordinator; arguments and result are JSON."""
         operations: dict[str, Callable[..., Any]] = {
             "facts": self._facts,
             "open": self._open,
@@ -209,7 +209,7 @@ class PreflightAgent:
         return operations[operation](**arguments)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close the probe servers and remove the marks."""
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -219,10 +219,10 @@ class PreflightAgent:
 
     @property
     def _run(self) -> Path:
-        return probes.existing(self.examination.run)
+        return probes.nearest_existing(self.spec.run)
 
     def _facts(self) -> dict[str, Any]:
-        found = collect(self.examination.task)
+        found = collect(self.spec.task)
         return {
             **found,
             "address": self.address.host,
@@ -231,17 +231,17 @@ class PreflightAgent:
         }
 
     def _open(self) -> dict[str, Any]:
-        """Listen for probes: on the rendezvous port, on a port that the kernel chooses, and elsewhere."""
+        """Listen for probes: on the rendezvous port, on an ephemeral port, and on other interfaces."""
         rendezvous = None
         try:
             self._serve(self.address.host, self.place.master_port)
         except OSError as error:
             rendezvous = error.strerror or str(error)
         others = {}
-        for each in interfaces():
-            if each["address"] != self.address.host:
+        for interface in interfaces():
+            if interface["address"] != self.address.host:
                 with suppress(OSError):
-                    others[each["name"]] = [each["address"], self._serve(each["address"], 0)]
+                    others[interface["name"]] = [interface["address"], self._serve(interface["address"], 0)]
         return {
             "rendezvous_error": rendezvous,
             "data": self._serve(self.address.host, 0),
@@ -258,19 +258,19 @@ class PreflightAgent:
     def _flow(self, host: str, port: int) -> Any:
         return measure_flow(host, port, self.token)
 
-    def _mark(self, examination: str) -> str | None:
-        name = probes.mark_name(examination, self.place.node_rank)
+    def _mark(self, key: str) -> str | None:
+        name = probes.mark_name(key, self.place.node_rank)
         self._marks.append(name)
         return probes.leave_mark(self._run, name)
 
-    def _look(self, examination: str, error: str | None, others: list[int]) -> Any:
-        names = {other: probes.mark_name(examination, other) for other in others}
-        own = probes.mark_name(examination, self.place.node_rank)
-        return probes.look(self._run, self.examination.run, own, names, error)
+    def _look(self, key: str, error: str | None, others: list[int]) -> Any:
+        names = {other: probes.mark_name(key, other) for other in others}
+        own = probes.mark_name(key, self.place.node_rank)
+        return probes.inspect_storage(self._run, self.spec.run, own, names, error)
 
     def _all_reduce(self, first_rank: int, local_ranks: int, world_size: int, host: str, port: int) -> dict[str, Any]:
-        """Run this machine's ranks; what the first of them found."""
-        by_itself = self.place.nodes == 1 and self.address.host == LOOPBACK
+        """Run this node's ranks; return an error, if any, or the first rank's result."""
+        is_single = self.place.nodes == 1 and self.address.host == LOOPBACK
         shared = {
             "world_size": world_size,
             "local_world_size": local_ranks,
@@ -278,8 +278,8 @@ class PreflightAgent:
             "nodes": self.place.nodes,
             "master_addr": host,
             "master_port": port,
-            "interface": None if by_itself else self.address.interface,
-            "timeout_s": _CANARY_S,
+            "interface": None if is_single else self.address.interface,
+            "timeout_s": _ALL_REDUCE_TIMEOUT_S,
         }
         ranks = {
             number: partial(_run_rank, {**shared, "rank": first_rank + number, "local_rank": number})
@@ -294,52 +294,54 @@ class PreflightAgent:
 
 
 def _run_rank(place: dict[str, Any]) -> dict[str, Any]:
-    """What :mod:`paceline.launch.preflight.canary` prints as one rank."""
+    """Run one rank of the all-reduce, and return its result."""
     try:
-        done = run_python("paceline.launch.preflight.canary", [json.dumps(place)], time_limit_s=2 * _CANARY_S)
+        done = run_python(
+            "paceline.launch.preflight.canary", [json.dumps(place)], time_limit_s=2 * _ALL_REDUCE_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
-        return {"error": f"it did not end within {2 * _CANARY_S:g} s"}
+        return {"error": f"it did not finish within {2 * _ALL_REDUCE_TIMEOUT_S:g} s"}
     try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
     except (IndexError, ValueError):
         return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
-# --- Machine 0: asks all machines for what they know, and has them test the way to each other ---
+# --- Node 0: gather the facts of all nodes, and have them test their connections ---
 
 
 _ANSWER_S = 120.0
 _FACTS_S = 400.0  # importing torch from a cold network disk takes minutes
 _CLOCK_ROUNDS = 5
-_ALL_SHIFTS_UP_TO = 9  # machines
-_REPEATED = 16
+_MAX_NODES_FOR_ALL_PAIRS = 9  # nodes
+_MAX_REPEATED = 16
 
 
 class PreflightTarget(Protocol):
-    """A machine that does what it is asked for."""
+    """A node that performs operations."""
 
     def ask(self, operation: str, arguments: Mapping[str, Any], within_s: float = _ANSWER_S) -> Any:
-        """The result.
+        """Return the result of an operation.
 
         Raises:
-            PeerConnectionError: the machine is gone, or does not answer.
-            PacelineError: it could not do it.
+            PeerConnectionError: the node is gone, or does not answer.
+            PacelineError: the operation failed.
         """
 
 
 class LocalTarget:
-    """Machine 0 itself."""
+    """Node 0 itself."""
 
-    def __init__(self, examiner: PreflightAgent) -> None:
-        self._examiner = examiner
+    def __init__(self, agent: PreflightAgent) -> None:
+        self._agent = agent
 
     def ask(self, operation: str, arguments: Mapping[str, Any], within_s: float = _ANSWER_S) -> Any:
-        return time.time() if operation == "time" else self._examiner.perform(operation, arguments)
+        return time.time() if operation == "time" else self._agent.perform(operation, arguments)
 
 
 class RemoteTarget:
-    """Another machine."""
+    """Another node."""
 
     def __init__(self, channel: PreflightChannel) -> None:
         self._channel = channel
@@ -353,46 +355,51 @@ class RemoteTarget:
 
 
 class PreflightCoordinator:
-    """Leads an examination; what it gathers is in ``findings``."""
+    """The coordinator of a preflight check, which collects everything in ``results``."""
 
-    def __init__(self, machines: dict[int, PreflightTarget], findings: PreflightResults) -> None:
-        self._machines = machines
+    def __init__(self, targets: dict[int, PreflightTarget], results: PreflightResults) -> None:
+        self._targets = targets
         self._key = secrets.token_hex(4)
-        self.findings = findings
+        self.results = results
 
-    def examine(self) -> None:
-        """Gather everything, one kind after another."""
-        self.findings.facts = self._ask_all("facts", within_s=_FACTS_S)
+    def collect(self) -> None:
+        """Collect all facts, one kind after another."""
+        self.results.facts = self._ask_all("facts", within_s=_FACTS_S)
         self._compare_clocks()
-        self._look_at_storage()
-        if len(self._machines) > 1:
-            self._try_ways()
+        self._check_storage()
+        if len(self._targets) > 1:
+            self._check_connections()
         self._all_reduce()
 
     def _ask_all(
         self, operation: str, arguments: Mapping[int, Mapping[str, Any]] | None = None, **common: Any
     ) -> dict[int, Any]:
-        """Ask the machines at once: those in ``arguments``, by default all; who fails is asked no more."""
-        asked = {node: {} for node in self._machines} if arguments is None else dict(arguments)
-        asked = {node: each for node, each in asked.items() if node in self._machines}
-        results = run_parallel(
-            {node: partial(self._machines[node].ask, operation, each, **common) for node, each in asked.items()}
+        """Ask nodes in parallel: those in ``arguments``, by default all; nodes that fail are not asked again."""
+        arguments_of_nodes = {node: {} for node in self._targets} if arguments is None else dict(arguments)
+        arguments_of_nodes = {
+            node: call_arguments for node, call_arguments in arguments_of_nodes.items() if node in self._targets
+        }
+        outcomes = run_parallel(
+            {
+                node: partial(self._targets[node].ask, operation, call_arguments, **common)
+                for node, call_arguments in arguments_of_nodes.items()
+            }
         )
         answers = {}
-        for node, result in results.items():
+        for node, result in outcomes.items():
             if not isinstance(result, Exception):
                 answers[node] = result
             elif node == 0 or not isinstance(result, (PacelineError, OSError)):
                 raise result
             else:
-                gone = "was lost in the middle" if isinstance(result, PeerConnectionError) else "could not go on"
-                self.findings.absent[node] = f"it {gone} ({operation}): {result}"
-                del self._machines[node]
+                failure = "was lost in the middle" if isinstance(result, PeerConnectionError) else "could not continue"
+                self.results.absent[node] = f"it {failure} ({operation}): {result}"
+                del self._targets[node]
         return answers
 
     def _compare_clocks(self) -> None:
-        """By the round trip that took the least time, as NTP does."""
-        for node in [node for node in self._machines if node != 0]:
+        """Estimate clock offsets by the fastest round trip, as NTP does."""
+        for node in [node for node in self._targets if node != 0]:
             best: tuple[float, float] | None = None
             for _ in range(_CLOCK_ROUNDS):
                 before, start = time.time(), time.perf_counter()
@@ -401,64 +408,67 @@ class PreflightCoordinator:
                 if answer is not None and (best is None or trip_s / 2 < best[1]):
                     best = answer - (before + trip_s / 2), trip_s / 2
             if best is not None:
-                self.findings.clock_s[node] = best
+                self.results.clock_s[node] = best
 
-    def _look_at_storage(self) -> None:
-        errors = self._ask_all("mark", {node: {"examination": self._key} for node in self._machines})
+    def _check_storage(self) -> None:
+        errors = self._ask_all("mark", {node: {"key": self._key} for node in self._targets})
         looks = {
             node: {
-                "examination": self._key,
+                "key": self._key,
                 "error": errors[node],
                 "others": [other for other in errors if other != node and errors[other] is None],
             }
             for node in errors
         }
-        self.findings.storage = self._ask_all("look", looks)
+        self.results.storage = self._ask_all("look", looks)
 
-    def _try_ways(self) -> None:
+    def _check_connections(self) -> None:
         opened = self._ask_all("open")
-        addresses = {node: str(self.findings.facts[node]["address"]) for node in opened}
+        addresses = {node: str(self.results.facts[node]["address"]) for node in opened}
         listening = [node for node in opened if opened[node]["rendezvous_error"] is None]
         if 0 not in listening:
-            self.findings.port_problem = self.findings.port_problem or opened[0]["rendezvous_error"]
-        # Each connects to all others, which is n (n - 1) ways, but n - 1 one after another.
+            self.results.port_problem = self.results.port_problem or opened[0]["rendezvous_error"]
+        # Each node connects to all others: n (n - 1) connections, but only n - 1 in sequence.
         pairs: dict[int, list[tuple[int, str, int]]] = {
             node: [
-                *((to, "rendezvous", self.findings.port) for to in listening if to != node),
+                *((to, "rendezvous", self.results.port) for to in listening if to != node),
                 *((to, "data", opened[to]["data"]) for to in opened if to != node),
             ]
             for node in opened
         }
-        targets = {node: {"targets": [(addresses[to], port) for to, _, port in there]} for node, there in pairs.items()}
-        for node, ways in self._ask_all("ways", targets).items():
-            for (to, kind, _), way in zip(pairs[node], ways, strict=True):
-                kept = self.findings.rendezvous if kind == "rendezvous" else self.findings.data
-                kept[node, to] = way
+        targets = {
+            node: {"targets": [(addresses[to], port) for to, _, port in targets_of_node]}
+            for node, targets_of_node in pairs.items()
+        }
+        for node, connections in self._ask_all("ways", targets).items():
+            for (to, kind, _), connection in zip(pairs[node], connections, strict=True):
+                target_results = self.results.rendezvous if kind == "rendezvous" else self.results.data
+                target_results[node, to] = connection
         self._measure_flows(addresses, {node: opened[node]["data"] for node in opened})
-        for name in common_interfaces(self.findings.facts):
-            there = {node: opened[node]["others"].get(name) for node in opened}
-            if all(there.values()):
-                self.findings.other_flows[name] = self._flows(
+        for name in common_interfaces(self.results.facts):
+            others = {node: opened[node]["others"].get(name) for node in opened}
+            if all(others.values()):
+                self.results.other_flows[name] = self._flows(
                     1,
-                    {node: address for node, (address, _) in there.items()},
-                    {node: port for node, (_, port) in there.items()},
+                    {node: address for node, (address, _) in others.items()},
+                    {node: port for node, (_, port) in others.items()},
                 )
 
     def _measure_flows(self, addresses: dict[int, str], ports: dict[int, int]) -> None:
-        """Each sends to the machine ``shift`` places further on: all pairs, or of many machines some."""
+        """Have each node send to the node ``shift`` places further: all pairs, or a part of them on many nodes."""
         count = len(addresses)
-        some = [1 << power for power in range((count - 1).bit_length())]
-        unreachable = {pair for pair, way in self.findings.data.items() if way["error"] is not None}
-        for shift in range(1, count) if count <= _ALL_SHIFTS_UP_TO else some:
-            self.findings.flows |= self._flows(shift, addresses, ports, without=unreachable)
-        rates = known_rates(self.findings.flows)
+        shifts = [1 << power for power in range((count - 1).bit_length())]
+        unreachable = {pair for pair, connection in self.results.data.items() if connection["error"] is not None}
+        for shift in range(1, count) if count <= _MAX_NODES_FOR_ALL_PAIRS else shifts:
+            self.results.flows |= self._flows(shift, addresses, ports, without=unreachable)
+        rates = known_rates(self.results.flows)
         slow = [pair for pair, rate in rates.items() if is_slow(rate, max(rates.values()))]
-        # Perhaps something else was going on: once more, one after another.
-        for source, to in sorted(slow, key=lambda pair: rates[pair])[:_REPEATED]:
+        # Measure slow links once more, one after another, in case of other traffic.
+        for source, to in sorted(slow, key=lambda pair: rates[pair])[:_MAX_REPEATED]:
             target = {"host": addresses[to], "port": ports[to]}
-            for again in self._ask_all("flow", {source: target}).values():
-                if (again["bytes_per_s"] or 0.0) > rates[source, to]:
-                    self.findings.flows[source, to] = again
+            for repeated in self._ask_all("flow", {source: target}).values():
+                if (repeated["bytes_per_s"] or 0.0) > rates[source, to]:
+                    self.results.flows[source, to] = repeated
 
     def _flows(
         self,
@@ -477,22 +487,22 @@ class PreflightCoordinator:
         return {(node, to[node]): flow for node, flow in self._ask_all("flow", targets).items()}
 
     def _all_reduce(self) -> None:
-        findings = self.findings
-        findings.no_all_reduce = self._obstacle()
-        if findings.no_all_reduce:
+        results = self.results
+        results.no_all_reduce = self._obstacle()
+        if results.no_all_reduce:
             return
         ranks = {}
-        for node in self._machines:
-            gpus = int(findings.facts[node]["torch"].get("gpus", 0))
-            ranks[node] = min(findings.processes_on(node), gpus or 2)
+        for node in self._targets:
+            gpus = int(results.facts[node]["torch"].get("gpus", 0))
+            ranks[node] = min(results.processes_on(node), gpus or 2)
         if sum(ranks.values()) < 2:
-            findings.no_all_reduce = "there is one process, and nothing to reduce"
+            results.no_all_reduce = "there is only one process"
             return
         first, arguments = 0, {}
-        host = findings.facts[0]["address"]
-        with socket.socket() as bound:
-            bound.bind((host, 0))
-            port = bound.getsockname()[1]
+        host = results.facts[0]["address"]
+        with socket.socket() as probe_socket:
+            probe_socket.bind((host, 0))
+            port = probe_socket.getsockname()[1]
         for node, count in ranks.items():
             arguments[node] = {
                 "first_rank": first,
@@ -502,24 +512,24 @@ class PreflightCoordinator:
                 "port": port,
             }
             first += count
-        results = self._ask_all("all-reduce", arguments, within_s=3 * _ANSWER_S)
-        wrong = {node: result["error"] for node, result in results.items() if "error" in result}
-        if wrong:
-            said = "; ".join(f"{findings.name(node)}: {error}" for node, error in wrong.items())
-            findings.all_reduce = {"error": said}
+        answers = self._ask_all("all-reduce", arguments, within_s=3 * _ANSWER_S)
+        errors = {node: result["error"] for node, result in answers.items() if "error" in result}
+        if errors:
+            message = "; ".join(f"{results.name(node)}: {error}" for node, error in errors.items())
+            results.all_reduce = {"error": message}
         else:
-            findings.all_reduce = results[0]
+            results.all_reduce = answers[0]
 
     def _obstacle(self) -> str:
-        """Why an all-reduce cannot work, in words; "" where nothing is known to be in the way."""
-        findings = self.findings
-        if findings.absent:
-            return "not all machines are there"
-        versions = {str(findings.facts[node]["torch"].get("version")) for node in self._machines}
-        if versions == {"None"} or any("error" in findings.facts[n]["torch"] for n in self._machines):
+        """Return why an all-reduce cannot work; "" if no obstacle is known."""
+        results = self.results
+        if results.absent:
+            return "some nodes are missing"
+        versions = {str(results.facts[node]["torch"].get("version")) for node in self._targets}
+        if versions == {"None"} or any("error" in results.facts[n]["torch"] for n in self._targets):
             return "torch cannot be imported"
         if len(versions) > 1:
             return f"torch differs: {', '.join(sorted(versions))}"
-        if any(way["error"] is not None for way in findings.data.values()):
-            return "the machines do not reach each other"
+        if any(connection["error"] is not None for connection in results.data.values()):
+            return "the nodes do not reach each other"
         return ""

@@ -1,4 +1,4 @@
-"""Facts about one machine."""
+"""Facts about one node."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import psutil
 
 from paceline.core import parent_death
 
-# --- What NVIDIA's tools say about the GPUs of this machine. No torch ---
+# --- GPUs, by NVIDIA's tools. No torch ---
 #
-# The fields and their words are those of ``nvidia-smi --help-query-gpu``; the bits of the clocks' reasons are
-# NVML's ``nvmlClocksEventReason*``; Xid errors are listed in NVIDIA's "XID Errors" document.
+# Fields and names are those of ``nvidia-smi --help-query-gpu``; bits of clock reasons are NVML's
+# ``nvmlClocksEventReason*``; Xid errors are listed in NVIDIA's "XID Errors" document.
 
 
 _FIELDS = (
@@ -47,7 +47,7 @@ _TIME_LIMIT_S = 60
 
 
 class Gpu(TypedDict):
-    """One GPU; None for what it does not report."""
+    """One GPU; values that it does not report are None."""
 
     index: int
     name: str
@@ -60,11 +60,11 @@ class Gpu(TypedDict):
 
 
 class GpuFacts(TypedDict):
-    """All GPUs of a machine.
+    """All GPUs of a node.
 
-    ``error`` says why nvidia-smi could not be asked, where there is one. ``cuda`` is the newest CUDA that the
-    driver runs. ``links`` says how two GPUs reach each other: ``{"0-1": "NV18"}``. ``xids`` are the GPUs'
-    errors in the kernel's log, None where it cannot be read.
+    ``error`` is a failure of nvidia-smi. ``cuda`` is the newest CUDA that the driver supports. ``links`` are the
+    connections of pairs of GPUs: ``{"0-1": "NV18"}``. ``xids`` are GPU errors in the kernel's log, None if it
+    cannot be read.
     """
 
     gpus: list[Gpu]
@@ -75,14 +75,14 @@ class GpuFacts(TypedDict):
 
 
 def gpu_facts() -> GpuFacts:
-    """Ask nvidia-smi, where there is one."""
+    """Query nvidia-smi, if it is installed."""
     facts = GpuFacts(gpus=[], error=None, cuda=None, links={}, xids=None)
     try:
         table = _run("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     except FileNotFoundError:
         return facts
     except (OSError, subprocess.SubprocessError) as error:
-        facts["error"] = _words(error)
+        facts["error"] = _describe_error(error)
         return facts
     facts["gpus"] = parse_gpus(table)
     for name, command in (
@@ -105,7 +105,7 @@ def gpu_facts() -> GpuFacts:
 
 
 def parse_gpus(table: str) -> list[Gpu]:
-    """The lines of ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``."""
+    """Parse the lines of ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits``."""
     gpus = []
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -128,9 +128,9 @@ def parse_gpus(table: str) -> list[Gpu]:
 
 
 def parse_links(matrix: str) -> dict[str, str]:
-    """The pairs of GPUs in ``nvidia-smi topo -m``: ``{"0-1": "NV18", "0-2": "SYS"}``."""
+    """Parse the pairs of GPUs of ``nvidia-smi topo -m``: ``{"0-1": "NV18", "0-2": "SYS"}``."""
     links = {}
-    # The header may be underlined, with escape codes of the terminal.
+    # The header may contain the terminal's escape codes for underlining.
     lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", matrix).splitlines()]
     header = next((words for words in lines if words[:1] == ["GPU0"] and words[1:2] != ["X"]), [])
     columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
@@ -144,9 +144,9 @@ def parse_links(matrix: str) -> dict[str, str]:
 
 
 def parse_xids(log: str) -> list[str]:
-    """The GPUs' errors in the kernel's log: ``Xid 79 (PCI:0000:3b:00): GPU has fallen off the bus.``"""
-    found = re.findall(r"NVRM: Xid \((PCI:[\w:.]+)\): (\d+), *(.*)", log)
-    return [f"Xid {number} ({device}): {text}"[:200] for device, number, text in found]
+    """Parse GPU errors of the kernel's log: ``Xid 79 (PCI:0000:3b:00): GPU has fallen off the bus.``"""
+    errors = re.findall(r"NVRM: Xid \((PCI:[\w:.]+)\): (\d+), *(.*)", log)
+    return [f"Xid {number} ({device}): {text}"[:200] for device, number, text in errors]
 
 
 def _run(*command: str) -> str:
@@ -158,7 +158,7 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         return (error.stdout + error.stderr).strip().partition("\n")[0] or f"exit code {error.returncode}"
     if isinstance(error, subprocess.TimeoutExpired):
@@ -166,7 +166,7 @@ def _words(error: Exception) -> str:
     return str(error)
 
 
-# --- What a machine can say about itself. No torch: that is asked in a process of its own ---
+# --- Other facts. torch is imported in a separate process ---
 
 
 _IMPORT_LIMIT_S = 300
@@ -175,7 +175,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Interface(TypedDict):
-    """A network interface that is up; ``mbit_per_s`` is 0 where it does not know."""
+    """A network interface that is up; ``mbit_per_s`` is 0 if unknown."""
 
     name: str
     address: str
@@ -183,10 +183,10 @@ class Interface(TypedDict):
 
 
 class NodeFacts(TypedDict):
-    """All that a machine says about itself; None for "no limit" and "not known".
+    """All facts about a node; None for "no limit" and "unknown".
 
-    ``torch`` and ``task`` have an "error" where they cannot be imported; ``task`` is None where there is
-    none. ``named`` are the addresses of the machine's own name.
+    ``torch`` and ``task`` have an "error" if the import failed; ``task`` is None without a task. ``named`` are
+    the addresses of the node's own name.
     """
 
     host: str
@@ -209,16 +209,16 @@ class NodeFacts(TypedDict):
 
 
 def collect(task: str) -> NodeFacts:
-    """Look at this machine; takes some seconds, for torch."""
-    imported = import_torch_and(task)
+    """Collect the facts of this node; importing torch takes some seconds."""
+    import_facts = import_torch_and(task)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         host=socket.gethostname(),
         python=platform.python_version(),
         libraries=_libraries(),
         needed=_needed(),
-        torch=imported["torch"],
-        task=imported.get("task"),
+        torch=import_facts["torch"],
+        task=import_facts.get("task"),
         gpus=gpu_facts(),
         interfaces=interfaces(),
         named=_addresses_of_name(),
@@ -234,25 +234,25 @@ def collect(task: str) -> NodeFacts:
 
 
 def import_torch_and(task: str) -> dict[str, Any]:
-    """What :mod:`paceline.launch.preflight.imports` finds; an import may crash its process."""
+    """Run :mod:`paceline.launch.preflight.imports` in a separate process, which an import may crash."""
     try:
         done = run_python("paceline.launch.preflight.imports", [task] if task else [], time_limit_s=_IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return {"torch": {"error": f"the import did not end within {_IMPORT_LIMIT_S} s"}}
-    found: dict[str, Any] = {}
+        return {"torch": {"error": f"the import did not finish within {_IMPORT_LIMIT_S} s"}}
+    facts: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         with suppress(ValueError):
-            found |= json.loads(line)
+            facts |= json.loads(line)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     crash = {"error": f"the import ended its process: {last}"}
-    found.setdefault("torch", crash)
+    facts.setdefault("torch", crash)
     if task:
-        found.setdefault("task", crash)
-    return found
+        facts.setdefault("task", crash)
+    return facts
 
 
 def run_python(module: str, arguments: Sequence[str], *, time_limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a module of Paceline's in a process that does not outlive this one."""
+    """Run a module of Paceline in a process that ends with this one."""
     return subprocess.run(
         parent_death.kill_with_parent_command([sys.executable, "-m", module, *arguments]),
         stdin=subprocess.DEVNULL,
@@ -263,7 +263,7 @@ def run_python(module: str, arguments: Sequence[str], *, time_limit_s: float) ->
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces that are up and lead to other machines: with an IPv4 address, but for loopback."""
+    """Return the interfaces that are up and have an IPv4 address, without loopback."""
     states = psutil.net_if_stats()
     return [
         Interface(name=name, address=entry.address, mbit_per_s=states[name].speed)
@@ -277,18 +277,18 @@ def interfaces() -> list[Interface]:
 
 
 def _libraries() -> dict[str, str]:
-    """All installed distributions; of several of one name the first, which is the one that is imported."""
-    found: dict[str, str] = {}
+    """Return all installed distributions; of duplicates the first, which is the one that is imported."""
+    versions: dict[str, str] = {}
     for distribution in distributions():
         name = distribution.metadata["Name"]
         if name:
-            found.setdefault(name.lower().replace("_", "-"), distribution.version)
-    return found
+            versions.setdefault(name.lower().replace("_", "-"), distribution.version)
+    return versions
 
 
 def _needed() -> list[str]:
-    """What Paceline itself builds on."""
-    with suppress(Exception):  # run from its sources, it is not installed
+    """Return Paceline's own dependencies."""
+    with suppress(Exception):  # not installed when it runs from its sources
         lines = [line for line in requires("paceline") or [] if "extra ==" not in line]
         names = [found[0] for line in lines if (found := match(r"[\w.-]+", line))]
         return [name.lower().replace("_", "-") for name in names]
@@ -314,7 +314,7 @@ def _free(path: str) -> int | None:
 
 
 def _core_quota() -> float | None:
-    """The cores that a container may use, by its control group (version 2)."""
+    """Return the core quota of a container by its control group (version 2)."""
     with suppress(OSError, ValueError):
         quota, period = _CPU_QUOTA.read_text().split()
         return int(quota) / int(period)

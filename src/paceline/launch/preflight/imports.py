@@ -1,7 +1,7 @@
-"""Whether torch and the task can be imported: ``python -m paceline.launch.preflight.imports TASK``.
+"""Import torch and the task: ``python -m paceline.launch.preflight.imports TASK``.
 
-Prints a line of JSON for torch, and one for the task where there is one, as soon as each is known: an
-import may crash the process.
+Prints a line of JSON for torch, and one for the task, if any, as soon as each is known, since an import may
+crash the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def torch_facts() -> dict[str, Any]:
-    """The versions that torch itself was built with, and what it sees; or why it cannot be imported."""
+    """Return the versions that torch was built with and its GPUs, or the error of its import."""
     try:
         import torch
 
@@ -34,7 +34,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def task_facts(spec: str) -> dict[str, Any]:
-    """The bytes of the task's model, or why the task cannot be imported."""
+    """Return the bytes of the task's model, or the error of its import."""
     from paceline.core.errors import PacelineError
 
     try:
@@ -46,7 +46,7 @@ def task_facts(spec: str) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
     facts: dict[str, Any] = {"model_bytes": None}
-    # Nothing is computed, nor memory used; a model that cannot be built so is none the worse for it.
+    # The meta device needs no computation or memory; a model that cannot be built on it is still valid.
     with contextlib.suppress(Exception):
         import torch
 
@@ -58,7 +58,7 @@ def task_facts(spec: str) -> dict[str, Any]:
 
 
 def main(task: str) -> None:
-    """Print what there is to know; what the task itself prints goes to stderr."""
+    """Print the facts; redirect the task's own output to stderr."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         print(json.dumps({"torch": torch_facts()}), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""The program of a preflight check, which runs once on each machine."""
+"""The program of a preflight check, which runs once on each node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigError, LaunchError, PacelineError
 from paceline.core.files import write_atomically
 from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
 from paceline.elastic.consensus.transport import Listener, PeerConnectionError
-from paceline.launch.preflight.checks import chosen_interface, judge
+from paceline.launch.preflight.checks import chosen_interface, run_checks
 from paceline.launch.preflight.coordinator import (
     DEAD_AFTER_S,
     LocalTarget,
@@ -47,30 +47,30 @@ from paceline.launch.preflight.spec import (
     parse_command,
 )
 
-# --- How the machines of an examination find machine 0, also where the way that the job will take is closed
+# --- How the nodes find node 0, even if the job's own connection is blocked
 #
-# Machine 0 makes a token in the shared directory, listens on the job's own rendezvous port and on another
-# one, and writes the other one's number into the directory. Who does not reach it on either, or does not see
-# the directory, says so there, or to machine 0, as far as that can be.
+# Node 0 creates a token in the shared directory, listens on the job's rendezvous port and on another port, and
+# writes the other port into the directory. A node that reaches neither port, or does not see the directory,
+# reports that in the directory or to node 0, as far as possible.
 
 
 _TOKEN = "token"
-_MEETING = "meeting.json"
-_NO_TOKEN = bytes(32)  # shows machine 0 that this one is there, and does not see the token
+_ENDPOINT = "meeting.json"
+_NO_TOKEN = bytes(32)  # tells node 0 that this node does not see the token
 _TRY_S = 2.0
 _RETRY_S = 0.2
 
 
 @dataclass
 class JoinedNodes:
-    """Who has come to machine 0.
+    """The nodes that have connected to node 0.
 
     Attributes:
-        channels: by the machine's number.
-        hosts: their names, and those of machines that have left a problem.
-        strangers: who came without the token, or with another version; sentences.
-        problems: what machines that did not come have left in the directory, by number.
-        port_problem: why machine 0 cannot listen on the rendezvous port.
+        channels: by node number.
+        hosts: names of these nodes, and of nodes that have left a problem.
+        strangers: descriptions of connections without the token, or with another version.
+        problems: reports in the directory of nodes that did not connect, by number.
+        port_problem: why node 0 cannot listen on the rendezvous port.
     """
 
     channels: dict[int, PreflightChannel] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class JoinedNodes:
 
 
 def make_token(directory: Path) -> bytes:
-    """Machine 0's: a new one, since an earlier examination may have left its own.
+    """Create the token on node 0, replacing that of an earlier check.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -95,36 +95,36 @@ def make_token(directory: Path) -> bytes:
 
 
 def remove_traces(directory: Path) -> None:
-    """Remove what the machines met by."""
-    for path in (directory / _TOKEN, directory / _MEETING, *directory.glob("machine-*.json")):
+    """Remove the files of the rendezvous."""
+    for path in (directory / _TOKEN, directory / _ENDPOINT, *directory.glob("machine-*.json")):
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def await_nodes(directory: Path, place: NodePlace, address: NodeAddress, token: bytes, timeout_s: float) -> JoinedNodes:
-    """Machine 0: wait for the others, all of them or as many as come in time."""
-    arrivals = JoinedNodes()
+    """Wait on node 0 for the other nodes, all of them or as many as come in time."""
+    joined = JoinedNodes()
     listeners = []
     try:
         try:
             listeners.append(_listener(address.host, place.master_port, token))
         except ConfigError as error:
-            arrivals.port_problem = str(error.__cause__.strerror) if isinstance(error.__cause__, OSError) else ""
+            joined.port_problem = str(error.__cause__.strerror) if isinstance(error.__cause__, OSError) else ""
         listeners.append(_listener(address.host, 0, token))
-        where = json.dumps({"address": address.host, "port": listeners[-1].port})
-        write_atomically(directory / _MEETING, where.encode())
+        endpoint = json.dumps({"address": address.host, "port": listeners[-1].port})
+        write_atomically(directory / _ENDPOINT, endpoint.encode())
         deadline = time.monotonic() + timeout_s
-        while len(arrivals.channels) < place.nodes - 1 and time.monotonic() < deadline:
-            _accept(listeners, arrivals, place)
+        while len(joined.channels) < place.nodes - 1 and time.monotonic() < deadline:
+            _accept(listeners, joined, place)
     finally:
         for listener in listeners:
             listener.close()
     for node in range(1, place.nodes):
-        if node not in arrivals.channels:
+        if node not in joined.channels:
             with suppress(OSError, ValueError):
                 host, problem = json.loads((directory / f"machine-{node}.json").read_bytes())
-                arrivals.hosts[node], arrivals.problems[node] = str(host), str(problem)
-    return arrivals
+                joined.hosts[node], joined.problems[node] = str(host), str(problem)
+    return joined
 
 
 def _listener(host: str, port: int, token: bytes) -> Listener:
@@ -132,109 +132,108 @@ def _listener(host: str, port: int, token: bytes) -> Listener:
     return Listener(host, port, token, hello, dead_after_s=DEAD_AFTER_S)
 
 
-def _accept(listeners: list[Listener], arrivals: JoinedNodes, place: NodePlace) -> None:
+def _accept(listeners: list[Listener], joined: JoinedNodes, place: NodePlace) -> None:
     select.select(listeners, [], [], _RETRY_S)
     for listener in listeners:
-        links, refused = listener.accept()
-        arrivals.strangers += [text for text in refused if text not in arrivals.strangers]
-        for link in links:
-            hello = link.hello or {}
+        connections, refusals = listener.accept()
+        joined.strangers += [text for text in refusals if text not in joined.strangers]
+        for connection in connections:
+            hello = connection.hello or {}
             node = hello.get("node")
-            if not isinstance(node, int) or not 0 < node < place.nodes or node in arrivals.channels:
-                arrivals.strangers.append(f"{link.peer} says that it is machine {node}")
-                link.close()
+            if not isinstance(node, int) or not 0 < node < place.nodes or node in joined.channels:
+                joined.strangers.append(f"{connection.peer} claims to be node {node}")
+                connection.close()
             elif hello.get("version") != __version__:
-                arrivals.problems[node] = f"it has Paceline {hello.get('version')}, machine 0 has {__version__}"
-                arrivals.strangers.append(f"{link.peer}: {arrivals.problems[node]}")
-                link.close()
+                joined.problems[node] = f"it has Paceline {hello.get('version')}, but node 0 has {__version__}"
+                joined.strangers.append(f"{connection.peer}: {joined.problems[node]}")
+                connection.close()
             else:
-                arrivals.channels[node] = PreflightChannel(link)
-                arrivals.hosts[node] = str(hello.get("host"))
+                joined.channels[node] = PreflightChannel(connection)
+                joined.hosts[node] = str(hello.get("host"))
 
 
 def find_node_0(directory: Path, place: NodePlace, timeout_s: float) -> tuple[PreflightChannel, bytes]:
-    """Any other machine: link with machine 0, by whichever way there is; also the token.
+    """Connect to node 0 from another node, over any open port; return the channel and the token.
 
     Raises:
-        LaunchError: there is none; the message says what was tried.
+        LaunchError: node 0 cannot be reached; says what was tried.
     """
     hello = {"node": place.node_rank, "host": socket.gethostname(), "version": __version__}
     deadline = time.monotonic() + timeout_s
-    said = ""
+    last_problem = ""
     while True:
-        token, unseen = _NO_TOKEN, ""
+        token, token_problem = _NO_TOKEN, ""
         try:
             token = read_token(directory / _TOKEN)
         except ConfigError as error:
-            unseen = str(error)
+            token_problem = str(error)
         problems = []
         for host, port in _addresses(directory, place):
             try:
                 return open_channel(host, port, token, hello, _TRY_S), token
             except PeerConnectionError as error:
-                why = str(error).rpartition(": ")[2].removesuffix(".")
-                problems.append(f"{host}:{port} ({why})")
+                reason = str(error).rpartition(": ")[2].removesuffix(".")
+                problems.append(f"{host}:{port} ({reason})")
         problem = f"it does not reach {' nor '.join(problems)}"
-        if unseen and not (directory / _MEETING).exists():
-            problem += f"; {unseen.partition('. ')[0]}: do the machines share that directory?"
-        if problem != said:
-            said = problem
-            # A directory that is not there is not shared; then only this machine's own output tells.
+        if token_problem and not (directory / _ENDPOINT).exists():
+            problem += f"; {token_problem.partition('. ')[0]}: do the nodes share that directory?"
+        if problem != last_problem:
+            last_problem = problem
+            # If the directory does not exist, it is not shared, and only this node's own output shows the problem.
             with suppress(OSError):
                 content = json.dumps([socket.gethostname(), problem])
                 write_atomically(directory / f"machine-{place.node_rank}.json", content.encode())
         if time.monotonic() > deadline:
-            raise LaunchError(f"machine {place.node_rank} did not reach machine 0: {problem}")
+            raise LaunchError(f"node {place.node_rank} did not reach node 0: {problem}")
         time.sleep(_RETRY_S)
 
 
 def _addresses(directory: Path, place: NodePlace) -> Iterator[tuple[str, int]]:
     yield place.master_addr, place.master_port
     with suppress(OSError, ValueError, KeyError, TypeError):
-        meeting: dict[str, Any] = json.loads((directory / _MEETING).read_bytes())
-        yield str(meeting["address"]), int(meeting["port"])
+        endpoint: dict[str, Any] = json.loads((directory / _ENDPOINT).read_bytes())
+        yield str(endpoint["address"]), int(endpoint["port"])
 
 
-# --- The doctor's program for one machine: ``python -m paceline.launch.preflight.node OPTIONS`` ---
+# --- The program: ``python -m paceline.launch.preflight.node OPTIONS`` ---
 #
-# Machine 0 leads the examination and leaves the report; the others do what it asks for, and learn the
-# verdict.
+# Node 0 runs the coordinator and writes the report; the other nodes follow, and learn the result.
 
 
 REPORT = "report.json"
-"""A file in the examination's directory."""
+"""File of the report in the directory of the checks."""
 
 _NEXT_S = 900.0
 
 
 def main(argv: list[str]) -> int:
-    """Examine; 0 where a report came about and, before a job, nothing failed."""
-    examination, place = parse_command(argv)
+    """Run this node's part; return 0 if there is a report and, before a job, nothing failed."""
+    spec, place = parse_command(argv)
     try:
         if detect_environment().local_rank > 0:
-            return 0  # a launcher of ranks has started several here, and one is enough
+            return 0  # a rank launcher has started several processes on this node, but one suffices
         with stoppable():
             if place.node_rank != 0:
-                return _follow(examination, place)
-            alone = examination.preflight and place.nodes == 1
-            report = lead_alone(examination, place) if alone else lead(examination, place)
-        if examination.preflight:
-            _say(report)
-            if report.status != "fail" and _choose(report.interface):
+                return _follow(spec, place)
+            is_single = spec.preflight and place.nodes == 1
+            report = coordinate_single_node(spec, place) if is_single else coordinate(spec, place)
+        if spec.preflight:
+            _print_problems(report)
+            if report.status != "fail" and _use_interface(report.interface):
                 print(f"paceline: preflight: the job uses --interface {report.interface}.", file=sys.stderr)
-        return 1 if examination.preflight and report.status == "fail" else 0
+        return 1 if spec.preflight and report.status == "fail" else 0
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as asked:
-        return 128 + next(iter(asked.args), signal.SIGINT)
+    except KeyboardInterrupt as interrupt:
+        return 128 + next(iter(interrupt.args), signal.SIGINT)
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, any request to stop is what Ctrl-C is, so that nothing is left behind; it holds the signal.
+    """Turn stop signals into KeyboardInterrupt, with the signal as its argument, so that everything is cleaned up.
 
-    The same request may come from a launcher too: that must not interrupt the cleaning up.
+    A repeated request, such as the launcher's, does not interrupt the clean-up.
     """
     requests = StopRequests(ECHO_S)
 
@@ -246,98 +245,98 @@ def stoppable() -> Iterator[None]:
         yield
 
 
-def lead_alone(examination: PreflightSpec, place: NodePlace) -> PreflightReport:
-    """Examine the only machine there is; its directory is not used."""
+def coordinate_single_node(spec: PreflightSpec, place: NodePlace) -> PreflightReport:
+    """Check the only node, without using the spec's directory."""
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as directory:
-        return lead(dataclasses.replace(examination, directory=Path(directory)), place)
+        return coordinate(dataclasses.replace(spec, directory=Path(directory)), place)
 
 
-def lead(examination: PreflightSpec, place: NodePlace) -> PreflightReport:
-    """Machine 0: examine all machines, and write the report.
+def coordinate(spec: PreflightSpec, place: NodePlace) -> PreflightReport:
+    """Check all nodes from node 0, and write the report.
 
     Raises:
         ConfigError: the directory cannot be written.
     """
-    arrivals = JoinedNodes()
+    joined = JoinedNodes()
     with ExitStack() as stack:
-        stack.callback(remove_traces, examination.directory)
-        token = make_token(examination.directory)
-        findings = PreflightResults(examination=examination, nodes=place.nodes, port=place.master_port)
-        address = choose_address(examination.interface, place)
-        examiner = PreflightAgent(examination, place, address, token)
-        stack.callback(examiner.close)
+        stack.callback(remove_traces, spec.directory)
+        token = make_token(spec.directory)
+        results = PreflightResults(spec=spec, nodes=place.nodes, port=place.master_port)
+        address = choose_address(spec.interface, place)
+        agent = PreflightAgent(spec, place, address, token)
+        stack.callback(agent.close)
         if place.nodes > 1:
-            arrivals = await_nodes(examination.directory, place, address, token, examination.timeout_s)
-            for channel in arrivals.channels.values():
+            joined = await_nodes(spec.directory, place, address, token, spec.timeout_s)
+            for channel in joined.channels.values():
                 stack.callback(channel.close)
-        findings.port_problem = arrivals.port_problem
-        findings.hosts = arrivals.hosts
-        findings.absent = _absent(arrivals, examination, place)
-        machines: dict[int, PreflightTarget] = {0: LocalTarget(examiner)}
-        machines |= {node: RemoteTarget(channel) for node, channel in sorted(arrivals.channels.items())}
-        PreflightCoordinator(machines, findings).examine()
-        names = tuple(map(findings.name, range(place.nodes)))
-        report = make_report(names, judge(findings), chosen_interface(findings))
+        results.port_problem = joined.port_problem
+        results.hosts = joined.hosts
+        results.absent = _absent(joined, spec, place)
+        targets: dict[int, PreflightTarget] = {0: LocalTarget(agent)}
+        targets |= {node: RemoteTarget(channel) for node, channel in sorted(joined.channels.items())}
+        PreflightCoordinator(targets, results).collect()
+        names = tuple(map(results.name, range(place.nodes)))
+        report = make_report(names, run_checks(results), chosen_interface(results))
         text = json.dumps(report.to_json(), indent=1) + "\n"
-        write_atomically(examination.directory / REPORT, text.encode())
-        # The job begins where this ends: the port is to be free before anybody looks for its rank 0.
-        examiner.close()
-        for channel in arrivals.channels.values():
+        write_atomically(spec.directory / REPORT, text.encode())
+        # The job starts next: free the port before any process looks for its rank 0.
+        agent.close()
+        for channel in joined.channels.values():
             channel.send({"end": report.status, "interface": report.interface})
         return report
 
 
-def _absent(arrivals: JoinedNodes, examination: PreflightSpec, place: NodePlace) -> dict[int, str]:
-    """Why machines are not there, as far as they or those that were refused have said."""
+def _absent(joined: JoinedNodes, spec: PreflightSpec, place: NodePlace) -> dict[int, str]:
+    """Explain why nodes are missing, by their own reports or by refused connections."""
     reasons = {}
     for node in range(1, place.nodes):
-        if node not in arrivals.channels:
-            said = arrivals.problems.get(node)
-            reasons[node] = said or f"nothing was heard of it within {examination.timeout_s:g} s"
-            if not said and arrivals.strangers:
+        if node not in joined.channels:
+            problem = joined.problems.get(node)
+            reasons[node] = problem or f"it did not connect within {spec.timeout_s:g} s"
+            if not problem and joined.strangers:
                 reasons[node] += (
-                    f". Who came does not see {examination.directory}, or is no machine of this job: "
-                    f"{' '.join(arrivals.strangers).removesuffix('.')}"
+                    f". Other connections do not see {spec.directory}, or are not from nodes of this job: "
+                    f"{' '.join(joined.strangers).removesuffix('.')}"
                 )
     return reasons
 
 
-def _follow(examination: PreflightSpec, place: NodePlace) -> int:
-    """Any other machine: do what machine 0 asks for, until it knows."""
-    channel, token = find_node_0(examination.directory, place, examination.timeout_s)
-    address = choose_address(examination.interface, place)
-    examiner = PreflightAgent(examination, place, address, token)
+def _follow(spec: PreflightSpec, place: NodePlace) -> int:
+    """Perform node 0's operations on another node until the check ends."""
+    channel, token = find_node_0(spec.directory, place, spec.timeout_s)
+    address = choose_address(spec.interface, place)
+    agent = PreflightAgent(spec, place, address, token)
     try:
         while True:
-            # Machine 0 may still be waiting for others.
-            message = channel.next(examination.timeout_s + _NEXT_S)
+            # Node 0 may still be waiting for other nodes.
+            message = channel.next(spec.timeout_s + _NEXT_S)
             if "end" in message:
-                _choose(message["interface"])
-                return 1 if examination.preflight and message["end"] == "fail" else 0
-            channel.send(_answer(examiner, message))
+                _use_interface(message["interface"])
+                return 1 if spec.preflight and message["end"] == "fail" else 0
+            channel.send(_answer(agent, message))
     except PeerConnectionError as error:
-        raise LaunchError(f"machine 0 ended the examination: {error}") from error
+        raise LaunchError(f"node 0 ended the preflight check: {error}") from error
     finally:
         channel.close()
-        examiner.close()
+        agent.close()
 
 
-def _answer(examiner: PreflightAgent, message: dict[str, Any]) -> dict[str, Any]:
+def _answer(agent: PreflightAgent, message: dict[str, Any]) -> dict[str, Any]:
     if message["ask"] == "time":
         return {"result": time.time()}
     try:
-        return {"result": examiner.perform(message["ask"], message["arguments"])}
+        return {"result": agent.perform(message["ask"], message["arguments"])}
     except (PacelineError, OSError) as error:
         return {"error": str(error)}
 
 
-def _choose(interface: str | None) -> bool:
-    """Have the job use this interface; whether it will."""
+def _use_interface(interface: str | None) -> bool:
+    """Make the job use this interface; return whether it will."""
     return interface is not None and choose_interface(interface)
 
 
-def _say(report: PreflightReport) -> None:
-    """Before a job: what is not as it should be, in lines."""
+def _print_problems(report: PreflightReport) -> None:
+    """Print the checks that did not pass, before a job."""
     for check in report.checks:
         if check.status != "pass":
             print(
@@ -345,7 +344,7 @@ def _say(report: PreflightReport) -> None:
                 file=sys.stderr,
             )
     if report.status == "fail":
-        print("paceline: the job is not started.", file=sys.stderr)
+        print("paceline: the job was not started.", file=sys.stderr)
 
 
 if __name__ == "__main__":

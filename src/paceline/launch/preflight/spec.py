@@ -1,4 +1,4 @@
-"""What a preflight check is asked to do, what it finds, and how that is printed."""
+"""Requirements, results and report of a preflight check."""
 
 from __future__ import annotations
 
@@ -23,48 +23,47 @@ from paceline.core.parent_death import kill_with_parent_command
 from paceline.core.signals import ECHO_S, STOP_SIGNALS, StopRequests, handle_signals
 from paceline.launch.preflight.probes import Connection, Flow, Storage
 
-# --- What the doctor finds: one :class:`Check` for each thing that it looks at, and a :class:`Report` of
-#     all
+# --- The report: one :class:`Check` per condition, and a :class:`PreflightReport` of all
 
 
 Status = Literal["pass", "warn", "fail"]
 
 CHECKS = {
-    "machines": "all machines of the job are there",
-    "python": "the same Python everywhere",
-    "libraries": "the same libraries everywhere",
+    "machines": "all nodes of the job are present",
+    "python": "the same Python on all nodes",
+    "libraries": "the same libraries on all nodes",
     "torch": "torch can be imported",
     "task": "the task can be imported",
-    "gpus": "as many GPUs as asked for, and torch can use them",
+    "gpus": "as many GPUs as requested, usable by torch",
     "gpu-health": "no memory errors, Xid errors or throttling",
-    "gpu-links": "how the GPUs of a machine reach each other",
-    "ports": "every machine reaches every other one",
+    "gpu-links": "connections between the GPUs of a node",
+    "ports": "every node can connect to every other node",
     "interface": "the network interface is the fast one",
     "bandwidth": "no link is much slower than the others",
-    "rendezvous": "machine 0 is near to the others",
-    "host-name": "a machine's name is not its loopback address",
+    "rendezvous": "node 0 is close to the others",
+    "host-name": "a node's name is not its loopback address",
     "clock": "the clocks agree",
-    "run-directory": "the run's directory is shared and can be written",
-    "disk-space": "there is room for the checkpoints",
+    "run-directory": "the run's directory is shared and writable",
+    "disk-space": "there is space for the checkpoints",
     "shared-memory": "/dev/shm is large enough",
     "open-files": "enough files and sockets can be open",
-    "locked-memory": "RDMA may lock memory",
+    "locked-memory": "RDMA can lock memory",
     "cpus": "as many cores as threads",
-    "all-reduce": "an all-reduce over all machines is right, and how fast",
+    "all-reduce": "an all-reduce over all nodes is correct, and its speed",
 }
-"""Every check, in the order of the report, with what it makes sure of."""
+"""All checks in the order of the report, with the condition that they check."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         id: one of :data:`CHECKS`.
-        where: a machine, a pair of them as ``a -> b``, or "all".
-        status: "warn": the job will run, but not as it could; "fail": it will not, or not as was asked.
-        found: what there is.
-        advice: what to do about it; empty where nothing is.
+        where: a node, a pair of nodes as ``a -> b``, or "all".
+        status: "warn": the job will run with a limitation; "fail": it will not run, or not as requested.
+        found: the observed facts.
+        advice: how to correct it; "" if the check passed.
     """
 
     id: str
@@ -79,12 +78,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """All that was found.
+    """All checks of a job's nodes.
 
     Attributes:
-        machines: their names, by number; one that never came is named by its number.
+        machines: names of the nodes, by number; nodes that never connected are named by number.
         checks: in the order of :data:`CHECKS`.
-        interface: before a job that names none, the one that it is to use; None: what it would use anyway.
+        interface: the interface that the following job should use; None keeps its own choice.
     """
 
     machines: tuple[str, ...]
@@ -93,17 +92,17 @@ class PreflightReport:
 
     @property
     def status(self) -> Status:
-        """The worst there is."""
-        there = {check.status for check in self.checks}
-        return "fail" if "fail" in there else "warn" if "warn" in there else "pass"
+        """Return the worst status."""
+        statuses = {check.status for check in self.checks}
+        return "fail" if "fail" in statuses else "warn" if "warn" in statuses else "pass"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with the status."""
+        """Return the report as JSON types, with its status."""
         return {"status": self.status, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PreflightReport:
-        """The inverse of :meth:`to_json`."""
+        """Return the report of :meth:`to_json`'s result."""
         return cls(
             machines=tuple(values["machines"]),
             checks=tuple(Check(**check) for check in values["checks"]),
@@ -112,14 +111,14 @@ class PreflightReport:
 
 
 def make_report(machines: tuple[str, ...], checks: list[Check], interface: str | None = None) -> PreflightReport:
-    """Sort the checks, those of one kind by how bad they are."""
+    """Sort the checks in the order of the report, the most severe first."""
     order = {name: number for number, name in enumerate(CHECKS)}
     severity = {"fail": 0, "warn": 1, "pass": 2}
     ranked = sorted(checks, key=lambda check: (order[check.id], severity[check.status]))
     return PreflightReport(machines=machines, checks=tuple(ranked), interface=interface)
 
 
-# --- What to examine: the same on all machines of a job, and how its program is told ---
+# --- The requirements, the same on all nodes of a job, and the program's command line ---
 
 
 MODULE = "paceline.launch.preflight.node"
@@ -127,21 +126,21 @@ MODULE = "paceline.launch.preflight.node"
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightSpec:
-    """What a job needs of its machines.
+    """The requirements of a job on its nodes.
 
     Attributes:
-        directory: where the machines meet, and where the report is left; all of them see it.
-        run: the run's directory; of one that is not there yet, the nearest one above it is looked at.
-        task: whose import is tried; "" for none.
-        nproc: processes a machine: one number for all, or one for each.
-        threads: CPU threads a process.
-        gpus_per_node: as many GPUs must be usable on each machine; None: those there are.
-        interface: the network interface to the other machines; None: the one on the way to machine 0.
-        keep: checkpoints that must find room.
-        checkpoint_bytes: of one; None: as those of the run, else estimated from the task's parameters.
-        timeout_s: how long to wait for all machines to appear.
-        agents: Paceline's agents start the ranks, and tell each its network interface.
-        preflight: the job goes on only where the examination ends well, so print what is wrong.
+        directory: shared by all nodes, for their rendezvous and the report.
+        run: the run's directory; if it does not exist, its nearest existing parent is checked.
+        task: the task to import; "" for none.
+        nproc: processes per node: one number for all nodes, or one for each.
+        threads: CPU threads per process.
+        gpus_per_node: required usable GPUs per node; None accepts any number.
+        interface: network interface to the other nodes; None: the one on the route to node 0.
+        keep: number of checkpoints that must fit on the disk.
+        checkpoint_bytes: size of one; None: as in the run, else estimated from the task's parameters.
+        timeout_s: how long to wait for all nodes.
+        agents: Paceline's agents start the ranks, and give each its network interface.
+        preflight: a job follows if nothing fails, so print the problems.
     """
 
     directory: Path
@@ -158,11 +157,11 @@ class PreflightSpec:
     preflight: bool = False
 
     def processes_on(self, node_rank: int) -> int:
-        """How many processes a machine runs."""
+        """Return the number of processes of a node."""
         return self.nproc[node_rank] if len(self.nproc) > 1 else self.nproc[0]
 
     def command(self, python: str) -> tuple[str, ...]:
-        """The command for each machine; the launcher replaces its placeholders."""
+        """Return the command for each node; the launcher replaces its placeholders."""
         words = [python, "-m", MODULE, "--directory", str(self.directory), "--run-dir", str(self.run)]
         words += ["--nproc", ",".join(map(str, self.nproc)), "--keep-checkpoints", str(self.keep)]
         words += ["--timeout", f"{self.timeout_s:g}"]
@@ -179,13 +178,13 @@ class PreflightSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Which machine this is.
+    """The place of a node in the job.
 
     Attributes:
         node_rank: 0 to ``nodes`` - 1.
-        nodes: machines of the job.
-        master_addr: machine 0, as the others name it.
-        master_port: where the job's rank 0 is going to listen.
+        nodes: number of nodes.
+        master_addr: node 0, as the others name it.
+        master_port: of the job's rank 0.
     """
 
     node_rank: int
@@ -195,7 +194,7 @@ class NodePlace:
 
 
 def parse_command(argv: list[str]) -> tuple[PreflightSpec, NodePlace]:
-    """What :meth:`Examination.command` says, once the placeholders are replaced."""
+    """Parse the command of :meth:`PreflightSpec.command` after its placeholders have been replaced."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--run-dir", dest="run", type=Path, required=True)
@@ -213,42 +212,42 @@ def parse_command(argv: list[str]) -> tuple[PreflightSpec, NodePlace]:
     for name, kind in place.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
     values = vars(parser.parse_args(argv))
-    here = NodePlace(**{name: values.pop(name) for name in place})
-    return PreflightSpec(**values), here
+    place_of_node = NodePlace(**{name: values.pop(name) for name in place})
+    return PreflightSpec(**values), place_of_node
 
 
-# --- All that an examination has gathered, from every machine and every pair of them, before it is judged ---
+# --- The collected facts of every node and every pair of nodes ---
 
 
-_SLOWEST = 100e6 / 8  # 100 Mbit/s
+_MIN_RATE = 100e6 / 8  # 100 Mbit/s
 
 Pair = tuple[int, int]
-"""Two machines, by number: the first one connects, or sends."""
+"""Two nodes, by number: the first one connects, or sends."""
 
 
 @dataclass(kw_only=True)
 class PreflightResults:
-    """What was gathered; machines are named by number.
+    """The collected facts, by node number.
 
     Attributes:
-        examination: what the job needs.
-        nodes: machines of the job, also those that never came.
+        spec: requirements of the job.
+        nodes: number of nodes of the job, including those that never connected.
         port: the rendezvous port.
-        facts: of each machine; see :class:`~paceline.launch.preflight.facts.Facts`, and ``address``,
-            ``interface`` and ``address_problem`` besides.
-        absent: why a machine is not there, or was lost.
-        hosts: names of machines of which no facts are known.
-        port_problem: why machine 0 cannot listen on the rendezvous port.
-        clock_s: how far a machine's clock is ahead of machine 0's, and how exactly that is known.
-        rendezvous: ways to the rendezvous port.
-        data: ways to a port that the kernel chose.
+        facts: of each node; :class:`~paceline.launch.preflight.facts.NodeFacts` with ``address``, ``interface``
+            and ``address_problem``.
+        absent: why a node is missing, or was lost.
+        hosts: names of nodes without facts.
+        port_problem: why node 0 cannot listen on the rendezvous port.
+        clock_s: a node's clock offset from node 0, and its uncertainty.
+        rendezvous: connections to the rendezvous port.
+        data: connections to an ephemeral port.
         flows: streams over the interface that will be used.
-        other_flows: over other interfaces, by name.
+        other_flows: streams over other interfaces, by name.
         storage: of the run's directory.
-        all_reduce: what the canary found; None where it was not let out, and ``no_all_reduce`` says why.
+        all_reduce: result of the all-reduce; None if it was not run, for the reason in ``no_all_reduce``.
     """
 
-    examination: PreflightSpec
+    spec: PreflightSpec
     nodes: int
     port: int
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -265,24 +264,24 @@ class PreflightResults:
     no_all_reduce: str = ""
 
     def name(self, node: int) -> str:
-        """A machine's name; of two with the same, with its number."""
+        """Return a node's name, with its number if two nodes have the same name."""
         if node not in self.facts:
-            return self.hosts.get(node, f"machine {node}")
+            return self.hosts.get(node, f"node {node}")
         host = str(self.facts[node]["host"])
         same = [other for other, facts in self.facts.items() if facts["host"] == host]
-        return host if len(same) == 1 else f"{host} (machine {node})"
+        return host if len(same) == 1 else f"{host} (node {node})"
 
     def pair(self, pair: Pair) -> str:
-        """Two machines, as ``a -> b``."""
+        """Return two nodes as ``a -> b``."""
         return f"{self.name(pair[0])} -> {self.name(pair[1])}"
 
     def processes_on(self, node: int) -> int:
-        """How many processes the job runs there."""
-        return self.examination.processes_on(node)
+        """Return the number of processes of a node."""
+        return self.spec.processes_on(node)
 
 
 def common_interfaces(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Interfaces that all machines have, with addresses that differ: no bridge of containers."""
+    """Return the interfaces that all nodes have with different addresses, which excludes container bridges."""
     addresses = [{each["name"]: each["address"] for each in own["interfaces"]} for own in facts.values()]
     return sorted(
         name
@@ -292,29 +291,29 @@ def common_interfaces(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def known_rates(flows: Mapping[Pair, Flow]) -> dict[Pair, float]:
-    """The bandwidths that could be measured, in bytes/s."""
+    """Return the measured bandwidths, in bytes/s."""
     return {pair: flow["bytes_per_s"] for pair, flow in flows.items() if flow["bytes_per_s"] is not None}
 
 
 def is_slow(rate: float, best: float) -> bool:
-    """Whether a link holds the others up: it is slow by itself, or beside the fastest; in bytes/s."""
-    return rate < _SLOWEST or rate < 0.25 * best
+    """Return whether a link is slow, absolutely or relative to the fastest; in bytes/s."""
+    return rate < _MIN_RATE or rate < 0.25 * best
 
 
 def is_very_slow(rate: float, best: float) -> bool:
-    """Whether training over such a link is hopeless."""
-    return rate < _SLOWEST or rate < 0.1 * best
+    """Return whether a link is too slow for training."""
+    return rate < _MIN_RATE or rate < 0.1 * best
 
 
-# --- A report for people ---
+# --- The report as a table ---
 
 
 _STYLES: dict[Status, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def print_report(report: PreflightReport, console: Console) -> None:
-    """A row for each check; where it did not pass, with what to do."""
-    table = Table("check", "", "where", "found", "what to do")
+    """Print a row per check, with advice if it did not pass."""
+    table = Table("check", "", "where", "found", "advice")
     for check in report.checks:
         table.add_row(
             check.id,
@@ -325,25 +324,23 @@ def print_report(report: PreflightReport, console: Console) -> None:
         )
     console.print(table)
     counts: Counter[str] = Counter(check.status for check in report.checks)
-    machines = f"{len(report.machines)} machine{'s' if len(report.machines) > 1 else ''}"
+    machines = f"{len(report.machines)} node{'s' if len(report.machines) > 1 else ''}"
     parts = [f"{counts['pass']} passed"]
-    parts += [
-        f"{counts[status]} {word}" for status, word in (("warn", "to look at"), ("fail", "failed")) if counts[status]
-    ]
+    parts += [f"{counts[status]} {word}" for status, word in (("warn", "warned"), ("fail", "failed")) if counts[status]]
     console.print(f"{machines}: {', '.join(parts)}.", style=_STYLES[report.status])
 
 
-# --- What runs on a machine before its ranks: it can keep them from starting, and choose their network ---
+# --- A command that runs before the ranks: it can prevent their start, and choose their network interface ---
 
 
 _FILE = "PACELINE_PREFLIGHT_FILE"
 
 
 def run_before(command: Sequence[str]) -> tuple[int, str | None]:
-    """Run it to its end; return its exit code, and the network interface that it has chosen, if any.
+    """Run the command; return its exit code, and the network interface that it has chosen, if any.
 
-    It is asked to end by any of :data:`~paceline.core.signals.STOP_SIGNALS`, and cleans up first: the
-    exit code is then 128 + the signal's number.
+    Any of :data:`~paceline.core.signals.STOP_SIGNALS` asks the command to end and clean up; the exit code is then
+    128 + the signal's number.
     """
     requests = StopRequests(ECHO_S)
     process: subprocess.Popen[bytes] | None = None
@@ -370,7 +367,7 @@ def run_before(command: Sequence[str]) -> tuple[int, str | None]:
 
 
 def choose_interface(name: str) -> bool:
-    """In such a program: have the ranks use this interface; False where nothing waits for the choice."""
+    """Make the waiting ranks use this interface; return False if nothing waits for the choice."""
     if _FILE not in os.environ:
         return False
     Path(os.environ[_FILE]).write_text(name)

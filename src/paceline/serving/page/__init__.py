@@ -1,1 +1,1 @@
-"""The page at a server's ``/``, where people try a model: files in ``static``; it asks as any client does."""
+"""The page at a server's ``/`` for trying a model: static files that call the server like any client."""
